@@ -1,0 +1,41 @@
+"""The one exception tree. Each class says what the caller should do.
+
+Miss, pending and refused are values (`kvtier.tiers.base`), never exceptions. Inside an engine no
+error of a tier reaches a request: it becomes a miss and a counter.
+"""
+
+
+class KvtierError(Exception):
+    """Base of everything kvtier raises on purpose."""
+
+
+class ConfigError(KvtierError):
+    """The configuration cannot be used. Mend the file, key or variable that the message names."""
+
+
+class InvalidInputError(KvtierError, ValueError):
+    """An argument is out of its documented range. A bug of the caller: do not retry."""
+
+
+class CorruptBlockError(KvtierError):
+    """Stored bytes are torn, altered, foreign or of another version. Treat as a miss; drop the block."""
+
+
+class UnauthenticatedError(KvtierError):
+    """The pool does not accept the credentials. Check the tenant's token; retrying does not help."""
+
+
+class UnavailableError(KvtierError):
+    """The other side cannot be reached, or not in time. Retry later; meanwhile treat as a miss."""
+
+
+class LimitExceededError(KvtierError):
+    """A request is larger than a documented limit. Split it."""
+
+
+class ClosedError(KvtierError):
+    """The object was closed. Make a new one."""
+
+
+class InvariantError(KvtierError):
+    """`check()` found broken bookkeeping: a bug of kvtier. Please report it with the message."""
