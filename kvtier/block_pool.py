@@ -136,8 +136,8 @@ class BlockPool:
         Blocks without references stay findable until they are reused. They join the tail of the free
         queue in reverse, so that the end of a chain is evicted before its beginning.
 
-        :param cold: put them at the head instead (first to be evicted): for a block that was only
-            held to be copied away.
+        :param cold: put them before all other cached blocks instead (first to be evicted): for blocks
+            that were only held to be copied away. O(free blocks without a key at the head).
         """
         blocks = self._blocks
         for block_id in block_ids if cold else reversed(block_ids):
@@ -146,11 +146,7 @@ class BlockPool:
                 raise InvalidInputError(f"block {block_id} is freed once more than it was taken")
             block.references -= 1
             if block.references == 0:
-                if cold:
-                    assert self._head.next is not None
-                    self._insert_before(self._head.next, block)
-                else:
-                    self._insert_before(self._tail, block)
+                self._insert_before(self._first_cached() if cold else self._tail, block)
 
     def coldest(self, limit: int) -> list[tuple[ChainHash, int]]:
         """Of the next `limit` blocks to be allocated, those with a key, as (chain hash, block id)."""
@@ -201,6 +197,14 @@ class BlockPool:
             self._on_evict(block.key, block.block_id)
         del self._by_key[block.key]
         block.key = None
+
+    def _first_cached(self) -> _Block:
+        """The first queued block with a key, else the tail: empty blocks are used up before cached ones."""
+        block = self._head.next
+        while block is not None and block is not self._tail and block.key is None:
+            block = block.next
+        assert block is not None
+        return block
 
     def _unlink(self, block: _Block) -> None:
         assert block.previous is not None

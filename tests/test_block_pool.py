@@ -82,7 +82,7 @@ def test_a_duplicate_stays_private() -> None:
     pool.check()
 
 
-def test_cold_blocks_go_to_the_head() -> None:
+def test_cold_blocks_go_before_all_cached_ones() -> None:
     pool = BlockPool(4)
     keys = chain("ABCDEFGH")
     table = pool.allocate(2) or []
@@ -93,7 +93,10 @@ def test_cold_blocks_go_to_the_head() -> None:
     assert pool.coldest(3) == [(keys[1], 1)]
     pool.acquire([1])
     pool.free([1], cold=True)
-    assert pool.free_queue() == [1, 2, 3, 0]
+    assert pool.free_queue() == [2, 3, 1, 0], "empty blocks are used up first"
+    pool.acquire([0])
+    pool.free([0], cold=True)
+    assert pool.free_queue() == [2, 3, 0, 1]
 
 
 def test_reset_only_when_idle() -> None:
@@ -175,7 +178,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         held = {b for other in self.running for b in other}
         for block_id in table if cold else reversed(table):
             if block_id not in held:
-                self.queue.insert(0 if cold else len(self.queue), block_id)
+                cached = [i for i, queued in enumerate(self.queue) if queued in self.keys]
+                self.queue.insert(cached[0] if cold and cached else len(self.queue), block_id)
 
     @invariant()
     def agrees(self) -> None:
