@@ -1,0 +1,363 @@
+"""What every tier must do. Subclass `TierContract` in a test file; needs pytest and hypothesis.
+
+class TestMyTier(TierContract):
+    @pytest.fixture
+    def make_tier(self) -> MakeTier:
+        return lambda capacity_bytes: MyTier(capacity_bytes)
+
+TestMyTierStates = tier_state_machine(lambda capacity_bytes: MyTier(capacity_bytes)).TestCase
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.errors import ClosedError, InvalidInputError
+from kvtier.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
+
+MakeTier = Callable[[int], Tier]
+"""Makes an open tier of about so many bytes of payload. Called again, it may reopen the same medium."""
+
+TENANT = tenant_id("red")
+NAMESPACE = NamespaceId(b"namespace-number")
+_WAIT_S = 30.0
+"""Bound on everything a test waits for; never reached when the tier works."""
+
+_NUM_LABELS = 40
+"""Blocks the state machine knows; more than its tier holds."""
+
+
+def make_key(label: object, *, tenant: TenantId = TENANT, namespace: NamespaceId = NAMESPACE) -> StoreKey:
+    """The key of the block called `label`."""
+    return store_key(tenant, namespace, ChainHash(hashlib.sha256(repr(label).encode()).digest()))
+
+
+def make_payload(label: object, nbytes: int) -> bytes:
+    """Bytes that no other label has, without a pattern that would hide shifted or torn copies."""
+    return hashlib.shake_128(repr(label).encode()).digest(nbytes)
+
+
+def read_blocks(tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> list[bytes | None]:
+    """Payloads of `nbytes` each, None where the tier misses."""
+    into = [memoryview(bytearray(b"\xa5" * nbytes)) for _ in keys]
+    statuses = tier.read(keys, into)
+    assert all(status in (Status.HIT, Status.MISS) for status in statuses)
+    return [bytes(b) if s is Status.HIT else None for s, b in zip(statuses, into, strict=True)]
+
+
+class TierContract:
+    """Subclass, override `make_tier`, and set the knobs where the defaults do not fit.
+
+    Every test ends with `check()` and `close()`.
+    """
+
+    payload_bytes = 16 * 1024
+    capacity_bytes = 2 * 2**20
+    """Room for at least half as many payload bytes, beside the tier's own overhead."""
+    tenants: tuple[TenantId, TenantId] = (TENANT, tenant_id("blue"))
+    """Two tenants that the tier serves. Equal for a tier that serves one only."""
+    persistent = False
+    """Content survives `close` and a second `make_tier`."""
+    evicts = True
+    """Makes room by itself; False for a tier that answers FULL instead."""
+
+    @pytest.fixture
+    def make_tier(self) -> MakeTier:
+        raise NotImplementedError("override make_tier in the subclass")
+
+    @pytest.fixture
+    def tier(self, make_tier: MakeTier) -> Iterator[Tier]:
+        tier = make_tier(self.capacity_bytes)
+        yield tier
+        tier.check()
+        tier.close()
+
+    def key(self, label: object) -> StoreKey:
+        return make_key(label, tenant=self.tenants[0])
+
+    def payload(self, label: object) -> bytes:
+        return make_payload(label, self.payload_bytes)
+
+    def store(self, tier: Tier, labels: Sequence[object]) -> list[WriteStatus]:
+        return tier.write([(self.key(label), self.payload(label)) for label in labels])
+
+    def load(self, tier: Tier, labels: Sequence[object]) -> list[bytes | None]:
+        return read_blocks(tier, [self.key(label) for label in labels], self.payload_bytes)
+
+    def test_empty_batches(self, tier: Tier) -> None:
+        assert tier.lookup([]) == []
+        assert tier.read([], []) == []
+        assert tier.write([]) == []
+        assert tier.discard([]) == 0
+
+    def test_unknown_keys_miss(self, tier: Tier) -> None:
+        keys = [self.key(i) for i in range(3)]
+        assert tier.lookup(keys) == [Status.MISS] * 3
+        assert self.load(tier, range(3)) == [None] * 3
+        assert tier.discard(keys) == 0
+
+    def test_written_blocks_read_back_byte_for_byte_in_batch_order(self, tier: Tier) -> None:
+        assert self.store(tier, range(16)) == [WriteStatus.STORED] * 16
+        order = [7, "absent", 0, 15, 3]
+        assert self.load(tier, order) == [None if i == "absent" else self.payload(i) for i in order]
+        keys = [self.key(i) for i in order]
+        assert tier.lookup(keys) == [Status.HIT, Status.MISS, Status.HIT, Status.HIT, Status.HIT]
+
+    def test_payloads_may_be_any_readable_buffer(self, tier: Tier) -> None:
+        payload = self.payload("a")
+        padded = memoryview(b"xyz" + payload + b"xyz")[3:-3]
+        items: list[tuple[StoreKey, ReadableBuffer]]
+        items = [(self.key("a"), payload), (self.key("b"), bytearray(payload)), (self.key("c"), padded)]
+        assert tier.write(items) == [WriteStatus.STORED] * 3
+        assert read_blocks(tier, [key for key, _ in items], self.payload_bytes) == [payload] * 3
+
+    def test_the_buffer_is_the_callers_again_after_write(self, tier: Tier) -> None:
+        buffer = bytearray(self.payload("a"))
+        tier.write([(self.key("a"), buffer)])
+        buffer[:] = bytes(len(buffer))
+        assert self.load(tier, ["a"]) == [self.payload("a")]
+
+    def test_an_existing_key_keeps_its_bytes(self, tier: Tier) -> None:
+        self.store(tier, ["a"])
+        assert tier.write([(self.key("a"), self.payload("other"))]) == [WriteStatus.EXISTS]
+        assert self.load(tier, ["a"]) == [self.payload("a")]
+
+    def test_a_key_twice_in_one_batch(self, tier: Tier) -> None:
+        assert self.store(tier, ["a", "a"]) == [WriteStatus.STORED, WriteStatus.EXISTS]
+        assert self.load(tier, ["a", "a"]) == [self.payload("a")] * 2
+        assert tier.discard([self.key("a")] * 2) == 1
+
+    @pytest.mark.parametrize("difference", [-1, 1])
+    def test_another_length_is_a_miss(self, tier: Tier, difference: int) -> None:
+        self.store(tier, ["a"])
+        assert read_blocks(tier, [self.key("a")], self.payload_bytes + difference) == [None]
+        assert self.load(tier, ["a"]) == [self.payload("a")]
+
+    def test_as_many_buffers_as_keys(self, tier: Tier) -> None:
+        with pytest.raises(InvalidInputError):
+            tier.read([self.key("a")], [])
+
+    def test_discarded_keys_miss_and_can_be_written_again(self, tier: Tier) -> None:
+        self.store(tier, ["a", "b"])
+        assert tier.discard([self.key("a"), self.key("absent")]) == 1
+        assert tier.lookup([self.key("a"), self.key("b")]) == [Status.MISS, Status.HIT]
+        assert self.load(tier, ["a", "b"]) == [None, self.payload("b")]
+        assert self.store(tier, ["a"]) == [WriteStatus.STORED]
+        assert self.load(tier, ["a"]) == [self.payload("a")]
+
+    def test_tenants_do_not_meet(self, tier: Tier) -> None:
+        red, blue = self.tenants
+        if red == blue:
+            return
+        tier.write([(make_key("a", tenant=red), self.payload("red"))])
+        assert tier.lookup([make_key("a", tenant=blue)]) == [Status.MISS]
+        assert tier.write([(make_key("a", tenant=blue), self.payload("blue"))]) == [WriteStatus.STORED]
+        keys = [make_key("a", tenant=red), make_key("a", tenant=blue)]
+        assert read_blocks(tier, keys, self.payload_bytes) == [self.payload("red"), self.payload("blue")]
+
+    def test_namespaces_do_not_meet_and_have_lengths_of_their_own(self, tier: Tier) -> None:
+        other = make_key("a", tenant=self.tenants[0], namespace=NamespaceId(b"namespace-other!"))
+        small = make_payload("small", self.payload_bytes // 2)
+        self.store(tier, ["a"])
+        assert tier.lookup([other]) == [Status.MISS]
+        assert tier.write([(other, small)]) == [WriteStatus.STORED]
+        assert read_blocks(tier, [other], len(small)) == [small]
+        assert self.load(tier, ["a"]) == [self.payload("a")]
+
+    def test_usage_counts_blocks_and_stays_in_bounds(self, tier: Tier) -> None:
+        self.store(tier, range(8))
+        usage = tier.usage()
+        assert usage.num_blocks == 8
+        assert usage.used_bytes >= 8 * self.payload_bytes
+        assert not usage.capacity_bytes or usage.used_bytes <= usage.capacity_bytes
+        tier.discard([self.key(i) for i in range(8)])
+        assert tier.usage().num_blocks == 0
+        assert tier.usage().used_bytes == 0
+
+    def test_a_flood_is_answered_within_capacity(self, tier: Tier) -> None:
+        num_blocks = 4 * self.capacity_bytes // self.payload_bytes
+        for start in range(0, num_blocks, 8):
+            statuses = self.store(tier, range(start, start + 8))
+            assert set(statuses) <= {WriteStatus.STORED, WriteStatus.FULL}
+            assert WriteStatus.STORED in statuses or not self.evicts
+            tier.check()
+            usage = tier.usage()
+            assert not usage.capacity_bytes or usage.used_bytes <= usage.capacity_bytes
+        loaded = self.load(tier, range(num_blocks))
+        assert all(block in (None, self.payload(i)) for i, block in enumerate(loaded))
+        assert sum(block is not None for block in loaded) * self.payload_bytes >= self.capacity_bytes // 2
+        assert None in loaded
+        if self.evicts:
+            assert self.load(tier, [num_blocks - 8]) != [None]
+
+    def test_content_after_reopening(self, make_tier: MakeTier) -> None:
+        tier = make_tier(self.capacity_bytes)
+        self.store(tier, range(8))
+        tier.close()
+        tier = make_tier(self.capacity_bytes)
+        loaded = self.load(tier, range(8))
+        assert all(block in (None, self.payload(i)) for i, block in enumerate(loaded))
+        if self.persistent:
+            assert None not in loaded
+            assert self.store(tier, [3]) == [WriteStatus.EXISTS]
+        tier.check()
+        tier.close()
+
+    def test_writers_of_the_same_keys_store_each_once(self, tier: Tier) -> None:
+        labels = list(range(16))
+        results = _together(4, lambda _: self.store(tier, labels))
+        for of_one_key in zip(*results, strict=True):
+            assert sorted(of_one_key) == [WriteStatus.STORED] + [WriteStatus.EXISTS] * 3
+        assert self.load(tier, labels) == [self.payload(i) for i in labels]
+
+    def test_readers_and_writers_under_eviction_never_see_wrong_bytes(self, tier: Tier) -> None:
+        labels = list(range(2 * self.capacity_bytes // self.payload_bytes))
+
+        def run(worker: int) -> None:
+            for start in range(0, len(labels), 8):
+                batch = labels[start : start + 8][:: 1 if worker % 2 else -1]
+                if worker < 2:
+                    self.store(tier, batch)
+                loaded = self.load(tier, batch)
+                assert all(block in (None, self.payload(i)) for i, block in zip(batch, loaded, strict=True))
+                if worker == 3:
+                    tier.discard([self.key(i) for i in batch[:2]])
+
+        _together(4, run)
+
+    def test_a_closed_tier_says_so(self, make_tier: MakeTier) -> None:
+        tier = make_tier(self.capacity_bytes)
+        self.store(tier, ["a"])
+        tier.close()
+        tier.close()
+        calls: list[Callable[[], Any]] = [
+            lambda: tier.lookup([self.key("a")]),
+            lambda: self.load(tier, ["a"]),
+            lambda: self.store(tier, ["b"]),
+            lambda: tier.discard([self.key("a")]),
+            tier.usage,
+            tier.check,
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()
+
+    def test_close_under_load_ends_every_call(self, make_tier: MakeTier) -> None:
+        tier = make_tier(self.capacity_bytes)
+        warm = threading.Barrier(4)
+
+        def read_for_ever(worker: int) -> None:
+            while True:
+                assert self.load(tier, [worker]) == [self.payload(worker)]
+
+        def run(worker: int) -> None:
+            self.store(tier, [worker])
+            warm.wait(_WAIT_S)
+            if worker == 0:
+                tier.close()
+                return
+            with pytest.raises(ClosedError):
+                read_for_ever(worker)
+
+        _together(4, run)
+
+
+def _together(num_threads: int, run: Callable[[int], Any]) -> list[Any]:
+    """Results of `run(0)`, `run(1)`, ... started at the same moment; raises what one of them raises."""
+    start = threading.Barrier(num_threads)
+
+    def wait_and_run(worker: int) -> Any:
+        start.wait(_WAIT_S)
+        return run(worker)
+
+    with ThreadPoolExecutor(num_threads) as executor:
+        futures: list[Future[Any]] = [executor.submit(wait_and_run, i) for i in range(num_threads)]
+        return [future.result(_WAIT_S) for future in futures]
+
+
+def tier_state_machine(
+    make_tier: MakeTier,
+    *,
+    capacity_bytes: int = 256 * 1024,
+    payload_bytes: int = 16 * 1024,
+    persistent: bool = False,
+    max_examples: int = 50,
+) -> type[RuleBasedStateMachine]:
+    """A Hypothesis state machine that drives a tier against a dict: it may forget, but never lie.
+
+    :param make_tier: called at the start of each example and, for a `persistent` tier, also after a
+        close. It may open the same medium every time: an example begins by discarding all it knows.
+    """
+    labels = st.integers(min_value=0, max_value=_NUM_LABELS - 1)
+    batches = st.lists(labels, max_size=6)
+
+    class TierStateMachine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stored: dict[int, bytes] = {}
+            """What was acknowledged as STORED and may still be there."""
+            self.tier = make_tier(capacity_bytes)
+            self.tier.discard([make_key(label) for label in range(_NUM_LABELS)])
+
+        @rule(batch=batches, version=st.integers(min_value=0, max_value=2))
+        def write(self, batch: list[int], version: int) -> None:
+            payloads = [make_payload((label, version), payload_bytes) for label in batch]
+            statuses = self.tier.write([(make_key(i), p) for i, p in zip(batch, payloads, strict=True)])
+            for label, payload, status in zip(batch, payloads, statuses, strict=True):
+                if status is WriteStatus.STORED:
+                    self.stored[label] = payload
+                elif status is WriteStatus.EXISTS:
+                    assert label in self.stored
+                else:
+                    assert status is WriteStatus.FULL
+
+        @rule(batch=batches)
+        def read(self, batch: list[int]) -> None:
+            loaded = read_blocks(self.tier, [make_key(label) for label in batch], payload_bytes)
+            for label, block in zip(batch, loaded, strict=True):
+                if block is None:
+                    self.stored.pop(label, None)
+                else:
+                    assert block == self.stored[label]
+
+        @rule(batch=batches)
+        def lookup(self, batch: list[int]) -> None:
+            for label, status in zip(batch, self.tier.lookup([make_key(i) for i in batch]), strict=True):
+                assert status is not Status.PENDING
+                if status is Status.HIT:
+                    assert label in self.stored
+                else:
+                    self.stored.pop(label, None)
+
+        @rule(batch=batches)
+        def discard(self, batch: list[int]) -> None:
+            assert self.tier.discard([make_key(label) for label in batch]) <= len(set(batch) & self.stored.keys())
+            for label in batch:
+                self.stored.pop(label, None)
+
+        @rule()
+        def reopen(self) -> None:
+            if persistent:
+                self.tier.close()
+                self.tier = make_tier(capacity_bytes)
+
+        @invariant()
+        def is_sound(self) -> None:
+            self.tier.check()
+            assert self.tier.usage().num_blocks <= len(self.stored)
+
+        def teardown(self) -> None:
+            self.tier.close()
+
+    TierStateMachine.TestCase.settings = settings(
+        max_examples=max_examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return TierStateMachine
