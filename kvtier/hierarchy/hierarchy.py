@@ -1,0 +1,88 @@
+"""Both halves in one process: what an engine with one scheduler and one worker talks to."""
+
+from collections.abc import Sequence
+
+from kvtier.hierarchy.directory import Directory
+from kvtier.hierarchy.jobs import Block, JobResult
+from kvtier.hierarchy.metrics import HierarchyMetrics
+from kvtier.hierarchy.mover import Mover
+from kvtier.hierarchy.planner import BlockStatus, Planner
+from kvtier.keys import ChainHash
+
+
+class Hierarchy:
+    """A directory and its only mover. Scheduler thread only; nothing blocks but `wait` and `close`."""
+
+    def __init__(self, directory: Directory, mover: Mover, planner: Planner, metrics: HierarchyMetrics) -> None:
+        """Takes over directory and mover."""
+        self._directory, self._mover, self._planner, self._metrics = directory, mover, planner, metrics
+        self._pump()
+
+    def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """See `Directory.start_lookup`."""
+        self._pump()
+        return self._directory.start_lookup(hashes)
+
+    def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
+        """See `Directory.poll_lookup`."""
+        return self._directory.poll_lookup(ticket)
+
+    def cancel_lookup(self, ticket: int) -> None:
+        """See `Directory.cancel_lookup`."""
+        self._directory.cancel_lookup(ticket)
+
+    def plan_fetch(self, statuses: Sequence[BlockStatus]) -> int:
+        """How many leading blocks are worth fetching."""
+        return self._planner.blocks_to_fetch(statuses)
+
+    def start_load(self, blocks: Sequence[Block]) -> int:
+        """See `Directory.start_load`."""
+        job_id = self._directory.start_load(blocks)
+        self._pump()
+        return job_id
+
+    def start_save(self, blocks: Sequence[Block]) -> int | None:
+        """See `Directory.start_save`."""
+        job_id = self._directory.start_save(blocks)
+        self._pump()
+        return job_id
+
+    def cancel(self, job_id: int) -> None:
+        """See `Directory.cancel`."""
+        self._directory.cancel(job_id)
+        self._pump()
+
+    def poll(self) -> list[JobResult]:
+        """Jobs that ended since the last poll."""
+        self._pump()
+        results = self._directory.poll()
+        self._pump()
+        return results
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until a poll is worth while, at most `timeout_s`: for an engine that has nothing else to do."""
+        self._mover.wait(timeout_s)
+
+    def holds(self, chain_hash: ChainHash) -> bool:
+        """Whether host memory has this block or is just being given it: evicting it from the device loses nothing."""
+        return self._directory.holds(chain_hash)
+
+    def note_eviction(self, chain_hash: ChainHash, block_id: int) -> None:
+        """`BlockPool`'s spill callback. What was not copied by now is dropped: a step never waits for a copy."""
+        self._metrics.device_evictions.labels("clean" if self.holds(chain_hash) else "dropped").inc()
+
+    def check(self) -> None:
+        """Verifies the bookkeeping; raises `InvariantError`."""
+        self._pump()
+        self._directory.check()
+
+    def close(self) -> None:
+        """Ends after the writes to the tiers below that are under way; tiers and device stay the caller's."""
+        self._pump()
+        self._mover.close()
+        self._directory.close()
+
+    def _pump(self) -> None:
+        self._directory.deliver(0, self._mover.poll())
+        for message in self._directory.take_messages():
+            self._mover.submit(message)

@@ -1,0 +1,49 @@
+"""Asking the shared tier in the background, so that a step never waits for a network."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvtier.keys import ChainHash, NamespaceId, TenantId, store_key
+from kvtier.tiers.base import Status, Tier
+
+
+class SharedLookups:
+    """Looks up chain hashes for all ranks at once. Scheduler thread only; `ask` does not block."""
+
+    def __init__(
+        self, tier: Tier, tenant: TenantId, namespaces: Sequence[NamespaceId], *, max_asking: int, num_threads: int
+    ) -> None:
+        self._tier, self._tenant, self._namespaces = tier, tenant, list(namespaces)
+        self._max_asking = max_asking
+        self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
+        self._asking: set[Future[list[Status]]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._tier.name
+
+    def ask(self, hashes: Sequence[ChainHash]) -> Future[list[Status]] | None:
+        """A status per hash: HIT when every namespace has it. None when too many lookups are under way."""
+        # Abandoned lookups of a hung tier count until its deadline ends them.
+        self._asking = {future for future in self._asking if not future.done()}
+        if len(self._asking) >= self._max_asking:
+            return None
+        future = self._threads.submit(self._lookup, list(hashes))
+        self._asking.add(future)
+        return future
+
+    def close(self) -> None:
+        """Waits for the lookups under way, which the tier's deadlines bound."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _lookup(self, hashes: list[ChainHash]) -> list[Status]:
+        answers = self._tier.lookup([store_key(self._tenant, n, h) for n in self._namespaces for h in hashes])
+        per_rank = [answers[start : start + len(hashes)] for start in range(0, len(answers), len(hashes))]
+        return [_weakest(statuses) for statuses in zip(*per_rank, strict=True)]
+
+
+def _weakest(statuses: tuple[Status, ...]) -> Status:
+    """What all ranks together have: one miss is a miss, else one pending is pending."""
+    if Status.MISS in statuses:
+        return Status.MISS
+    return Status.PENDING if Status.PENDING in statuses else Status.HIT

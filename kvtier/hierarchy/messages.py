@@ -1,0 +1,110 @@
+"""What passes between the directory and the movers: plain data, packed with msgpack.
+
+Nothing here refers to memory or to objects of one process. A batch is broadcast to all movers; each
+applies it to its own namespace, arena and device, and answers for itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgpack
+
+from kvtier.errors import InvalidInputError
+
+HOST = "host"
+"""The tier whose bytes are in the movers' arenas."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBatch:
+    """Fill `arena_slots` from tier `source` (not at all when it is `HOST`), then copy to `device_slots`."""
+
+    batch_id: int
+    source: str
+    hashes: list[bytes]
+    arena_slots: list[int]
+    device_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBatch:
+    """Copy `device_slots` to `arena_slots`, then write the arena slots to every tier below."""
+
+    batch_id: int
+    hashes: list[bytes]
+    arena_slots: list[int]
+    device_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBatch:
+    """Do not touch the device slots of this load any more; answered by `Cancelled` or by `Loaded`."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load is over. `ok[i]` is 1 when device and arena hold the block."""
+
+    batch_id: int
+    ok: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A load will not write to the device any more. Its arena slots are still in use until `Loaded`."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A save has read its device slots. `ok[i]` is 1 when the arena holds the block."""
+
+    batch_id: int
+    ok: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A save is over: every tier below has answered or was skipped. The arena slots are no longer read."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Content changes of a tier that belongs to this mover alone: first `cleared`, then the rest.
+
+    A hash is in at most one list: its state at the time of the message.
+    """
+
+    tier: str
+    cleared: bool
+    added: list[bytes]
+    removed: list[bytes]
+
+
+ToMover = LoadBatch | SaveBatch | CancelBatch
+ToDirectory = Loaded | Cancelled | Copied | Stored | Inventory
+
+_KINDS: tuple[type[Any], ...] = (LoadBatch, SaveBatch, CancelBatch, Loaded, Cancelled, Copied, Stored, Inventory)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def encode(message: ToMover | ToDirectory) -> bytes:
+    """msgpack list: kind number, then the fields in declaration order."""
+    packed: bytes = msgpack.packb([_NUMBERS[type(message)], *astuple(message)], use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> Any:
+    """The inverse of `encode`. Raises `InvalidInputError` on anything else."""
+    try:
+        kind, *fields = msgpack.unpackb(data, use_list=True)
+        make: Callable[..., Any] = _KINDS[kind]
+        return make(*fields)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise InvalidInputError(f"not a message of the hierarchy ({len(data)} bytes): {error}") from error

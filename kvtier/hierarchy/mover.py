@@ -1,0 +1,211 @@
+"""The mover: the half of the hierarchy that has the memory. One per worker process (rank).
+
+Threads: a few for loads, one for copies from the device, one writer per lower tier, so that a slow
+tier holds up nobody else. What they may take on is bounded by the arena: the directory gives every
+block on the move a slot of it.
+"""
+
+import enum
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvtier.errors import ClosedError, InvalidInputError
+from kvtier.hierarchy.inventory import InventoryLog
+from kvtier.hierarchy.messages import (
+    HOST,
+    CancelBatch,
+    Cancelled,
+    Copied,
+    LoadBatch,
+    Loaded,
+    SaveBatch,
+    Stored,
+    ToDirectory,
+    decode,
+    encode,
+)
+from kvtier.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key
+from kvtier.tiers.base import Status, Tier
+from kvtier.transfer import Arena, DeviceKV
+
+_log = logging.getLogger(__name__)
+
+
+class _LoadState(enum.Enum):
+    RUNNING = enum.auto()
+    COPYING = enum.auto()
+    """The device slots are being written: too late to cancel."""
+    CANCELLED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save between its copy and the answer of the last tier. `waiting` is guarded by Mover._lock."""
+
+    batch_id: int
+    items: list[tuple[StoreKey, memoryview]]
+    waiting: set[str] = field(default_factory=set)
+
+
+class Mover:
+    """Carries out batches. `submit`, `poll` and `wait` never block on I/O; any thread may call them.
+
+    The caller owns device and tiers and closes them after the mover.
+    """
+
+    def __init__(
+        self,
+        *,
+        tenant: TenantId,
+        namespace: NamespaceId,
+        device: DeviceKV,
+        arena: Arena,
+        tiers: Mapping[str, Tier],
+        inventory: InventoryLog,
+        num_load_threads: int = 2,
+    ) -> None:
+        """
+        :param tiers: the tiers below the arena by name, in the order in which saves are written.
+        :param inventory: listens to those of the tiers that belong to this mover alone.
+        :param num_load_threads: batches read and copied at a time; 2 overlap a tier's read with the
+            device copy, more help tiers with latency.
+        """
+        if arena.slot_bytes < device.block_bytes:
+            raise InvalidInputError(
+                f"arena slots of {arena.slot_bytes} bytes cannot hold blocks of {device.block_bytes}"
+            )
+        self._tenant, self._namespace = tenant, namespace
+        self._device, self._arena, self._tiers = device, arena, dict(tiers)
+        self._inventory = inventory
+        self._block_bytes = device.block_bytes
+        self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
+        self._copies = ThreadPoolExecutor(1, "kvtier-copy")
+        self._writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in self._tiers}
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
+        self._running: dict[int, _LoadState] = {}  # guarded by _lock
+        self._outbox: list[bytes] = []  # guarded by _lock
+        self._closed = False  # guarded by _lock
+
+    def submit(self, data: bytes) -> None:
+        """Starts one message of the directory."""
+        message = decode(data)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the mover is closed")
+            if isinstance(message, LoadBatch):
+                self._running[message.batch_id] = _LoadState.RUNNING
+                self._loads.submit(self._load, message)
+            elif isinstance(message, SaveBatch):
+                self._copies.submit(self._save, message)
+            elif isinstance(message, CancelBatch):
+                self._cancel(message.batch_id)
+            else:
+                raise InvalidInputError(f"{type(message).__name__} is not for a mover")
+
+    def poll(self) -> list[bytes]:
+        """Messages for the directory since the last poll."""
+        with self._lock:
+            out, self._outbox = self._outbox, []
+        # Before the answers: a block that is reported stored is then known to be where it is.
+        return [encode(changes) for changes in self._inventory.drain()] + out
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until `poll` has an answer to a batch, at most `timeout_s`; says whether it has."""
+        with self._ready:
+            return self._ready.wait_for(lambda: bool(self._outbox) or self._closed, timeout_s)
+
+    def close(self) -> None:
+        """Finishes what was submitted, then stops the threads. Idempotent."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+        self._loads.shutdown(cancel_futures=False)
+        self._copies.shutdown(cancel_futures=False)
+        for writer in self._writers.values():
+            writer.shutdown(cancel_futures=False)
+
+    def _post(self, message: ToDirectory) -> None:
+        with self._ready:
+            self._outbox.append(encode(message))
+            self._ready.notify_all()
+
+    def _cancel(self, batch_id: int) -> None:
+        """Caller holds _lock. A load that is over or copying answers by itself."""
+        if self._running.get(batch_id) is _LoadState.RUNNING:
+            self._running[batch_id] = _LoadState.CANCELLED
+            self._outbox.append(encode(Cancelled(batch_id)))
+            self._ready.notify_all()
+
+    def _keys(self, hashes: Sequence[bytes]) -> list[StoreKey]:
+        return [store_key(self._tenant, self._namespace, ChainHash(h)) for h in hashes]
+
+    def _view(self, slot: int) -> memoryview:
+        return self._arena.view(slot)[: self._block_bytes]
+
+    def _load(self, batch: LoadBatch) -> None:
+        ok = bytes(len(batch.hashes))
+        try:
+            ok = self._read(batch)
+            with self._lock:
+                go = self._running[batch.batch_id] is _LoadState.RUNNING
+                if go:
+                    self._running[batch.batch_id] = _LoadState.COPYING
+            if go:
+                present = [i for i, good in enumerate(ok) if good]
+                self._device.scatter(
+                    self._arena, [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
+                )
+        except Exception:
+            # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
+            _log.exception("loading %d blocks from %s failed", len(batch.hashes), batch.source)
+            ok = bytes(len(batch.hashes))
+        with self._lock:
+            del self._running[batch.batch_id]
+        self._post(Loaded(batch.batch_id, ok))
+
+    def _read(self, batch: LoadBatch) -> bytes:
+        if batch.source == HOST:
+            return b"\1" * len(batch.hashes)
+        with self._lock:
+            if self._running[batch.batch_id] is _LoadState.CANCELLED:
+                return bytes(len(batch.hashes))
+        tier = self._tiers[batch.source]
+        statuses = tier.read(self._keys(batch.hashes), [self._view(slot) for slot in batch.arena_slots])
+        return bytes(status is Status.HIT for status in statuses)
+
+    def _save(self, batch: SaveBatch) -> None:
+        ok = b"\1" * len(batch.hashes)
+        try:
+            self._device.gather(batch.device_slots, self._arena, batch.arena_slots)
+        except Exception:
+            _log.exception("copying %d blocks from the device failed", len(batch.hashes))
+            ok = bytes(len(batch.hashes))
+        self._post(Copied(batch.batch_id, ok))
+        if not self._tiers or not any(ok):
+            self._post(Stored(batch.batch_id))
+            return
+        items = list(zip(self._keys(batch.hashes), map(self._view, batch.arena_slots), strict=True))
+        save = _Save(batch.batch_id, items, waiting=set(self._tiers))
+        for name, writer in self._writers.items():
+            writer.submit(self._write, name, save)
+
+    def _write(self, name: str, save: _Save) -> None:
+        try:
+            # Asked first, so that what another engine has saved already is not sent again. What the
+            # tier refuses or cannot take, it has counted: the block is simply not there.
+            tier = self._tiers[name]
+            statuses = tier.lookup([key for key, _ in save.items])
+            absent = [item for item, status in zip(save.items, statuses, strict=True) if status is Status.MISS]
+            if absent:
+                tier.write(absent)
+        except Exception:
+            _log.exception("writing %d blocks to %s failed", len(save.items), name)
+        with self._lock:
+            save.waiting.discard(name)
+            over = not save.waiting
+        if over:
+            self._post(Stored(save.batch_id))

@@ -1,0 +1,176 @@
+"""One small engine's worth of hierarchy over real tiers, and tiers that can be held up or broken."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.hierarchy import (
+    AlwaysFetch,
+    BlockStatus,
+    Directory,
+    DirectorySettings,
+    Hierarchy,
+    HierarchyMetrics,
+    InventoryLog,
+    JobResult,
+    Mover,
+)
+from kvtier.keys import ChainHash, NamespaceId, PrefixHasher, StoreKey, tenant_id
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.host import HostTier
+from kvtier.transfer import Arena, HostMemoryKV
+
+BLOCK_BYTES = 512
+TENANT = tenant_id("red")
+NAMESPACE = NamespaceId(b"n" * 16)
+PATIENCE_S = 20.0
+
+
+def chain(num_blocks: int, seed: int = 0) -> list[ChainHash]:
+    return PrefixHasher(bytes(32), str(seed), 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
+
+
+def memory_tier(name: str) -> HostTier:
+    """A real tier that stands below: what matters to the hierarchy is the protocol."""
+    return HostTier(2**22, slab_bytes=2**16, name=name)
+
+
+class Held:
+    """A tier whose reads and writes wait for `gate`, and whose reads of `broken` keys miss."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.lookup_gate = threading.Event()
+        self.lookup_gate.set()
+        self.broken: set[bytes] = set()
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        assert self.lookup_gate.wait(PATIENCE_S)
+        return self.inner.lookup(keys)
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        statuses = self.inner.read(keys, into)
+        return [Status.MISS if k[32:] in self.broken else s for k, s in zip(keys, statuses, strict=True)]
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        return self.inner.write(items)
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        return self.inner.discard(keys)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Rig:
+    """An engine's device memory, arena and hierarchy; `device[i]` is block i's bytes."""
+
+    def __init__(
+        self,
+        shared: Tier | None = None,
+        *,
+        local: Tier | None = None,
+        inventory: InventoryLog | None = None,
+        num_slots: int = 32,
+        num_blocks: int = 32,
+        settings: DirectorySettings | None = None,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
+        self.registry = CollectorRegistry()
+        self.metrics = HierarchyMetrics(self.registry)
+        tiers = {tier.name: tier for tier in (local, shared) if tier is not None}
+        self.arena = Arena(num_slots, BLOCK_BYTES)
+        self.mover = Mover(
+            tenant=TENANT,
+            namespace=NAMESPACE,
+            device=HostMemoryKV(self.device),
+            arena=self.arena,
+            tiers=tiers,
+            inventory=inventory or InventoryLog(TENANT, NAMESPACE),
+        )
+        directory = Directory(
+            tenant=TENANT,
+            namespaces=[NAMESPACE],
+            num_slots=num_slots,
+            local_tiers=[local.name] if local else [],
+            shared=shared,
+            metrics=self.metrics,
+            settings=settings,
+            clock=clock,
+        )
+        self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics)
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> list[BlockStatus]:
+        ticket = self.hierarchy.start_lookup(hashes)
+        return until(lambda: self.hierarchy.poll_lookup(ticket))
+
+    def tiers_of(self, hashes: Sequence[ChainHash]) -> list[str]:
+        """Tier per hit, the status's name for others."""
+        return [s.tier or s.status.name for s in self.lookup(hashes)]
+
+    def result(self, job_id: int) -> JobResult:
+        def poll() -> JobResult | None:
+            self.hierarchy.wait(0.05)
+            return next((r for r in self.hierarchy.poll() if r.job_id == job_id), None)
+
+        return until(poll)
+
+    def load(self, hashes: Sequence[ChainHash], slots: Sequence[int]) -> JobResult:
+        return self.result(self.hierarchy.start_load(list(zip(hashes, slots, strict=True))))
+
+    def save(self, hashes: Sequence[ChainHash], slots: Sequence[int]) -> JobResult | None:
+        job_id = self.hierarchy.start_save(list(zip(hashes, slots, strict=True)))
+        return None if job_id is None else self.result(job_id)
+
+    def settle(self) -> None:
+        """Waits until nothing is under way, and checks."""
+        until(lambda: self._idle() or None)
+        self.hierarchy.check()
+
+    def _idle(self) -> bool:
+        self.hierarchy.poll()
+        return not self.hierarchy._directory._batches
+
+    def counter(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvtier_{name}_total", labels) or 0.0
+
+    def close(self) -> None:
+        self.hierarchy.close()
+        self.hierarchy.check()
+
+
+T = TypeVar("T")
+
+
+def until(poll: Callable[[], T | None]) -> T:
+    """Polls until there is an answer; fails rather than hangs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        answer = poll()
+        if answer is not None:
+            return answer
+        time.sleep(0.0005)
+    raise AssertionError("no answer in time")
