@@ -1,0 +1,131 @@
+"""Configuration: what is accepted, and that every error names file, key and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Config, load_config, parse_config, token_sha256
+from kvtier.errors import ConfigError
+
+FILE = """
+tenant = "red"
+[tenants.red]
+secret = "env:RED_SECRET"
+salt = "v1"
+token = "file:red.token"
+[tenants.blue]
+token_sha256 = ["{blue}"]
+[pool]
+address = "127.0.0.1:7600"
+[host]
+capacity_bytes = "256MiB"
+"""
+ENVIRON = {"RED_SECRET": "0123456789abcdef0123456789abcdef"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "red.token").write_text("red-token\n")
+    path = tmp_path / "kvtier.toml"
+    path.write_text(FILE.format(blue=token_sha256("blue-token")))
+    return path
+
+
+def test_a_full_file(path: Path) -> None:
+    config = load_config(path, ENVIRON)
+    assert config.host.capacity_bytes == 256 * 2**20
+    assert config.chain_secret() == ENVIRON["RED_SECRET"].encode()
+    assert config.pool_token() == "red-token"
+    assert config.accepted_tokens() == {token_sha256("blue-token"): "blue"}
+    with pytest.raises(ValueError, match="frozen"):
+        config.pool.address = "elsewhere"  # type: ignore[misc]
+
+
+def test_an_empty_file_is_all_defaults() -> None:
+    config = parse_config({}, source="x", environ={})
+    assert config.model_dump() == Config().model_dump()
+    assert config.pool.address is None
+
+
+def test_environment_overrides(path: Path) -> None:
+    config = load_config(
+        path, {**ENVIRON, "KVTIER__POOL__ADDRESS": "pool:1", "KVTIER__CACHE__TOKENS_PER_BLOCK": "32", "KVTIER_X": "y"}
+    )
+    assert config.pool.address == "pool:1"
+    assert config.cache.tokens_per_block == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[pool]\nadress = 'x'", ["pool.adress", "unknown key", "did you mean 'address'"]),
+        ("[pol]\naddress = 'x'", ["pol", "unknown key", "'pool'"]),
+        ("[tenants.red]\nsekret = 'x'", ["tenants.red.sekret", "did you mean 'secret'"]),
+        ("[host]\ncapacity_bytes = 'much'", ["host.capacity_bytes"]),
+        ("[cache]\ntokens_per_block = 17", ["cache.tokens_per_block", "16"]),
+        ("[cache]\nload_deadline_s = 0", ["cache.load_deadline_s", "greater than 0"]),
+        ("tenant = 'rde'\n[tenants.red]\n", ["tenant", "'rde'", "did you mean 'red'"]),
+        ("[tenants.'Red Team']\n", ["Red Team", "a-z"]),
+        ("tenant = ", ["not valid TOML", "end of document"]),
+    ],
+)
+def test_errors_name_file_key_and_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, {})
+    for part in ["broken.toml", *parts]:
+        assert part in str(error.value)
+
+
+def test_an_unknown_override_is_an_error(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.adress.*'address'"):
+        load_config(path, {**ENVIRON, "KVTIER__POOL__ADRESS": "x"})
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load_config(tmp_path / "nowhere.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("secret", "environ", "message"),
+    [
+        (None, {}, r"tenants\.red\.secret: missing"),
+        ("env:NOPE", {}, r"NOPE is missing or empty"),
+        ("env:NOPE", {"NOPE": "  "}, r"NOPE is missing or empty"),
+        ("env:SHORT", {"SHORT": "abc"}, r"only 3 bytes"),
+        ("file:nope", {}, r"cannot read .*nope"),
+        ("file:empty", {}, r"empty is empty"),
+        ("plain-secret-in-the-file", {}, r"env:NAME"),
+    ],
+)
+def test_a_secret_that_is_missing_or_empty(
+    tmp_path: Path, secret: str | None, environ: dict[str, str], message: str
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    tenant = {} if secret is None else {"secret": secret}
+    config = parse_config(
+        {"tenant": "red", "tenants": {"red": tenant}}, source="k.toml", folder=tmp_path, environ=environ
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        config.chain_secret()
+    assert "k.toml: tenants.red.secret" in str(error.value)
+    assert "plain-secret" not in str(error.value), "errors never show what may be a secret"
+
+
+def test_tenants_must_not_share_a_token() -> None:
+    digest = token_sha256("same")
+    tenants = {"red": {"token_sha256": [digest]}, "blue": {"token_sha256": [digest]}}
+    with pytest.raises(ConfigError, match="the same token"):
+        parse_config({"tenants": tenants}, source="k.toml", environ={}).accepted_tokens()
+
+
+def test_an_engine_needs_a_tenant() -> None:
+    with pytest.raises(ConfigError, match=r"k\.toml: tenant: missing"):
+        parse_config({}, source="k.toml", environ={}).chain_secret()
+
+
+def test_a_pool_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="nobody could use the pool"):
+        parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}).accepted_tokens()
