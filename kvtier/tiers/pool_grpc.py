@@ -1,0 +1,164 @@
+"""gRPC to the cache pool. The only module on the engine's side that imports grpc."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, groupby
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvtier.codec import encode_header
+from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.memory import copy_bytes
+from kvtier.wire import pool_pb2
+from kvtier.wire.frames import decode_frames, encode_blocks
+from kvtier.wire.status import error_for
+
+_SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
+_NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
+_HASH = slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None)
+_MAX_MESSAGE_BYTES = 4 << 20
+_T = TypeVar("_T")
+
+
+class GrpcTransport:
+    """`PoolTransport` over one gRPC channel. Any thread. Connects with the first call, and again by itself.
+
+    The tenant is the token's: the transport sends no tenant, and the pool answers for no other.
+    """
+
+    def __init__(self, address: str, token: str, *, connect_timeout_s: float = 1.0) -> None:
+        """
+        :param address: `host:port` or `unix:/path`.
+        :param token: the tenant's bearer token. Sent in the clear: use it on trusted networks.
+        :param connect_timeout_s: one attempt to connect; calls made meanwhile fail with it.
+        """
+        if not token or not all("!" <= c <= "~" for c in token):
+            raise ConfigError("the pool's token must be printable ASCII without spaces, and not empty")
+        connect_timeout_ms = max(1, round(connect_timeout_s * 1000))
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._channel = grpc.insecure_channel(
+            address,
+            options=(
+                # A connection of its own: another tenant's trouble is not ours.
+                ("grpc.use_local_subchannel_pool", 1),
+                ("grpc.min_reconnect_backoff_ms", connect_timeout_ms),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.enable_retries", 0),
+                ("grpc.enable_http_proxy", 0),
+            ),
+            compression=grpc.Compression.NoCompression,
+        )
+        # No (de)serializers: messages are bytes, encoded where it matters by hand.
+        self._lookup: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Lookup")
+        self._read: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_SERVICE + "Read")
+        self._write: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_SERVICE + "Write")
+        self._discard: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Discard")
+        self._usage: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Usage")
+
+    def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
+        """See `PoolTransport.lookup`."""
+        request = pool_pb2.LookupRequest(groups=_groups(keys)).SerializeToString()
+        with _translated():
+            answer = self._lookup(request, timeout=timeout_s, metadata=self._metadata)
+            statuses = [Status(byte) for byte in pool_pb2.LookupResponse.FromString(answer).statuses]
+        return _require_length(statuses, len(keys))
+
+    def read(
+        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+    ) -> Iterator[tuple[int, bytes]]:
+        """See `PoolTransport.read`."""
+        runs = groupby(zip(keys, into, strict=True), key=lambda item: (item[0][_NAMESPACE], len(item[1])))
+        groups = [
+            pool_pb2.ReadGroup(keys=_keys_of([key for key, _ in run]), payload_bytes=size) for (_, size), run in runs
+        ]
+        request = pool_pb2.ReadRequest(groups=groups).SerializeToString()
+        with _translated():
+            stream = self._read(request, timeout=timeout_s, metadata=self._metadata)
+            try:
+                yield from _receive(stream, into)
+            finally:
+                stream.cancel()
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+        """See `PoolTransport.write`."""
+        # Runs on a thread of grpc, which may still be copying a block when the call has timed out. What it
+        # copies then is sent to nobody.
+        blocks = ((i, 0, encode_header(key, payload), payload) for i, (key, payload) in enumerate(items))
+        with _translated():
+            answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
+            statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
+        return _require_length(statuses, len(items))
+
+    def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
+        """See `PoolTransport.discard`."""
+        request = pool_pb2.DiscardRequest(groups=_groups(keys)).SerializeToString()
+        with _translated():
+            answer = self._discard(request, timeout=timeout_s, metadata=self._metadata)
+            return pool_pb2.DiscardResponse.FromString(answer).num_discarded
+
+    def usage(self, timeout_s: float) -> Usage:
+        """See `PoolTransport.usage`."""
+        with _translated():
+            answer = self._usage(b"", timeout=timeout_s, metadata=self._metadata)
+            tiers = pool_pb2.UsageResponse.FromString(answer).tiers
+        largest = max(tiers, key=lambda tier: tier.used_bytes, default=pool_pb2.TierUsage())
+        return Usage(largest.num_blocks, largest.used_bytes, largest.capacity_bytes)
+
+    def close(self) -> None:
+        """Closes the connection; calls in flight fail. Idempotent."""
+        self._channel.close()
+
+
+def _receive(stream: Iterator[bytes], into: Sequence[memoryview]) -> Iterator[tuple[int, bytes]]:
+    """Puts frames together; yields a block's index and header when its buffer is full."""
+    block, filled, header = -1, 0, b""
+    for frame in chain.from_iterable(map(decode_frames, stream)):
+        if frame.block >= len(into):
+            raise InvalidInputError(f"frame of block {frame.block}: {len(into)} were asked for")
+        if frame.header or frame.status != Status.HIT:
+            block, filled, header = frame.block, 0, bytes(frame.header)
+        if frame.status != Status.HIT:
+            continue
+        end = filled + len(frame.payload)
+        if frame.block != block or end > len(into[block]):
+            raise InvalidInputError(f"frame of block {frame.block}: out of order or longer than asked for")
+        copy_bytes(into[block][filled:end], frame.payload)
+        filled = end
+        if filled == len(into[block]):
+            yield block, header
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turns whatever a call can end with into one of kvtier's exceptions."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        # What a call raises is a Call too, which the stubs of RpcError do not say.
+        if not isinstance(error, grpc.Call):
+            raise error_for(grpc.StatusCode.UNKNOWN, str(error)) from error
+        raise error_for(error.code(), error.details() or "") from error
+    except (DecodeError, ValueError) as error:
+        raise InvalidInputError(f"garbled answer of the pool: {error}") from error
+
+
+def _groups(keys: Sequence[StoreKey]) -> list[pool_pb2.Keys]:
+    """Runs of keys of one namespace, in order."""
+    return [_keys_of(list(run)) for _, run in groupby(keys, key=lambda key: key[_NAMESPACE])]
+
+
+def _keys_of(keys: Sequence[StoreKey]) -> pool_pb2.Keys:
+    return pool_pb2.Keys(namespace_id=keys[0][_NAMESPACE], hashes=b"".join(key[_HASH] for key in keys))
+
+
+def _require_length(statuses: list[_T], expected: int) -> list[_T]:
+    if len(statuses) != expected:
+        raise InvalidInputError(f"garbled answer of the pool: {len(statuses)} statuses for {expected} blocks")
+    return statuses

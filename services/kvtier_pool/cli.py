@@ -1,0 +1,128 @@
+"""`kvtier pool`: commands of the cache pool service."""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.config import Config, load_config, parse_config
+from kvtier.errors import ConfigError, KvtierError
+from kvtier_pool.malloc import keep_freed_memory
+from kvtier_pool.service import PoolService
+from kvtier_pool.settings import PoolSettings
+
+app = typer.Typer(help="The cache pool service.", no_args_is_help=True)
+
+
+@app.callback()
+def _pool() -> None:
+    """Makes `serve` a command of its own although it is the only one."""
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with the tables pool_service and tenants.NAME (token_sha256).")
+    ] = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(help="gRPC address, host:port or unix:/path; port 0: free one. Repeatable.")
+    ] = None,
+    http_listen: Annotated[str | None, typer.Option(help="host:port of /healthz and /metrics.")] = None,
+    memory_bytes: Annotated[str | None, typer.Option(help="Memory tier, e.g. 4GiB.")] = None,
+    disk_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier; without: memory only.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="Disk tier, e.g. 100GiB.")] = None,
+    shutdown_grace_s: Annotated[float | None, typer.Option(help="Seconds a stop may take to write to disk.")] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=SHA256 of its token in hex, instead of the file's tenants. Repeatable."),
+    ] = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then writes to disk what is queued and exits with 0.
+
+    Prints `ready grpc=ADDRESS[,ADDRESS...] http=ADDRESS` when it can be used. Flags win over the file.
+    """
+    flags = {
+        "listen": listen,
+        "http_listen": http_listen,
+        "memory_bytes": memory_bytes,
+        "disk_dir": disk_dir,
+        "disk_bytes": disk_bytes,
+        "shutdown_grace_s": shutdown_grace_s,
+    }
+    settings = _settings(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    run(settings)
+
+
+def run(settings: PoolSettings) -> None:
+    """Serves in this process's main thread until SIGTERM or SIGINT."""
+    keep_freed_memory()
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        # A second one ends a drain that takes too long for somebody's patience.
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    service = PoolService(settings)
+    addresses = service.start()
+    print(f"ready grpc={','.join(addresses.grpc)} http={addresses.http}", flush=True)
+    stop.wait()
+    service.stop()
+
+
+def _settings(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> PoolSettings:
+    """File and flags, checked by the same rules."""
+    base = load_config(file) if file is not None else parse_config({}, source="environment")
+    section = base.pool_service.model_dump(exclude_unset=True) | flags
+    if base.pool_service.disk_dir is not None and "disk_dir" not in flags:
+        section["disk_dir"] = base.resolve_path(base.pool_service.disk_dir)
+    merged = parse_config(
+        {"pool_service": section, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
+    )
+    return settings_of(merged, (merged if tenants else base).accepted_tokens())
+
+
+def settings_of(config: Config, tenants: dict[str, str]) -> PoolSettings:
+    """What `config` says of the pool service; `tenants` as from `Config.accepted_tokens`."""
+    section = config.pool_service
+    return PoolSettings(
+        tenants=tenants,
+        memory_bytes=int(section.memory_bytes),
+        listen=tuple(section.listen),
+        http_listen=section.http_listen,
+        disk_dir=section.disk_dir,
+        disk_bytes=int(section.disk_bytes),
+        num_threads=section.num_threads,
+        shutdown_grace_s=section.shutdown_grace_s,
+    )
+
+
+def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:
+    tables: dict[str, dict[str, list[str]]] = {}
+    for text in tenants:
+        name, separator, digest = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--tenant {text}: use NAME=SHA256, made with: printf %s TOKEN | sha256sum")
+        tables.setdefault(name, {"token_sha256": []})["token_sha256"].append(digest)
+    return tables
+
+
+def main() -> None:
+    """`python -m kvtier_pool`: the same without the `kvtier` frame."""
+    try:
+        app()
+    except KvtierError as error:
+        print(f"kvtier pool: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

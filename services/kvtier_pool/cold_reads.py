@@ -1,0 +1,99 @@
+"""Blocks that memory lost and the disk still has."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.codec import checksum, header_from_checksum
+from kvtier.keys import StoreKey
+from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.host import HostTier, Lease, WriteSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block that may be sent: valid until its lease is released."""
+
+    header: bytes
+    """Stored-form header."""
+    payload: memoryview
+    lease: Lease | None
+    """Holds the payload in memory; None when it lies in a buffer of its own."""
+    source: str
+    """Where it was found, for the counter: `memory`, `disk`, `disk_private`."""
+
+
+def block_of(key: StoreKey, lease: Lease, source: str) -> Block:
+    """The block under a lease. Costs no look at the payload."""
+    return Block(header_from_checksum(key, len(lease.view), lease.checksum), lease.view, lease, source)
+
+
+class ColdReads:
+    """Reads blocks from disk into slots of the memory tier, each block once, however many ask for it.
+
+    Where memory has no slot to spare, a block is served from a buffer of its own. Any thread; blocks on
+    the disk. Two calls never wait for each other: each finishes its own blocks before it waits.
+    """
+
+    def __init__(self, memory: HostTier, disk: Tier) -> None:
+        self._memory = memory
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._flights: dict[StoreKey, threading.Event] = {}
+        """Keys being read, with what is set when the reader is done. Guarded by _lock."""
+
+    def fetch(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
+        """Adds to `found` those of `keys` that the disk has with payloads of `nbytes`.
+
+        The caller releases the leases of `found`, also after an exception.
+        """
+        statuses = self._disk.lookup(keys)
+        wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
+        done = threading.Event()
+        with self._lock:
+            others = {key: self._flights[key] for key in wanted if key in self._flights}
+            mine = [key for key in wanted if key not in others]
+            self._flights.update(dict.fromkeys(mine, done))
+        try:
+            self._load(mine, nbytes, found)
+        finally:
+            with self._lock:
+                for key in mine:
+                    del self._flights[key]
+            done.set()
+        for key, flight in others.items():
+            flight.wait()
+            self._load([key], nbytes, found)
+
+    def _load(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
+        """Adds what memory has by now, and the rest from disk."""
+        slots: dict[StoreKey, WriteSlot] = {}
+        buffers: dict[StoreKey, memoryview] = {}
+        try:
+            for key in keys:
+                slot = self._memory.prepare(key, nbytes)
+                if isinstance(slot, WriteSlot):
+                    slots[key], buffers[key] = slot, slot.view
+                elif slot is WriteStatus.EXISTS and (lease := self._memory.acquire([key])[0]) is not None:
+                    found[key] = block_of(key, lease, "disk")
+                else:
+                    buffers[key] = memoryview(bytearray(nbytes))
+            statuses = self._disk.read(list(buffers), list(buffers.values()))
+            for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
+                if status is Status.HIT:
+                    block = self._admit(key, buffer, slots.pop(key, None))
+                    if block is not None:
+                        found[key] = block
+        finally:
+            for slot in slots.values():
+                self._memory.abort(slot)
+
+    def _admit(self, key: StoreKey, payload: memoryview, slot: WriteSlot | None) -> Block | None:
+        """The block just read. None when it was discarded or evicted again in the same moment."""
+        payload_checksum = checksum(key, payload)
+        if slot is None:
+            header = header_from_checksum(key, len(payload), payload_checksum)
+            return Block(header, payload, None, "disk_private")
+        self._memory.commit(slot, payload_checksum)
+        (lease,) = self._memory.acquire([key])
+        return block_of(key, lease, "disk") if lease is not None else None

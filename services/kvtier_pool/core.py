@@ -1,0 +1,215 @@
+"""All verbs of the cache pool, whatever the transport. Adapters decode, call and encode."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier.codec import Header, verify
+from kvtier.errors import CorruptBlockError
+from kvtier.events import Event, EventKind
+from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier, WriteSlot
+from kvtier_pool.cold_reads import Block, ColdReads, block_of
+from kvtier_pool.event_hub import EventHub, Subscription
+from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.write_through import DrainReport, WriteThrough
+
+
+@dataclass(frozen=True, slots=True)
+class TierShare:
+    """One tenant's share of one tier."""
+
+    tier: str
+    num_blocks: int
+    used_bytes: int
+    """Of the tenant, as the tier counts them."""
+    capacity_bytes: int
+    used_percent: int
+    """Of the capacity, by all tenants."""
+
+
+class PoolCore:
+    """Blocks in memory, and below it on disk when there is one.
+
+    A store key names its tenant, so whoever builds keys from the authenticated tenant and from nothing
+    else can reach that tenant's blocks only. A write is acknowledged when memory has the block, and goes
+    to disk in the background. A read finds it in memory, or on disk and then in memory.
+
+    Any thread. Nothing is held, locked or pinned while a transport waits for its peer, but the one
+    write slot that an upload is filling.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        disk: DiskTier | None,
+        hub: EventHub,
+        metrics: PoolMetrics,
+        queue_bytes: int,
+        write_threads: int,
+    ) -> None:
+        """
+        :param memory_bytes: capacity of the memory tier, taken as it is used.
+        :param disk: owned from now on; its events go to `hub` already.
+        :param hub: receives the memory tier's events, and is closed with the core.
+        :param queue_bytes: bound of the write-through queue.
+        :param write_threads: threads that write to disk.
+        """
+        self._hub = hub
+        self._metrics = metrics
+        self._memory = HostTier(memory_bytes, name="memory", on_event=self._on_memory_event)
+        self._disk = disk
+        self._tiers: tuple[HostTier | DiskTier, ...] = (self._memory,) if disk is None else (self._memory, disk)
+        """From the fastest to the slowest."""
+        self._cold_reads = ColdReads(self._memory, disk) if disk is not None else None
+        self._write_through: WriteThrough | None = None
+        if disk is not None:
+            self._write_through = WriteThrough(
+                self._memory, disk, metrics, queue_bytes=queue_bytes, num_threads=write_threads
+            )
+
+    def start(self) -> None:
+        """Starts the background writers. Once, before the first write."""
+        if self._write_through is not None:
+            self._write_through.start()
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """A status per key, in order. Not a use."""
+        statuses = self._memory.lookup(keys)
+        missing = [i for i, status in enumerate(statuses) if status is Status.MISS]
+        if self._disk is not None and missing:
+            for i, status in zip(missing, self._disk.lookup([keys[i] for i in missing]), strict=True):
+                statuses[i] = status
+        return statuses
+
+    @contextmanager
+    def read(self, keys: Sequence[StoreKey], payload_bytes: int) -> Iterator[list[Block | None]]:
+        """Blocks in the order of `keys`, None for a miss, valid inside the `with` only: copy, then leave.
+
+        :param payload_bytes: a block of another length is a miss.
+        """
+        blocks: dict[StoreKey, Block] = {}
+        try:
+            for key, lease in zip(keys, self._memory.acquire(keys), strict=True):
+                if lease is not None and key in blocks:
+                    self._memory.release([lease])
+                elif lease is not None:
+                    blocks[key] = block_of(key, lease, "memory")
+            cold = [key for key in dict.fromkeys(keys) if key not in blocks]
+            if self._cold_reads is not None and cold:
+                self._cold_reads.fetch(cold, payload_bytes, blocks)
+            found = [blocks.get(key) for key in keys]
+            answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
+            self._count_read(answer)
+            yield answer
+        finally:
+            self._memory.release(block.lease for block in blocks.values())
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        """Notes a use of one request's blocks in memory, so that its tail is evicted before its head."""
+        self._memory.release(self._memory.acquire(keys))
+
+    def begin_write(self, tenant: TenantId, header: Header) -> WriteSlot | WriteStatus:
+        """Room for the payload that `header` announces; a slot ends in `commit_write` or `abort_write`.
+
+        FAILED when the header names another tenant than the one who sends it.
+        """
+        outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
+        if header.key[:TENANT_ID_BYTES] == tenant:
+            outcome = self._memory.prepare(header.key, header.stored_length)
+        if isinstance(outcome, WriteStatus):
+            self._count_write(outcome, 0)
+        return outcome
+
+    def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
+        """Checks the payload in `slot` and makes it readable: STORED, or FAILED when the checksum does not hold."""
+        try:
+            verify(header, slot.key, slot.view)
+        except CorruptBlockError:
+            return self.abort_write(slot)
+        self._memory.commit(slot, header.checksum)
+        if self._write_through is not None:
+            self._write_through.submit(slot.key)
+        self._count_write(WriteStatus.STORED, header.stored_length)
+        return WriteStatus.STORED
+
+    def abort_write(self, slot: WriteSlot) -> WriteStatus:
+        """Gives the slot back: the block did not arrive. FAILED."""
+        self._memory.abort(slot)
+        self._count_write(WriteStatus.FAILED, 0)
+        return WriteStatus.FAILED
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        """Forgets blocks everywhere; returns how many were there. May wait for a disk write under way.
+
+        From below to above, so that no copy on its way down or up outlives the call: the queue first,
+        then the disk, then memory, which also refuses what a cold read is about to commit.
+        """
+        distinct = list(dict.fromkeys(keys))
+        num_there = sum(status is Status.HIT for status in self.lookup(distinct))
+        if self._write_through is not None:
+            self._write_through.cancel(distinct)
+        if self._disk is not None:
+            self._disk.discard(distinct)
+        self._memory.discard(distinct)
+        return num_there
+
+    def usage(self, tenant: TenantId) -> list[TierShare]:
+        """What the tenant has in each tier, from the fastest to the slowest."""
+        return [_share(tier.name, tier.usage_of(tenant), tier.usage()) for tier in self._tiers]
+
+    def subscribe(self, tenant: TenantId) -> Subscription:
+        """The tenant's events from now on; the caller closes the subscription."""
+        return self._hub.subscribe(tenant)
+
+    def problem(self) -> str | None:
+        """What keeps the pool from doing its work, None when nothing does."""
+        if self._write_through is not None and not self._write_through.alive:
+            return "a write-through thread is gone"
+        return None
+
+    def end_event_streams(self) -> None:
+        """Ends all subscriptions, and takes no new ones."""
+        self._hub.close()
+
+    def drain(self, grace_s: float) -> DrainReport:
+        """Gives the disk up to `grace_s` seconds to take what is queued; what comes now is not queued."""
+        if self._write_through is None:
+            return DrainReport(num_memory_only=self._memory.usage().num_blocks)
+        return self._write_through.drain(grace_s)
+
+    def check(self) -> None:
+        """Verifies the bookkeeping of all tiers; raises `InvariantError`."""
+        for tier in self._tiers:
+            tier.check()
+
+    def close(self) -> None:
+        """Abandons what is queued and closes the tiers. Idempotent."""
+        self._hub.close()
+        if self._write_through is not None:
+            self._write_through.close()
+        for tier in self._tiers:
+            tier.close()
+
+    def _on_memory_event(self, event: Event) -> None:
+        self._hub.publish(event)
+        if event.kind is EventKind.REMOVED and self._write_through is not None:
+            self._write_through.note_removed(event.keys)
+
+    def _count_read(self, blocks: Sequence[Block | None]) -> None:
+        for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():
+            self._metrics.read_blocks.labels(source).inc(amount)
+        self._metrics.sent_bytes.inc(sum(len(b.payload) for b in blocks if b is not None))
+
+    def _count_write(self, status: WriteStatus, nbytes: int) -> None:
+        self._metrics.written_blocks.labels(status.name.lower()).inc()
+        self._metrics.received_bytes.inc(nbytes)
+
+
+def _share(tier: str, own: Usage, total: Usage) -> TierShare:
+    percent = 100 * total.used_bytes // total.capacity_bytes
+    return TierShare(tier, own.num_blocks, own.used_bytes, total.capacity_bytes, percent)

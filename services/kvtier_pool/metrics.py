@@ -1,0 +1,47 @@
+"""What the pool service counts. Tiers count their own reads and writes (`kvtier.metrics`)."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+WRITE_THROUGH_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
+READ_SOURCES = ("memory", "disk", "disk_private", "miss")
+
+
+class PoolMetrics:
+    """Owns nothing but the counters; `registry` is the caller's. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.calls = Counter(
+            "kvtier_pool_calls",
+            "Calls by verb and by the gRPC code they ended with.",
+            ["verb", "code"],
+            registry=registry,
+        )
+        self.read_blocks = Counter(
+            "kvtier_pool_read_blocks",
+            "Blocks asked for, by where they were found; disk_private: read from disk with no room in memory.",
+            ["source"],
+            registry=registry,
+        )
+        self.sent_bytes = Counter("kvtier_pool_sent_bytes", "Payload bytes handed to readers.", registry=registry)
+        self.written_blocks = Counter(
+            "kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"], registry=registry
+        )
+        self.received_bytes = Counter("kvtier_pool_received_bytes", "Payload bytes stored.", registry=registry)
+        self.write_through_blocks = Counter(
+            "kvtier_pool_write_through_blocks",
+            "Blocks on their way from memory to disk, by end; dropped: the queue was full.",
+            ["result"],
+            registry=registry,
+        )
+        self.write_through_queue_bytes = Gauge(
+            "kvtier_pool_write_through_queue_bytes", "Payload bytes pinned until the disk has them.", registry=registry
+        )
+        self.evicted_unwritten = Counter(
+            "kvtier_pool_evicted_unwritten",
+            "Blocks that left memory while the disk did not have them: forgotten.",
+            registry=registry,
+        )
+        for result in WRITE_THROUGH_RESULTS:
+            self.write_through_blocks.labels(result)
+        for source in READ_SOURCES:
+            self.read_blocks.labels(source)

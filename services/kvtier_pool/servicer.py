@@ -1,0 +1,216 @@
+"""gRPC adapter of the pool: decodes, calls `PoolCore`, encodes. The API is `kvtier/wire/pool.proto`."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import groupby
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from kvtier.errors import InvalidInputError, KvtierError, LimitExceededError, UnavailableError
+from kvtier.events import Event, EventKind
+from kvtier.keys import (
+    CHAIN_HASH_BYTES,
+    NAMESPACE_ID_BYTES,
+    ChainHash,
+    NamespaceId,
+    StoreKey,
+    TenantId,
+    split_store_key,
+    store_key,
+)
+from kvtier.tiers.base import Status
+from kvtier.wire import pool_pb2
+from kvtier.wire.frames import decode_frames, encode_blocks
+from kvtier.wire.status import code_for
+from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.cold_reads import Block
+from kvtier_pool.core import PoolCore
+from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.settings import PoolLimits
+from kvtier_pool.upload import Upload
+
+_log = logging.getLogger(__name__)
+
+SERVICE = pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name
+_READ_WINDOW_BYTES = 4 << 20
+"""Blocks read at once: enough for parallel disk reads, little enough to pin and to copy."""
+_EVENT_KINDS = {
+    EventKind.STORED: pool_pb2.Event.STORED,
+    EventKind.REMOVED: pool_pb2.Event.REMOVED,
+    EventKind.CLEARED: pool_pb2.Event.CLEARED,
+}
+_M = TypeVar("_M", bound=Message)
+
+
+class PoolServicer:
+    """The six RPCs. Each runs on a thread of the server, one call at a time."""
+
+    def __init__(
+        self, core: PoolCore, authenticator: TokenAuthenticator, limits: PoolLimits, metrics: PoolMetrics
+    ) -> None:
+        self._core = core
+        self._authenticator = authenticator
+        self._limits = limits
+        self._metrics = metrics
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Lookup": grpc.unary_unary_rpc_method_handler(self._lookup),
+                "Read": grpc.unary_stream_rpc_method_handler(self._read),
+                "Write": grpc.stream_unary_rpc_method_handler(self._write),
+                "Discard": grpc.unary_unary_rpc_method_handler(self._discard),
+                "Usage": grpc.unary_unary_rpc_method_handler(self._usage),
+                "Events": grpc.unary_stream_rpc_method_handler(self._events),
+            },
+        )
+
+    def _lookup(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with self._call("Lookup", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.LookupRequest, message).groups)
+            return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
+
+    def _read(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        with self._call("Read", context) as tenant:
+            self._require_deadline(context)
+            request = _parse(pool_pb2.ReadRequest, message)
+            keys = self._keys(tenant, [group.keys for group in request.groups])
+            sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
+            self._require_room(sizes)
+            for start, stop in _windows(sizes):
+                # All messages of a window are made before the first is sent: nothing is pinned while we wait.
+                with self._core.read(keys[start:stop], sizes[start]) as found:
+                    messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
+                yield from messages
+            self._core.touch(keys)
+
+    def _write(self, messages: Iterable[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Write", context) as tenant:
+            self._require_deadline(context)
+            with closing(Upload(self._core, tenant, self._limits)) as upload:
+                for message in messages:
+                    for frame in decode_frames(message):
+                        upload.feed(frame)
+                return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
+
+    def _discard(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with self._call("Discard", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, message).groups)
+            return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
+
+    def _usage(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with self._call("Usage", context) as tenant:
+            _parse(pool_pb2.UsageRequest, message)
+            tiers = [
+                pool_pb2.TierUsage(
+                    name=share.tier,
+                    num_blocks=share.num_blocks,
+                    used_bytes=share.used_bytes,
+                    capacity_bytes=share.capacity_bytes,
+                    used_percent=share.used_percent,
+                )
+                for share in self._core.usage(tenant)
+            ]
+            return pool_pb2.UsageResponse(tiers=tiers).SerializeToString()
+
+    def _events(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        with self._call("Events", context) as tenant:
+            _parse(pool_pb2.EventsRequest, message)
+            with closing(self._core.subscribe(tenant)) as subscription:
+                if not context.add_callback(subscription.close):
+                    return
+                while (batch := subscription.wait()) is not None:
+                    events = [_event_message(event) for event in batch.events]
+                    yield pool_pb2.EventBatch(events=events, lost=batch.lost).SerializeToString()
+            raise UnavailableError("the pool is shutting down")
+
+    @contextmanager
+    def _call(self, verb: str, context: grpc.ServicerContext) -> Iterator[TenantId]:
+        """Gives the caller's tenant, turns exceptions into status codes, counts."""
+        code = grpc.StatusCode.CANCELLED
+        try:
+            yield self._authenticator.authenticate(context.invocation_metadata())
+            code = grpc.StatusCode.OK
+        except KvtierError as error:
+            code = code_for(error)
+            context.abort(code, str(error))
+        except grpc.RpcError:
+            raise  # the client is gone
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            _log.exception("%s failed", verb)
+            context.abort(code, "internal error of the pool; see its log")
+        finally:
+            self._metrics.calls.labels(verb, code.name).inc()
+
+    def _keys(self, tenant: TenantId, groups: Sequence[pool_pb2.Keys]) -> list[StoreKey]:
+        """Store keys of all groups in order, all of them `tenant`'s."""
+        num_keys = sum(len(group.hashes) for group in groups) // CHAIN_HASH_BYTES
+        if num_keys > self._limits.max_batch_blocks:
+            raise LimitExceededError(
+                f"max_batch_blocks: {num_keys} asked for, at most {self._limits.max_batch_blocks}; split the batch"
+            )
+        keys: list[StoreKey] = []
+        for group in groups:
+            if len(group.namespace_id) != NAMESPACE_ID_BYTES or len(group.hashes) % CHAIN_HASH_BYTES:
+                raise InvalidInputError(
+                    f"namespace_id of {len(group.namespace_id)} and hashes of {len(group.hashes)} bytes: need "
+                    f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
+                )
+            namespace, hashes = NamespaceId(group.namespace_id), group.hashes
+            keys.extend(
+                store_key(tenant, namespace, ChainHash(hashes[at : at + CHAIN_HASH_BYTES]))
+                for at in range(0, len(hashes), CHAIN_HASH_BYTES)
+            )
+        return keys
+
+    def _require_room(self, sizes: Sequence[int]) -> None:
+        if sizes and max(sizes) > self._limits.max_block_bytes:
+            raise LimitExceededError(f"max_block_bytes: {max(sizes)} asked for, at most {self._limits.max_block_bytes}")
+        if sum(sizes) > self._limits.max_batch_bytes:
+            raise LimitExceededError(
+                f"max_batch_bytes: {sum(sizes)} asked for, at most {self._limits.max_batch_bytes}; split the batch"
+            )
+
+    def _require_deadline(self, context: grpc.ServicerContext) -> None:
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > self._limits.max_call_s:
+            raise InvalidInputError(f"set a deadline of at most {self._limits.max_call_s:g} s on reads and writes")
+
+
+def _parse(kind: type[_M], message: bytes) -> _M:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InvalidInputError(f"not a {kind.__name__}: {error}") from error
+
+
+def _windows(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of blocks of one size and of at most `_READ_WINDOW_BYTES` together, at least one block each."""
+    start = 0
+    for size, run in groupby(sizes):
+        end = start + sum(1 for _ in run)
+        step = max(1, _READ_WINDOW_BYTES // max(1, size))
+        for at in range(start, end, step):
+            yield at, min(at + step, end)
+        start = end
+
+
+def _answer(index: int, block: Block | None) -> tuple[int, int, bytes, memoryview]:
+    """The arguments of `encode_blocks` for one block of a read."""
+    if block is None:
+        return index, Status.MISS, b"", memoryview(b"")
+    return index, Status.HIT, block.header, block.payload
+
+
+def _event_message(event: Event) -> pool_pb2.Event:
+    keys = [
+        pool_pb2.Keys(namespace_id=namespace, hashes=b"".join(chain_hash for _, chain_hash in run))
+        for namespace, run in groupby((split_store_key(key)[1:] for key in event.keys), key=lambda pair: pair[0])
+    ]
+    return pool_pb2.Event(kind=_EVENT_KINDS[event.kind], tier=event.tier, keys=keys)

@@ -1,0 +1,77 @@
+"""What the pool service is told at start. Values only: nothing here reads files or the environment."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.keys import tenant_id
+
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """What one call may ask for. Above: RESOURCE_EXHAUSTED, before any work."""
+
+    max_batch_blocks: int = 65_536
+    """Hashes in one request, blocks in one write stream. Lower: more round trips. Higher: longer calls."""
+    max_batch_bytes: int = 256 << 20
+    """Payload bytes of one read or write. Bounds how long a call may keep a thread."""
+    max_block_bytes: int = 64 << 20
+    """Payload bytes of one block."""
+    max_call_s: float = 60.0
+    """Longest deadline of a read or write: bounds how long a stalled client may keep a thread and a slot."""
+    max_event_streams: int = 4
+    """Each keeps one thread of `num_threads`."""
+    event_buffer: int = 4096
+    """Keys buffered per event stream before the oldest are lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """One cache pool process."""
+
+    tenants: Mapping[str, str]
+    """Lower-case hex SHA-256 of a bearer token -> tenant name. A tenant may have several tokens."""
+    memory_bytes: int
+    """Size of the memory tier. The process needs about 100 MB besides."""
+    listen: tuple[str, ...] = ("127.0.0.1:7600",)
+    """gRPC addresses, `host:port` or `unix:/path`; port 0 takes a free one."""
+    http_listen: str = "127.0.0.1:7601"
+    """`host:port` of /healthz and /metrics; port 0 takes a free one."""
+    disk_dir: Path | None = None
+    """Folder of the disk tier, for this process alone. None: memory only, nothing survives a restart."""
+    disk_bytes: int = 0
+    """Size of the disk tier; needed with `disk_dir`."""
+    num_threads: int = 16
+    """Calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
+    write_through_threads: int = 2
+    """Threads that copy new blocks to disk."""
+    write_through_queue_bytes: int | None = None
+    """Payload bytes waiting for the disk, pinned in memory meanwhile. None: a quarter of `memory_bytes`.
+    Too small: bursts are kept in memory only. Too large: writers hear FULL while the disk catches up."""
+    shutdown_grace_s: float = 30.0
+    """How long a stop may take to finish calls and write the queue to disk. What is left is counted and logged."""
+    limits: PoolLimits = field(default_factory=PoolLimits)
+
+    def __post_init__(self) -> None:
+        if not self.tenants:
+            raise ConfigError("the pool has no tenants, nobody could use it: configure at least one token")
+        for digest, name in self.tenants.items():
+            if not _SHA256_HEX.fullmatch(digest):
+                raise ConfigError(
+                    f"tenant {name!r}: {digest[:80]!r} is no SHA-256 in lower-case hex; "
+                    'make one with: printf %s "$TOKEN" | sha256sum'
+                )
+            tenant_id(name)
+        if self.memory_bytes < 1 << 20:
+            raise ConfigError(f"memory_bytes {self.memory_bytes}: give the memory tier at least 1 MiB")
+        if self.disk_dir is not None and self.disk_bytes < 1 << 20:
+            raise ConfigError(f"disk_bytes {self.disk_bytes} for {self.disk_dir}: give the disk tier at least 1 MiB")
+        if self.num_threads <= self.limits.max_event_streams:
+            raise ConfigError(
+                f"num_threads {self.num_threads}: must be above max_event_streams {self.limits.max_event_streams}, "
+                "since each event stream keeps a thread"
+            )

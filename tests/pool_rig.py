@@ -1,0 +1,197 @@
+"""What the tests of the pool share: cores, services in this process, services in their own."""
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.codec import encode_header, parse_header
+from kvtier.keys import StoreKey, TenantId, tenant_id
+from kvtier.metrics import Metrics
+from kvtier.testing.contract import make_key, make_payload
+from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.files import FileLayer, OsFiles
+from kvtier.tiers.host import WriteSlot
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool_grpc import GrpcTransport
+from kvtier_pool.core import PoolCore
+from kvtier_pool.event_hub import EventHub
+from kvtier_pool.metrics import PoolMetrics
+
+MIB = 1 << 20
+WAIT_S = 20.0
+"""Bound on everything that is waited for; never reached when the code works."""
+RED, BLUE = tenant_id("red"), tenant_id("blue")
+TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
+TENANTS = {hashlib.sha256(token.encode()).hexdigest(): name for name, token in TOKENS.items()}
+BLOCK_BYTES = 64 * 1024
+
+
+class GatedFiles:
+    """Real files whose reads and writes wait for a gate. Counts what passes."""
+
+    def __init__(self, inner: FileLayer | None = None) -> None:
+        self._inner = inner or OsFiles(direct=False)
+        self.may_write = threading.Event()
+        self.may_read = threading.Event()
+        self.writing = threading.Semaphore(0)
+        """Released whenever a write has come to its gate."""
+        self.reading = threading.Semaphore(0)
+        self.num_reads = 0
+        """Guarded by _lock."""
+        self._lock = threading.Lock()
+        self.may_write.set()
+        self.may_read.set()
+
+    def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
+        self.writing.release()
+        assert self.may_write.wait(WAIT_S)
+        self._inner.write(path, buffer, nbytes)
+
+    def read(self, path: str, buffer: memoryview) -> int:
+        with self._lock:
+            self.num_reads += 1
+        self.reading.release()
+        assert self.may_read.wait(WAIT_S)
+        return self._inner.read(path, buffer)
+
+    def rename(self, source: str, target: str) -> None:
+        self._inner.rename(source, target)
+
+    def remove(self, path: str) -> None:
+        self._inner.remove(path)
+
+    def free_bytes(self, directory: str) -> int:
+        return self._inner.free_bytes(directory)
+
+
+@dataclass
+class CoreRig:
+    """A started core without a transport."""
+
+    core: PoolCore
+    registry: CollectorRegistry
+    files: GatedFiles
+
+    def count(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(name, labels)
+        assert value is not None, f"no sample {name}{labels}"
+        return value
+
+    def store(self, label: object, *, tenant: TenantId = RED, nbytes: int = BLOCK_BYTES) -> WriteStatus:
+        key, payload = make_key(label, tenant=tenant), make_payload(label, nbytes)
+        header = parse_header(encode_header(key, payload))
+        slot = self.core.begin_write(tenant, header)
+        if not isinstance(slot, WriteSlot):
+            return slot
+        slot.view[:] = payload
+        return self.core.commit_write(slot, header)
+
+    def load(self, keys: list[StoreKey], nbytes: int = BLOCK_BYTES) -> list[bytes | None]:
+        with self.core.read(keys, nbytes) as blocks:
+            return [bytes(block.payload) if block is not None else None for block in blocks]
+
+
+@contextlib.contextmanager
+def core_rig(
+    disk_dir: Path | None = None,
+    *,
+    memory_bytes: int = 8 * MIB,
+    queue_bytes: int = 4 * MIB,
+    files: GatedFiles | None = None,
+    max_streams: int = 2,
+    event_buffer: int = 100,
+) -> Iterator[CoreRig]:
+    """A core that is checked and closed at the end."""
+    registry = CollectorRegistry()
+    hub = EventHub(max_streams=max_streams, buffer=event_buffer)
+    files = files if files is not None else GatedFiles()
+    disk = None
+    if disk_dir is not None:
+        disk = DiskTier.open(
+            disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
+        )
+    core = PoolCore(
+        memory_bytes=memory_bytes,
+        disk=disk,
+        hub=hub,
+        metrics=PoolMetrics(registry),
+        queue_bytes=queue_bytes,
+        write_threads=2,
+    )
+    core.start()
+    try:
+        yield CoreRig(core, registry, files)
+        core.check()
+    finally:
+        files.may_write.set()
+        files.may_read.set()
+        core.close()
+
+
+@dataclass
+class PoolProcess:
+    """`kvtier pool serve` in a process of its own."""
+
+    arguments: list[str]
+    process: "subprocess.Popen[str]" = field(init=False)
+    grpc: str = field(init=False)
+    http: str = field(init=False)
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        command = [sys.executable, "-m", "kvtier_pool.cli", "serve", *self.arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready grpc="), f"{line!r} {self.process.communicate(timeout=WAIT_S)}"
+        self.grpc, self.http = (part.partition("=")[2] for part in line.split()[1:])
+
+    def terminate(self) -> tuple[int, str]:
+        """SIGTERM; exit code and log."""
+        self.process.terminate()
+        _, log = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, log
+
+
+@contextlib.contextmanager
+def pool_process(listen: str = "127.0.0.1:0", *arguments: str) -> Iterator[PoolProcess]:
+    """A running pool with tenants red and blue; gone at the end."""
+    tenants = [f"--tenant={name}={digest}" for digest, name in TENANTS.items()]
+    base = [f"--listen={listen}", "--http-listen=127.0.0.1:0", "--memory-bytes=64MiB"]
+    pool = PoolProcess([*base, *tenants, *arguments])
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.process.kill()
+        pool.process.communicate(timeout=WAIT_S)
+
+
+def connect(
+    address: str,
+    tenant: str = "red",
+    *,
+    token: str | None = None,
+    call_timeout_s: float = WAIT_S,
+    metrics: Metrics | None = None,
+    breaker: CircuitBreaker | None = None,
+    max_batch_bytes: int = 64 * MIB,
+) -> PoolTier:
+    """A pool tier for `tenant`."""
+    return PoolTier(
+        GrpcTransport(address, token or TOKENS[tenant], connect_timeout_s=1.0),
+        tenant_id(tenant),
+        metrics=metrics or Metrics(),
+        breaker=breaker or CircuitBreaker(1000, 0.05),
+        call_timeout_s=call_timeout_s,
+        max_batch_bytes=max_batch_bytes,
+    )

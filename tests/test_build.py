@@ -1,0 +1,77 @@
+"""From a configuration to live tiers, and back to the same blocks after a restart."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from hierarchy_rig import chain, until
+from kvtier.build import EngineCache, engine_cache
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError
+from kvtier.hierarchy import JobResult
+from kvtier.namespace import Namespace
+from kvtier.transfer import HostMemoryKV
+
+NAMESPACE = Namespace(
+    weights_digest=bytes(32),
+    dtype="float32",
+    kv_dtype="float32",
+    physical_layout="L2NHD",
+    backend="test",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+@contextmanager
+def build(folder: Path, device: np.ndarray[Any, Any], **sections: Any) -> Iterator[EngineCache]:
+    config = parse_config(
+        {"tenant": "red", "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}}, **sections},
+        source="test.toml",
+        folder=folder,
+        environ={"SECRET": "s" * 32, "TOKEN": "t" * 32},
+    )
+    with engine_cache(config, device=HostMemoryKV(device), namespace=NAMESPACE, registry=CollectorRegistry()) as cache:
+        yield cache
+
+
+def result(cache: EngineCache, job_id: int | None) -> JobResult:
+    assert job_id is not None
+    return until(lambda: next((r for r in cache.hierarchy.poll() if r.job_id == job_id), None))
+
+
+def test_blocks_survive_a_restart_on_disk(tmp_path: Path) -> None:
+    device = np.random.default_rng(1).integers(0, 256, (32, 4096), dtype=np.uint8)
+    disk = {"directory": "blocks", "capacity_bytes": "16MiB"}
+    hashes = chain(8)
+    with build(tmp_path, device, disk=disk) as cache:
+        assert not result(cache, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
+    assert (tmp_path / "blocks").is_dir(), "relative to the configuration file"
+    with build(tmp_path, device, disk=disk) as cache:
+        loaded = result(cache, cache.hierarchy.start_load([(h, 16 + i) for i, h in enumerate(hashes)]))
+        assert loaded.tiers == ("disk",) * 8
+    assert np.array_equal(device[16:24], device[:8])
+
+
+def test_a_dead_pool_is_a_miss(tmp_path: Path) -> None:
+    device = np.zeros((32, 4096), dtype=np.uint8)
+    with build(tmp_path, device, pool={"address": f"unix:{tmp_path}/nobody.sock"}) as cache:
+        ticket = cache.hierarchy.start_lookup(chain(3))
+        statuses = until(lambda: cache.hierarchy.poll_lookup(ticket))
+        assert [s.status.name for s in statuses] == ["MISS"] * 3
+        assert not result(cache, cache.hierarchy.start_save([(chain(1)[0], 0)])).failed
+
+
+def test_host_memory_that_is_too_small(tmp_path: Path) -> None:
+    device = np.zeros((32, 4096), dtype=np.uint8)
+    with (
+        pytest.raises(ConfigError, match=r"host\.capacity_bytes.*at least 65,536"),
+        build(tmp_path, device, host={"capacity_bytes": 4096}),
+    ):
+        pass
