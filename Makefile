@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python 3.11 or newer and make; everything else they install into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# Dequantised models stay inside the checkout.
+export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint unit bench proto clean

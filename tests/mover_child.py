@@ -8,8 +8,8 @@ import sys
 
 import msgpack
 import numpy as np
-from hierarchy_rig import BLOCK_BYTES, TENANT
 
+from hierarchy_rig import BLOCK_BYTES, TENANT
 from kvtier.hierarchy import InventoryLog, Mover
 from kvtier.keys import NamespaceId
 from kvtier.tiers.host import HostTier

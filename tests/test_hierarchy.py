@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memory_tier, until
 
+from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memory_tier, until
 from kvtier.block_pool import BlockPool
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
 from kvtier.keys import store_key

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgpack
 import pytest
-from hierarchy_rig import TENANT, chain, until
 from prometheus_client import CollectorRegistry
 
+from hierarchy_rig import TENANT, chain, until
 from kvtier.hierarchy import Directory, DirectorySettings, HierarchyMetrics, JobResult
 from kvtier.keys import ChainHash, NamespaceId, StoreKey, store_key
 

@@ -12,7 +12,7 @@ import typer
 
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError, KvtierError
-from kvtier_pool.malloc import keep_freed_memory
+from kvtier.malloc import keep_freed_memory
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings
 
