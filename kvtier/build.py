@@ -96,6 +96,7 @@ def engine_cache(
                 load_deadline_s=config.cache.load_deadline_s,
                 lookup_deadline_s=config.cache.lookup_deadline_s,
             ),
+            on_answer=mover.nudge,
         )
         hierarchy = Hierarchy(directory, mover, AlwaysFetch(), metrics)
         stack.callback(hierarchy.close)

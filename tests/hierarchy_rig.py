@@ -120,6 +120,7 @@ class Rig:
             metrics=self.metrics,
             settings=settings,
             clock=clock,
+            on_answer=self.mover.nudge,
         )
         self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics)
 

@@ -7,7 +7,7 @@ decides; the movers carry out. Messages for them gather in `take_messages`, thei
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -60,12 +60,14 @@ class Directory:
         metrics: HierarchyMetrics,
         settings: DirectorySettings | None = None,
         clock: Clock = MONOTONIC,
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
         """
         :param namespaces: one per rank, in rank order; a block is a hit when all of them have it.
         :param num_slots: slots of each mover's arena.
         :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
         :param shared: the tier that ranks and engines share; stays the caller's.
+        :param on_answer: called from another thread when a lookup is worth polling.
         """
         self._settings = settings or DirectorySettings()
         self._metrics, self._clock = metrics, clock
@@ -77,6 +79,7 @@ class Directory:
                 namespaces,
                 max_asking=self._settings.max_lookups,
                 num_threads=self._settings.lookup_threads,
+                on_answer=on_answer,
             )
             if shared is not None
             else None

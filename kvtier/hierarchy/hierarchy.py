@@ -60,8 +60,15 @@ class Hierarchy:
         return results
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a poll is worth while, at most `timeout_s`: for an engine that has nothing else to do."""
+        """Blocks until a poll is worth while, at most `timeout_s`: for an engine that has nothing else to do.
+
+        Ends with the answer to a lookup or a transfer, and with `nudge`.
+        """
         self._mover.wait(timeout_s)
+
+    def nudge(self) -> None:
+        """Ends the present `wait`, or else the next one. Any thread."""
+        self._mover.nudge()
 
     def holds(self, chain_hash: ChainHash) -> bool:
         """Whether host memory has this block or is just being given it: evicting it from the device loses nothing."""

@@ -1,6 +1,6 @@
 """Asking the shared tier in the background, so that a step never waits for a network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvtier.keys import ChainHash, NamespaceId, TenantId, store_key
@@ -11,10 +11,18 @@ class SharedLookups:
     """Looks up chain hashes for all ranks at once. Scheduler thread only; `ask` does not block."""
 
     def __init__(
-        self, tier: Tier, tenant: TenantId, namespaces: Sequence[NamespaceId], *, max_asking: int, num_threads: int
+        self,
+        tier: Tier,
+        tenant: TenantId,
+        namespaces: Sequence[NamespaceId],
+        *,
+        max_asking: int,
+        num_threads: int,
+        on_answer: Callable[[], None],
     ) -> None:
+        """:param on_answer: called from another thread when an answer has come."""
         self._tier, self._tenant, self._namespaces = tier, tenant, list(namespaces)
-        self._max_asking = max_asking
+        self._max_asking, self._on_answer = max_asking, on_answer
         self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
         self._asking: set[Future[list[Status]]] = set()
 
@@ -30,6 +38,7 @@ class SharedLookups:
             return None
         future = self._threads.submit(self._lookup, list(hashes))
         self._asking.add(future)
+        future.add_done_callback(lambda _: self._on_answer())
         return future
 
     def close(self) -> None:

@@ -88,6 +88,7 @@ class Mover:
         self._ready = threading.Condition(self._lock)
         self._running: dict[int, _LoadState] = {}  # guarded by _lock
         self._outbox: list[bytes] = []  # guarded by _lock
+        self._nudged = False  # guarded by _lock
         self._closed = False  # guarded by _lock
 
     def submit(self, data: bytes) -> None:
@@ -113,10 +114,17 @@ class Mover:
         # Before the answers: a block that is reported stored is then known to be where it is.
         return [encode(changes) for changes in self._inventory.drain()] + out
 
-    def wait(self, timeout_s: float) -> bool:
-        """Blocks until `poll` has an answer to a batch, at most `timeout_s`; says whether it has."""
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until `poll` has an answer to a batch, or until `nudge`, at most `timeout_s`."""
         with self._ready:
-            return self._ready.wait_for(lambda: bool(self._outbox) or self._closed, timeout_s)
+            self._ready.wait_for(lambda: bool(self._outbox) or self._nudged or self._closed, timeout_s)
+            self._nudged = False
+
+    def nudge(self) -> None:
+        """Ends the present `wait`, or else the next one. Any thread."""
+        with self._ready:
+            self._nudged = True
+            self._ready.notify_all()
 
     def close(self) -> None:
         """Finishes what was submitted, then stops the threads. Idempotent."""
