@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
-from kvtier.eviction import LRU
+from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.jobs import Batch, Block, DirectorySettings, Job, JobResult, chunks
 from kvtier.hierarchy.lookups import SharedLookups
 from kvtier.hierarchy.messages import (
@@ -34,8 +34,8 @@ from kvtier.hierarchy.messages import (
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
 from kvtier.keys import ChainHash, NamespaceId, TenantId
-from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.slot_index import Entry, SlotIndex
+from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.slot_index import Entry
 
 
 @dataclass(slots=True)
@@ -84,8 +84,7 @@ class Directory:
             if shared is not None
             else None
         )
-        self._index: SlotIndex[ChainHash] = SlotIndex(num_slots, LRU())
-        self._mirrors: dict[str, list[set[bytes]]] = {t: [set() for _ in namespaces] for t in local_tiers}
+        self._index = BlockIndex(num_slots, len(namespaces), local_tiers)
         self._max_saving = max(1, int(num_slots * self._settings.saving_fraction))
         self._num_saving = 0
         self._last_id = 0
@@ -99,7 +98,9 @@ class Directory:
 
     def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Asks where these blocks are; returns the ticket for `poll_lookup`."""
-        lookup = _Lookup([self._locate(h) for h in hashes], [], None, self._clock() + self._settings.lookup_deadline_s)
+        lookup = _Lookup(
+            [self._index.locate(h) for h in hashes], [], None, self._clock() + self._settings.lookup_deadline_s
+        )
         if self._shared is not None:
             lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
             if lookup.asked:
@@ -130,7 +131,7 @@ class Directory:
 
     def holds(self, chain_hash: ChainHash) -> bool:
         """Whether the arenas hold this block or are just being given it."""
-        return self._index.find(chain_hash) is not None
+        return self._index.slots.find(chain_hash) is not None
 
     # Jobs
 
@@ -154,10 +155,10 @@ class Directory:
         job = self._new_job("save", blocks)
         entries: dict[int, Entry[ChainHash]] = {}
         for index, (chain_hash, _) in enumerate(blocks):
-            if self._index.find(chain_hash) is not None:
+            if self._index.slots.find(chain_hash) is not None:
                 job.ok.add(index)
                 continue
-            entry = self._prepare(chain_hash) if self._num_saving < self._max_saving else None
+            entry = self._index.prepare(chain_hash) if self._num_saving < self._max_saving else None
             if entry is None:
                 self._metrics.saves_dropped.inc()
                 continue
@@ -209,7 +210,7 @@ class Directory:
         for data in messages:
             message = decode(data)
             if isinstance(message, Inventory):
-                self._take_inventory(rank, message)
+                self._index.apply(rank, message)
                 continue
             batch = self._batches[message.batch_id]
             if isinstance(message, Cancelled):
@@ -223,11 +224,11 @@ class Directory:
 
     def check(self) -> None:
         """Verifies the bookkeeping; raises `InvariantError`."""
-        self._index.check()
+        self._index.slots.check()
         saving = sum(len(b.indexes) for b in self._batches.values() if b.job.kind == "save")
         if saving != self._num_saving:
             raise InvariantError(f"{saving} slots are being saved, counted {self._num_saving}")
-        if not self._batches and self._index.num_ready != len(self._index):
+        if not self._batches and self._index.slots.num_ready != len(self._index.slots):
             raise InvariantError("no batch is under way, but a slot is being written")
 
     def close(self) -> None:
@@ -250,37 +251,22 @@ class Directory:
     def _send(self, message: ToMover) -> None:
         self._outbox.append(encode(message))
 
-    def _locate(self, chain_hash: ChainHash) -> BlockStatus:
-        """What is known without asking anybody."""
-        entry = self._index.find(chain_hash)
-        if entry is not None:
-            return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
-        for tier, mirrors in self._mirrors.items():
-            if all(chain_hash in mirror for mirror in mirrors):
-                return BlockStatus(Status.HIT, tier)
-        return MISSING
-
-    def _prepare(self, chain_hash: ChainHash) -> Entry[ChainHash] | None:
-        """A slot to write this block to; None when all are in use."""
-        prepared = self._index.prepare(chain_hash)
-        return None if isinstance(prepared, WriteStatus) else prepared.entry
-
     def _issue_loads(self, job: Job) -> None:
         """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next poll."""
         by_source: dict[str, list[tuple[int, Entry[ChainHash]]]] = {}
         waiting: deque[int] = deque()
         for index in job.queued:
             chain_hash = job.blocks[index][0]
-            where = self._locate(chain_hash)
+            where = self._index.locate(chain_hash)
             source = where.tier or (self._shared.name if self._shared is not None else "")
             if where is PENDING:
                 waiting.append(index)  # another job is bringing it: then it comes from the arena
             elif source == HOST:
-                pinned = self._index.pin(chain_hash)
+                pinned = self._index.slots.pin(chain_hash)
                 assert pinned is not None
                 by_source.setdefault(HOST, []).append((index, pinned))
             elif source:
-                entry = self._prepare(chain_hash)
+                entry = self._index.prepare(chain_hash)
                 if entry is None:
                     waiting.append(index)
                 else:
@@ -312,8 +298,8 @@ class Directory:
                 job.tiers[index] = batch.source
             if good and job.kind == "save":
                 # Readable from now on; pinned, because the tiers below are written from this slot.
-                self._index.commit(entry, nbytes=0)
-                self._index.pin(entry.key)
+                self._index.slots.commit(entry, nbytes=0)
+                self._index.slots.pin(entry.key)
         self._finish_if_over(job)
 
     def _leave_arena(self, batch: Batch, rank: int) -> None:
@@ -325,11 +311,11 @@ class Directory:
         pinned = batch.job.kind == "save" or batch.source == HOST
         for entry, good in zip(batch.entries, batch.ok, strict=True):
             if pinned and (good or batch.source == HOST):
-                self._index.unpin(entry)
+                self._index.slots.unpin(entry)
             elif good:
-                self._index.commit(entry, nbytes=0)
+                self._index.slots.commit(entry, nbytes=0)
             else:
-                self._index.abort(entry)
+                self._index.slots.abort(entry)
         if batch.job.kind == "save":
             self._num_saving -= len(batch.indexes)
 
@@ -340,20 +326,13 @@ class Directory:
         failed = frozenset(range(len(job.blocks))) - job.ok
         # From the last block to the first, so that tails are evicted before heads.
         for chain_hash, _ in reversed(job.blocks):
-            self._index.touch(chain_hash)
+            self._index.slots.touch(chain_hash)
         if job.kind == "load":
             for tier in job.tiers:
                 self._metrics.blocks_loaded.labels(tier or "none").inc()
             if failed:
                 self._metrics.degraded_fetches.inc()
         self._results.append(JobResult(job.job_id, job.kind, failed, tuple(job.tiers)))
-
-    def _take_inventory(self, rank: int, message: Inventory) -> None:
-        mirror = self._mirrors[message.tier][rank]
-        if message.cleared:
-            mirror.clear()
-        mirror.update(message.added)
-        mirror.difference_update(message.removed)
 
 
 def _found(status: Status, tier: str) -> BlockStatus:

@@ -1,0 +1,42 @@
+"""What is where: the slots of the arenas, and mirrors of the tiers that the movers keep for themselves."""
+
+from collections.abc import Sequence
+
+from kvtier.eviction import LRU
+from kvtier.hierarchy.messages import HOST, Inventory
+from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
+from kvtier.keys import ChainHash
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.slot_index import Entry, SlotIndex
+
+
+class BlockIndex:
+    """Answers for all ranks at once: slot ids are the same in every arena. Scheduler thread only."""
+
+    def __init__(self, num_slots: int, num_ranks: int, local_tiers: Sequence[str]) -> None:
+        """:param local_tiers: tiers below the arena that belong to each mover alone, in order of preference."""
+        self.slots: SlotIndex[ChainHash] = SlotIndex(num_slots, LRU())
+        self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
+
+    def locate(self, chain_hash: ChainHash) -> BlockStatus:
+        """What is known without asking anybody."""
+        entry = self.slots.find(chain_hash)
+        if entry is not None:
+            return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
+        for tier, mirrors in self._mirrors.items():
+            if all(chain_hash in mirror for mirror in mirrors):
+                return BlockStatus(Status.HIT, tier)
+        return MISSING
+
+    def prepare(self, chain_hash: ChainHash) -> Entry[ChainHash] | None:
+        """A slot to write this block to; None when it has one already or all are in use."""
+        prepared = self.slots.prepare(chain_hash)
+        return None if isinstance(prepared, WriteStatus) else prepared.entry
+
+    def apply(self, rank: int, changes: Inventory) -> None:
+        """Takes in what one mover's tier has gained and lost."""
+        mirror = self._mirrors[changes.tier][rank]
+        if changes.cleared:
+            mirror.clear()
+        mirror.update(changes.added)
+        mirror.difference_update(changes.removed)
