@@ -1,0 +1,54 @@
+"""Paged attention in plain torch: slow, easy to read, the oracle of every faster path."""
+
+import torch
+from torch import Tensor
+
+
+def paged_attention_reference(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float32.
+
+    Arguments as in `kvtier_kernels.attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
+    head_dim]`, whatever the dtype of the inputs.
+    """
+    group = query.size(1) // kv_layer.size(3)
+    out = torch.full(query.shape, float("nan"), dtype=torch.float32, device=query.device)
+    for seq in range(seq_lens.numel()):
+        start, stop = int(query_starts[seq]), int(query_starts[seq + 1])
+        seq_len = int(seq_lens[seq])
+        keys, values = _gather(kv_layer, block_tables[seq], seq_len)
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), keys) * scale
+        query_positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
+        key_positions = torch.arange(seq_len, device=query.device)
+        future = key_positions[None, :] > query_positions[:, None]
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values)
+    return out
+
+
+def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """Token by token what `kvtier_kernels.write.kv_write` does."""
+    for row in range(key.size(0)):
+        block, offset = int(block_ids[row]), int(offsets[row])
+        kv_layer[block, 0, offset] = key[row]
+        kv_layer[block, 1, offset] = value[row]
+
+
+def _gather(kv_layer: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[seq_len, num_kv_heads, head_dim]` of one sequence, in float32."""
+    tokens_per_block = kv_layer.size(2)
+    rows = [
+        kv_layer[int(block_table[position // tokens_per_block]), :, position % tokens_per_block].float()
+        for position in range(seq_len)
+    ]
+    keys_and_values = torch.stack(rows)
+    return keys_and_values[:, 0], keys_and_values[:, 1]

@@ -1,0 +1,107 @@
+"""From a `Config` to an engine."""
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvtier.block_pool import BlockPool
+from kvtier.build import engine_cache
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.hierarchy import Cleaner, Hierarchy
+from kvtier.keys import PrefixHasher
+from kvtier.transfer import HostMemoryKV
+from kvtier_engine.engine import Engine, EngineLimits
+from kvtier_engine.llama import LlamaModel
+from kvtier_engine.metrics import EngineMetrics
+from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
+from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
+from kvtier_engine.prefix_cache import PrefixCache
+from kvtier_engine.scheduler import Scheduler, SchedulerSettings
+from kvtier_engine.weights import load_weights
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """An engine that is ready to run, and what its server needs besides."""
+
+    engine: Engine
+    model: ModelFolder
+    registry: CollectorRegistry
+
+
+@contextlib.contextmanager
+def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
+    """Loads the model, allocates KV, opens the tiers and warms up; the caller then calls `engine.run`.
+
+    Leaving the context ends requests, writes out what is queued for the tiers, and closes them. Sets
+    torch's number of threads for the whole process.
+
+    :raises ConfigError: no model or an unusable one, too little memory, or what `engine_cache` raises.
+    """
+    section = config.engine
+    if section.model is None:
+        raise ConfigError("engine.model: missing; name a Hugging Face folder or a GGUF file, or give --model")
+    cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
+    folder = open_model(config.resolve_path(section.model), cache_dir)
+    torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
+    dtype = _DTYPES[section.dtype]
+    kv = _allocate(config, folder, dtype)
+    model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, dtype))
+    registry = CollectorRegistry()
+    with contextlib.ExitStack() as stack:
+        hasher: PrefixHasher | None = None
+        hierarchy: Hierarchy | None = None
+        cleaner: Cleaner | None = None
+        block_pool = BlockPool(kv.num_blocks)
+        if section.cache:
+            tiers = stack.enter_context(
+                engine_cache(
+                    config,
+                    device=HostMemoryKV(kv.byte_rows().numpy()),
+                    namespace=kv_namespace(folder.config, folder.weights_digest, dtype),
+                    registry=registry,
+                )
+            )
+            hasher, hierarchy = tiers.hasher, tiers.hierarchy
+            block_pool = BlockPool(kv.num_blocks, on_evict=hierarchy.note_eviction)
+            if tiers.clean_ahead_blocks:
+                cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
+        cache = PrefixCache(block_pool, kv.tokens_per_block, hierarchy=hierarchy, cleaner=cleaner)
+        settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
+        scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
+        engine = Engine(scheduler, _limits(folder, kv), hasher=hasher, hierarchy=hierarchy)
+        engine.warm_up()
+        # What stands now stands as long as the process: full collections need not walk it.
+        gc.freeze()
+        stack.callback(engine.close)
+        yield AssembledEngine(engine, folder, registry)
+
+
+def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype) -> PagedKV:
+    block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype)
+    num_blocks = int(config.engine.kv_bytes) // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {block_bytes:,}; "
+            f"give at least the {block_bytes * 64:,} of 64 blocks"
+        )
+    log.info("%d blocks of %d tokens, %d bytes each", num_blocks, config.cache.tokens_per_block, block_bytes)
+    return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype)
+
+
+def _limits(folder: ModelFolder, kv: PagedKV) -> EngineLimits:
+    return EngineLimits(
+        max_total_tokens=min(folder.config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block),
+        vocab_size=folder.config.vocab_size,
+    )

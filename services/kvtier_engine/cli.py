@@ -1,0 +1,127 @@
+"""`kvtier engine`: commands of the engine."""
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from kvtier.config import Config, load_config
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.malloc import keep_freed_memory
+
+_SHUTDOWN_GRACE_S = 5
+"""What requests that are running at a stop get to finish; then they are cancelled."""
+
+app = typer.Typer(help="A small OpenAI-compatible engine that shares its KV cache.", no_args_is_help=True)
+
+
+@app.callback()
+def _engine() -> None:
+    """Makes `serve` a command of its own although it is the only one."""
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Option(help="TOML file: [engine], [cache], tiers, and this engine's tenant.")],
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder or GGUF file, instead of the file's.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then finishes what it can, writes out what is queued and exits with 0.
+
+    Prints `ready url=http://HOST:PORT` when it can be used. Options win over the file.
+    """
+    keep_freed_memory()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    run(_with_options(load_config(config), model, port))
+
+
+def run(config: Config) -> None:
+    """Computes in this process's first thread, and serves HTTP in another, until SIGTERM or SIGINT."""
+    # Imported here, so that the command line does not load torch for other commands.
+    import uvicorn
+
+    from kvtier_engine.assemble import assembled_engine
+    from kvtier_engine.server import Server
+
+    with _listening(config.engine.listen) as listener, assembled_engine(config) as assembled:
+        server = Server(
+            assembled.engine,
+            assembled.model.tokenizer,
+            model_name=assembled.model.name,
+            eos_token_ids=assembled.model.config.eos_token_ids,
+            registry=assembled.registry,
+        )
+        uvicorn_server = uvicorn.Server(
+            uvicorn.Config(
+                server.app(),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+            )
+        )
+
+        def serve_http() -> None:
+            try:
+                uvicorn_server.run(sockets=[listener])
+            finally:
+                assembled.engine.stop()
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            uvicorn_server.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+        thread = threading.Thread(target=serve_http, name="kvtier-http")
+        thread.start()
+        host, port = listener.getsockname()[:2]
+        print(f"ready url=http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        try:
+            assembled.engine.run()
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join()
+
+
+def _listening(address: str) -> socket.socket:
+    """Before the model is loaded: a port in use is found at once, and early clients wait instead of failing."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ConfigError(f"engine.listen: {address!r}: use host:port, e.g. 127.0.0.1:8000")
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=128)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"engine.listen: cannot listen on {address}: {error}; choose another port") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _with_options(config: Config, model: Path | None, port: int | None) -> Config:
+    """The configuration with the command line's values in place of the file's."""
+    changes: dict[str, object] = {}
+    if model is not None:
+        changes["model"] = model.expanduser().resolve()
+    if port is not None:
+        changes["listen"] = f"{config.engine.listen.rpartition(':')[0]}:{port}"
+    return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+
+
+def main() -> None:
+    """`python -m kvtier_engine.cli`: the same without the `kvtier` frame."""
+    try:
+        app()
+    except KvtierError as error:
+        print(f"kvtier engine: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Starting, asking and stopping the demo's processes."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from types import TracebackType
+from typing import Any
+
+from kvtier.errors import KvtierError
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 300.0
+
+
+class Service:
+    """A `kvtier ...` process that prints a line starting with `ready` when it serves.
+
+    A context manager: leaving it asks the process to stop (SIGTERM) and waits.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> None:
+        """Starts the process; `ready` waits for it. Its standard error goes to `log`."""
+        self._name = " ".join(arguments[:2])
+        self._log = log
+        self._lines: Queue[str | None] = Queue()
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvtier.cli", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environ},
+                text=True,
+            )
+        # A reader of its own: a pipe that nobody empties would stop the process one day.
+        threading.Thread(target=self._read, name="demo-reader", daemon=True).start()
+
+    def ready(self) -> dict[str, str]:
+        """Waits for the ready line and returns its `name=value` words."""
+        while True:
+            try:
+                line = self._lines.get(timeout=START_TIMEOUT_S)
+            except Empty:
+                raise KvtierError(
+                    f"{self._name} was not ready within {START_TIMEOUT_S:.0f} s; see {self._log}"
+                ) from None
+            if line is None:
+                tail = self._log.read_text(errors="replace")[-2000:]
+                raise KvtierError(f"{self._name} ended at start with code {self.process.wait()}:\n{tail}")
+            if line.startswith("ready "):
+                return dict(re.findall(r"(\w+)=(\S+)", line))
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would be."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM and wait. Raises `KvtierError` when the process does not end well."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise KvtierError(f"{self._name} did not stop within {STOP_TIMEOUT_S:.0f} s; see {self._log}") from None
+        if code not in (0, -signal.SIGKILL):
+            raise KvtierError(f"{self._name} ended with code {code}; see {self._log}")
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.stop()
+        elif self.process.poll() is None:
+            with contextlib.suppress(KvtierError):
+                self.stop()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+
+def post(url: str, body: Mapping[str, Any]) -> Any:
+    """POSTs JSON and returns the JSON answer. Raises `KvtierError` with the server's message."""
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise KvtierError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:2000]}") from error
+    except OSError as error:
+        raise KvtierError(f"{url} cannot be reached: {error}") from error

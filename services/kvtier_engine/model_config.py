@@ -1,0 +1,131 @@
+"""What `config.json` says about a Llama model, checked."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of low frequencies (`rope_type = "llama3"`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Geometry of a Llama model. Names as in Hugging Face's `LlamaConfig`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads `config.json` and, where there is one, `generation_config.json` of `folder`.
+
+    :raises ConfigError: a file cannot be read, a value is missing or impossible, or the model is not one that this
+        engine computes (another family, biases, another rope scaling).
+    """
+    path = folder / "config.json"
+    raw = _read_json(path)
+    _refuse_other_models(path, raw)
+    try:
+        heads = int(raw["num_attention_heads"])
+        config = ModelConfig(
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_hidden_layers=int(raw["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_scaling=_rope_scaling(path, _rope(raw)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            eos_token_ids=_eos_token_ids(folder, raw),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{path}: {error.args[0]!r} is missing; take the file from the model's publisher") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; take the file from the model's publisher") from error
+    if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+        raise ConfigError(
+            f"{path}: {config.num_attention_heads} heads over {config.num_key_value_heads} KV heads of "
+            f"{config.head_dim}: heads must be a multiple of KV heads, head_dim even"
+        )
+    return config
+
+
+def _refuse_other_models(path: Path, raw: Mapping[str, Any]) -> None:
+    expected = {
+        "model_type": ("llama", "llama"),
+        "hidden_act": ("silu", "silu"),
+        "attention_bias": (False, False),
+        "mlp_bias": (False, False),
+    }
+    for key, (want, default) in expected.items():
+        if raw.get(key, default) != want:
+            raise ConfigError(
+                f"{path}: {key} is {raw[key]!r}; this engine computes Llama models with {key} = {want!r} only"
+            )
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Newer configs hold everything about rope in `rope_parameters`, older ones the scaling in `rope_scaling`."""
+    rope: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return rope
+
+
+def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError(f"{path}: rope scaling {kind!r}; this engine knows 'default' and 'llama3'")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Any of them ends an answer. `generation_config.json` counts where it names some: chat models end turns there."""
+    generation = folder / "generation_config.json"
+    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = raw.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; take it from the model's publisher") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a JSON object; take it from the model's publisher")
+    return raw

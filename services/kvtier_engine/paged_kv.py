@@ -1,0 +1,77 @@
+"""The engine's KV memory: one tensor of blocks."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier.namespace import Namespace
+from kvtier_engine.model_config import ModelConfig
+
+PHYSICAL_LAYOUT = "L2NHD"
+"""Inside a block: layer, key or value, token, KV head, head dimension."""
+BACKEND = "torch-cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """KV of `num_blocks` blocks. Block-first, so that a block of all layers is one contiguous range of bytes.
+
+    The scheduler thread writes blocks in `forward`; movers copy whole blocks in and out, only such as the
+    scheduler does not touch meanwhile.
+    """
+
+    tensor: Tensor
+    """`[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, contiguous."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.size(0)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.tensor.size(3)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the payload of every tier."""
+        return self.tensor.stride(0) * self.tensor.element_size()
+
+    def layer(self, index: int) -> Tensor:
+        """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
+        return self.tensor[:, index]
+
+    def byte_rows(self) -> Tensor:
+        """uint8 `[num_blocks, block_bytes]`, a view of the same memory: what movers copy."""
+        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+
+def allocate_kv(config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype) -> PagedKV:
+    """Zeroed, and thereby pre-faulted: a first touch inside a step would cost ten times a copy."""
+    shape = (num_blocks, *_block_shape(config, tokens_per_block))
+    return PagedKV(torch.empty(shape, dtype=dtype).zero_())
+
+
+def bytes_per_block(config: ModelConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """`PagedKV.block_bytes`, before there is one."""
+    return math.prod(_block_shape(config, tokens_per_block)) * dtype.itemsize
+
+
+def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
+    return (config.num_hidden_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
+
+
+def kv_namespace(config: ModelConfig, weights_digest: bytes, dtype: torch.dtype) -> Namespace:
+    """Which bytes the blocks of this engine hold."""
+    name = str(dtype).removeprefix("torch.")
+    return Namespace(
+        weights_digest=weights_digest,
+        dtype=name,
+        kv_dtype=name,
+        physical_layout=PHYSICAL_LAYOUT,
+        backend=BACKEND,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )

@@ -1,0 +1,141 @@
+"""Weights from safetensors: loaded, fused, and known by a digest of their content."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvtier.errors import ConfigError
+from kvtier_engine.atomic_files import write_text_atomically
+from kvtier_engine.model_config import ModelConfig
+
+_DIGEST_LABEL = b"kvtier.weights.v1"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Projections are `[out, in]`; those that read the same input are fused."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    """`[(heads + 2 * kv_heads) * head_dim, hidden]`: query, then key, then value."""
+    attention_output: Tensor
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    """`[2 * intermediate, hidden]`: gate, then up."""
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    embedding: Tensor
+    """`[vocab, hidden]`"""
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor
+    """`[vocab, hidden]`; the embedding itself where the two are tied."""
+
+
+def load_weights(files: Sequence[Path], config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
+    """Reads the tensors of a Llama model, converted to `dtype`, on CPU.
+
+    :raises ConfigError: a file is torn, or a tensor is missing or of another shape than `config` says.
+    """
+    with ExitStack() as stack:
+        readers = _TensorReader(files, dtype, stack)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        wide = config.intermediate_size
+
+        def layer(index: int) -> LayerWeights:
+            read, base = readers.read, f"model.layers.{index}."
+            attention, mlp = base + "self_attn.", base + "mlp."
+            return LayerWeights(
+                input_norm=read(base + "input_layernorm.weight", hidden),
+                qkv=torch.cat(
+                    (
+                        read(attention + "q_proj.weight", query, hidden),
+                        read(attention + "k_proj.weight", kv, hidden),
+                        read(attention + "v_proj.weight", kv, hidden),
+                    )
+                ),
+                attention_output=read(attention + "o_proj.weight", hidden, query),
+                post_attention_norm=read(base + "post_attention_layernorm.weight", hidden),
+                gate_up=torch.cat(
+                    (read(mlp + "gate_proj.weight", wide, hidden), read(mlp + "up_proj.weight", wide, hidden))
+                ),
+                down=read(mlp + "down_proj.weight", hidden, wide),
+            )
+
+        embedding = readers.read("model.embed_tokens.weight", vocab, hidden)
+        return LlamaWeights(
+            embedding=embedding,
+            layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
+            final_norm=readers.read("model.norm.weight", hidden),
+            lm_head=embedding if config.tie_word_embeddings else readers.read("lm_head.weight", vocab, hidden),
+        )
+
+
+def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
+    """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
+
+    Costs one pass over the files; remembered in `cache_dir` under their paths, sizes and times of change.
+    """
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    known_as = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    memory = cache_dir / "digests" / known_as
+    if memory.is_file() and len(text := memory.read_text("ascii").strip()) == 64:
+        return bytes.fromhex(text)
+    digest = _digest_tensors(files)
+    write_text_atomically(memory, digest.hex() + "\n")
+    return digest
+
+
+def _digest_tensors(files: Sequence[Path]) -> bytes:
+    state = hashlib.sha256(_DIGEST_LABEL)
+    with ExitStack() as stack:
+        for name, handle in sorted(_open_tensors(files, stack), key=lambda pair: pair[0]):
+            tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+            state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.digest()
+
+
+class _TensorReader:
+    """Finds tensors by name in open safetensors files."""
+
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype, stack: ExitStack) -> None:
+        self._dtype = dtype
+        self._files = files
+        self._handles = dict(_open_tensors(files, stack))
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise ConfigError(
+                f"{self._files[0].parent}: the weights have no tensor {name!r}; download all of the model's "
+                "*.safetensors files again"
+            )
+        tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self._files[0].parent}: {name!r} is {list(tensor.shape)} but config.json says {list(shape)}; "
+                "weights and config.json are of different models"
+            )
+        return tensor.to(self._dtype)
+
+
+def _open_tensors(files: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, safe_open]]:
+    for path in sorted(files):
+        try:
+            handle = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
+        for name in handle.keys():  # noqa: SIM118 - a file handle, not a dict
+            yield name, handle

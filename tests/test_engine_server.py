@@ -1,0 +1,256 @@
+"""The engine as users run it: a real process on the real model, spoken to over HTTP."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvtier_engine.demo_model import demo_model_path
+
+PATIENCE_S = 60.0
+FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+DOCUMENT = "Our fleet: " + " ".join(f"ship {i} carries {7 * i % 31} crates;" for i in range(20))
+CONFIG = """
+tenant = "red"
+[tenants.red]
+secret = "env:RED_SECRET"
+[engine]
+model = {model}
+listen = "127.0.0.1:0"
+dtype = "float32"
+kv_bytes = "64MiB"
+max_batch_tokens = 256
+[host]
+capacity_bytes = "64MiB"
+"""
+
+
+@dataclass
+class EngineProcess:
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        return self.post("/v1/chat/completions", {"messages": FRANCE, "temperature": 0, **body})
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self.post("/v1/completions", {"temperature": 0, **body})
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def metric(self, name: str) -> float:
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(name + " "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@contextlib.contextmanager
+def engine_process(folder: Path, **environ: str) -> Iterator[EngineProcess]:
+    config = folder / "engine.toml"
+    config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
+    process = _start(config, **environ)
+    try:
+        url = _ready_url(process)
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            yield EngineProcess(process, client)
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def _start(config: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtier_engine.cli", "serve", "--config", str(config), *options],
+        env=os.environ | {"RED_SECRET": "a secret of more than sixteen bytes"} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ready_url(process: subprocess.Popen[str]) -> str:
+    lines: queue.Queue[str] = queue.Queue()
+    assert process.stdout is not None
+    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()
+    line = lines.get(timeout=PATIENCE_S)
+    if not line.startswith("ready url="):
+        process.kill()
+        raise AssertionError(f"not ready: {line!r} {process.communicate(timeout=PATIENCE_S)[1]}")
+    return line.removeprefix("ready url=").strip()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with engine_process(tmp_path_factory.mktemp("engine")) as running:
+        yield running
+
+
+def test_chat_answers_and_the_second_time_from_the_cache(engine: EngineProcess) -> None:
+    first = engine.chat(seed=1)
+    assert first["choices"][0]["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert first["choices"][0]["finish_reason"] == "stop"
+    usage = first["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (42, 8, 50)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"device": 0, "host": 0, "disk": 0, "pool": 0}
+    second = engine.chat(return_prompt_token_ids=True)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]["device"] == 32
+    assert second["kvtier"]["token_ids"] == first["kvtier"]["token_ids"]
+    assert len(second["kvtier"]["token_ids"]) == 8
+    assert len(second["kvtier"]["prompt_token_ids"]) == 42
+    assert "prompt_token_ids" not in first["kvtier"]
+    assert 0 < second["kvtier"]["ttft_s"] < PATIENCE_S
+
+
+def test_completions_take_text_or_token_ids(engine: EngineProcess) -> None:
+    text = engine.complete(prompt=DOCUMENT, max_tokens=5, return_prompt_token_ids=True)
+    assert text["object"] == "text_completion"
+    assert text["choices"][0]["finish_reason"] == "length"
+    assert text["usage"]["completion_tokens"] == 5
+    ids = engine.complete(prompt=text["kvtier"]["prompt_token_ids"], max_tokens=5)
+    assert ids["choices"][0]["text"] == text["choices"][0]["text"]
+    assert engine.complete(prompt=DOCUMENT)["usage"]["completion_tokens"] == 16
+
+
+def test_parallel_requests_answer_as_if_alone(engine: EngineProcess) -> None:
+    prompts = [f"{DOCUMENT[: 150 + 40 * i]} Therefore" for i in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(lambda p: engine.complete(prompt=p, max_tokens=12), prompts))
+    alone = [engine.complete(prompt=p, max_tokens=12) for p in prompts]
+    assert [a["kvtier"]["token_ids"] for a in together] == [a["kvtier"]["token_ids"] for a in alone]
+    assert all(a["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for a in alone)
+
+
+def test_seeded_sampling_repeats(engine: EngineProcess) -> None:
+    answers = [engine.complete(prompt="Once", max_tokens=12, temperature=1.0, seed=s)["kvtier"] for s in (4, 4, 5)]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"] != answers[2]["token_ids"]
+
+
+BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
+    "no prompt": ("/v1/completions", {}, 400, "prompt", "required"),
+    "stream": ("/v1/completions", {"prompt": "a", "stream": True}, 400, "stream", "not streamed"),
+    "unknown parameter": ("/v1/completions", {"prompt": "a", "logit_bias": {}}, 400, "logit_bias", "leave it out"),
+    "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n", "1"),
+    "top_p": ("/v1/completions", {"prompt": "a", "top_p": 0.5}, 400, "top_p", "1"),
+    "no tokens wanted": ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
+    "empty prompt": ("/v1/completions", {"prompt": ""}, 400, "prompt", "empty"),
+    "foreign token": ("/v1/completions", {"prompt": [3, 10**6]}, 400, "prompt", "49151"),
+    "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, None, "engine.kv_bytes"),
+    "hot": ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "2"),
+    "another model": ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, "model", "gpt-4"),
+    "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+    "unknown role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "x"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "words"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
+def test_bad_requests_get_openai_errors(
+    engine: EngineProcess, path: str, body: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    response = engine.client.post(path, json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    if words != "x":
+        assert words in error["message"]
+
+
+def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
+    for response, status in (
+        (engine.client.post("/v1/completions", content=b"{"), 400),
+        (engine.client.post("/v1/completions", content=b"\xff"), 400),
+        (engine.client.post("/v1/completions", json=[1]), 400),
+        (engine.client.get("/v1/completions"), 405),
+        (engine.client.get("/v2"), 404),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_models_health_and_metrics(engine: EngineProcess) -> None:
+    (model,) = engine.client.get("/v1/models").json()["data"]
+    assert model["id"] == "SmolLM2-135M-Instruct.Q4_1"
+    assert engine.chat(model=model["id"])["model"] == model["id"]
+    assert engine.client.get("/health").json() == {"status": "ok"}
+    for name in ("engine_prompt_tokens_total", "engine_step_seconds_total", "engine_cache_seconds_total"):
+        assert engine.metric(f"kvtier_{name}") > 0
+    assert engine.metric("kvtier_engine_ttft_seconds_count") > 0
+
+
+def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> None:
+    cancelled = 'kvtier_engine_requests_total{reason="cancelled"}'
+    before = engine.metric(cancelled)
+    body = json.dumps({"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}).encode()
+    address = (engine.client.base_url.host, engine.client.base_url.port)
+    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        _until(lambda: engine.metric("kvtier_engine_running") == 1)
+    _until(lambda: engine.metric(cancelled) == before + 1)
+    engine.chat(max_tokens=1)
+    assert engine.metric("kvtier_engine_waiting") == 0
+
+
+def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
+    with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(engine.complete, prompt=DOCUMENT, max_tokens=10)
+        _until(lambda: engine.metric("kvtier_engine_running") == 1 or answer.done())
+        engine.process.send_signal(signal.SIGTERM)
+        assert answer.result(PATIENCE_S)["usage"]["completion_tokens"] == 10
+        assert engine.process.wait(PATIENCE_S) == 0
+        with pytest.raises(httpx.ConnectError):
+            engine.client.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("options", "secret", "words"),
+    [
+        (["--model", "/nonexistent"], "s" * 20, "no model at /nonexistent"),
+        (["--model", "{folder}"], "s" * 20, "folder {folder} has no config.json, no tokenizer.json, no *.safetensors"),
+        (["--port", "{taken}"], "s" * 20, "choose another port"),
+        ([], "", "RED_SECRET is missing or empty"),
+        (["--config", "/nonexistent.toml"], "s" * 20, "/nonexistent.toml"),
+    ],
+    ids=["no model", "folder without weights", "port taken", "no secret", "no config"],
+)  # fmt: skip
+def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], secret: str, words: str) -> None:
+    config = tmp_path / "engine.toml"
+    config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"folder": str(empty), "taken": str(taken.getsockname()[1])}
+        process = _start(config, *(option.format(**values) for option in options), RED_SECRET=secret)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert out == ""
+    assert words.format(**values) in err
+    assert "Traceback" not in err
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)

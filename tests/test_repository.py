@@ -1,0 +1,81 @@
+"""What keeps the repository in shape: packages, imports, and what may be imported without torch."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine"}
+
+
+def test_containers_are_not_packages() -> None:
+    for container in ("connectors", "kernels", "services"):
+        assert not (ROOT / container / "__init__.py").exists(), f"{container}/ only holds packages, it is none"
+
+
+def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
+    assert "kvtier/wire/pool.proto" in names
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "kvtier.cli kvtier.build kvtier.config kvtier.testing kvtier_pool.cli kvtier_pool.service",
+        "kvtier_engine.cli kvtier_engine.demo.cli kvtier.hierarchy kvtier.transfer",
+    ],
+)
+def test_importable_without_torch(modules: str) -> None:
+    """The pool service and the command line run from a base installation."""
+    program = (
+        "import sys, importlib\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'torch', 'triton', 'safetensors', 'tokenizers', 'gguf', 'transformers'}:\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in '{modules}'.split(): importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_engine_without_a_pool_imports_no_grpc() -> None:
+    program = "import sys, kvtier.build; sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_dependency_has_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    reasons = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in [*project["dependencies"], *extras["engine"], *extras["dev"]]:
+        name = requirement.split(">")[0].split("[")[0].split(";")[0].strip()
+        assert name in reasons or name.startswith("types-"), f"docs/dependencies.md does not say why {name} is needed"
+
+
+def test_the_command_lists_its_parts() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    for command in ("pool", "engine", "demo", "bench"):
+        assert command in answer.stdout
