@@ -104,11 +104,23 @@ def report(title: str, cases: Sequence[Case], *, as_json: Path | None, notes: Se
         as_json.write_text(text)
     console = Console()
     table = Table(title=title, caption=f"{data['hardware']}\ncommit {data['commit']}", caption_justify="left")
-    for column in ("case", "what", "median", "per", "beside", "faster by", "lowest .. highest"):
+    compared = any(case.floor for case in cases)
+    for column in ("case", "what", "median"):
+        table.add_column(column, justify="right" if column == "median" else "left")
+    for column in ("speed beside", "lowest .. highest") if compared else ():
         table.add_column(column)
     for case in cases:
-        ratio = "" if case.ratio_to_floor is None else f"{case.ratio_to_floor:.2f}x"
-        table.add_row(case.name, case.op, f"{case.p50_us:,.3f} us", case.unit, case.floor, ratio, case.spread)
+        row = [case.name, case.op, f"{_duration(case.p50_us)} / {case.unit}"]
+        if compared:
+            ratio = "" if case.ratio_to_floor is None else f"{case.ratio_to_floor:.2f}x {case.floor}"
+            row += [ratio, case.spread]
+        table.add_row(*row)
     console.print(table)
     for note in notes:
         console.print(note)
+
+
+def _duration(microseconds: float) -> str:
+    if microseconds < 1:
+        return f"{microseconds * 1e3:,.0f} ns"
+    return f"{microseconds:,.1f} us" if microseconds < 1e3 else f"{microseconds / 1e3:,.1f} ms"
