@@ -41,7 +41,7 @@ def demo(
 
         stage = Stage.prepare(Path(folder), model_path, dtype)
         with stage.pool() as pool:
-            address = pool.ready()["grpc"]
+            address = pool.ready()["block"]
             runs = run_all(stage, address, note)
             identical, judged_in = _tokens_identical(runs), dtype
             if not identical and dtype != "float32":

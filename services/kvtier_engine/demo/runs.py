@@ -46,8 +46,8 @@ class Stage:
     def prepare(cls, folder: Path, model: Path, dtype: str) -> "Stage":
         """Makes up secrets and writes the pool's configuration."""
         environ = {}
-        lines = ['[pool_service]\nlisten = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\nmemory_bytes = "1GiB"']
-        lines.append('disk_dir = "pool-disk"\ndisk_bytes = "2GiB"')
+        lines = ['[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"']
+        lines.append('memory_bytes = "1GiB"\ndisk_dir = "pool-disk"\ndisk_bytes = "2GiB"')
         for tenant in TENANTS:
             environ[f"DEMO_{tenant.upper()}_SECRET"] = secrets.token_hex(32)
             environ[f"DEMO_{tenant.upper()}_TOKEN"] = token = secrets.token_urlsafe(32)
