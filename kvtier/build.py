@@ -1,13 +1,15 @@
 """The only place that turns a `Config` into live objects."""
 
 import contextlib
+import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from kvtier.config import Config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.hierarchy import (
     AlwaysFetch,
     Directory,
@@ -24,9 +26,12 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.metered import Metered
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool import PoolTier, PoolTransport
+from kvtier.tiers.pool_socket import SocketTransport
 from kvtier.transfer import Arena, DeviceKV
+from kvtier.wire.address import GRPC_PREFIX
 
+_log = logging.getLogger(__name__)
 _MIN_SLOTS = 16
 
 
@@ -100,7 +105,8 @@ def engine_cache(
         )
         hierarchy = Hierarchy(directory, mover, AlwaysFetch(), metrics)
         stack.callback(hierarchy.close)
-        yield EngineCache(hasher, hierarchy, metrics, config.cache.clean_ahead_blocks)
+        # Cleaning more than the arena holds would evict one clean block for the next, for ever.
+        yield EngineCache(hasher, hierarchy, metrics, min(config.cache.clean_ahead_blocks, num_slots // 2))
 
 
 def _disk_tier(config: Config, inventory: InventoryLog, metrics: Metrics) -> Tier:
@@ -117,14 +123,10 @@ def _disk_tier(config: Config, inventory: InventoryLog, metrics: Metrics) -> Tie
 
 
 def _pool_tier(config: Config, tenant: TenantId, metrics: Metrics) -> Tier:
-    # Imported here, because an engine without a pool has no use for grpc.
-    from kvtier.tiers.pool_grpc import GrpcTransport
-
     pool = config.pool
-    assert pool.address is not None
     return Metered(
         PoolTier(
-            GrpcTransport(pool.address, config.pool_token(), connect_timeout_s=pool.connect_timeout_s),
+            _pool_transport(config),
             tenant,
             metrics=metrics,
             breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
@@ -132,3 +134,24 @@ def _pool_tier(config: Config, tenant: TenantId, metrics: Metrics) -> Tier:
         ),
         metrics,
     )
+
+
+def _pool_transport(config: Config) -> PoolTransport:
+    address, token = config.pool.address, config.pool_token()
+    assert address is not None
+    if address.startswith(GRPC_PREFIX):
+        # Imported here, because engines that speak the block protocol have no use for grpc.
+        from kvtier.tiers.pool_grpc import GrpcTransport
+
+        return GrpcTransport(address.removeprefix(GRPC_PREFIX), token, connect_timeout_s=config.pool.connect_timeout_s)
+    transport = SocketTransport(address, token, connect_timeout_s=config.pool.connect_timeout_s)
+    threading.Thread(target=_connect_ahead, args=(transport,), name="kvtier-connect", daemon=True).start()
+    return transport
+
+
+def _connect_ahead(transport: SocketTransport) -> None:
+    """So that the first request does not wait for it. Ends within `connect_timeout_s`."""
+    try:
+        transport.connect()
+    except KvtierError as error:
+        _log.warning("no connection yet, everything misses until there is one: %s", error)

@@ -26,16 +26,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PrivateAttr, ValidationError
 
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import tenant_id
+from kvtier.wire.address import GRPC_PREFIX, Address
 
 OVERRIDE_PREFIX = "KVTIER__"
 
 Bytes = Annotated[ByteSize, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _checked_address(text: str) -> str:
+    if not text.startswith(GRPC_PREFIX):
+        try:
+            Address.parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    return text
+
+
+BlockAddress = Annotated[str, AfterValidator(_checked_address)]
+"""Text that `Address.parse` takes, or a gRPC address behind `grpc:`."""
 
 
 class Section(BaseModel):
@@ -119,8 +133,8 @@ class DiskConfig(Section):
 class PoolConfig(Section):
     """Access to the shared cache pool; off unless `address` is set."""
 
-    address: str | None = None
-    """`host:port` or `unix:/path`."""
+    address: BlockAddress | None = None
+    """`host:port` or `unix:/path` of the pool's `listen`; `grpc:host:port` of its `grpc_listen`, which is slower."""
     connect_timeout_s: Seconds = 1.0
     call_timeout_s: Seconds = 5.0
     """Deadline of one call. Below the time of a good transfer of `batch_blocks`, nothing hits."""
@@ -133,10 +147,16 @@ class PoolConfig(Section):
 class PoolServiceConfig(Section):
     """The service of `kvtier pool serve`."""
 
-    listen: list[str] = ["127.0.0.1:7600"]
-    """gRPC addresses, `host:port` or `unix:/path`; port 0 takes a free one."""
-    http_listen: str = "127.0.0.1:7601"
+    listen: list[BlockAddress] = ["127.0.0.1:7600"]
+    """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
+    grpc_listen: list[str] = ["127.0.0.1:7601"]
+    """Addresses of the gRPC API, likewise."""
+    http_listen: str = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
+    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
+    max_connections: Count = 256
+    """Of the block protocol, one thread each. An engine needs `load_threads` and two or three more."""
     memory_bytes: Bytes = ByteSize(2**30)
     """Memory tier; the process needs about 100 MB besides."""
     disk_dir: Path | None = None
@@ -144,7 +164,7 @@ class PoolServiceConfig(Section):
     disk_bytes: Bytes = ByteSize(10 * 2**30)
     """Disk tier; never exceeded."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Calls served at a time."""
+    """gRPC calls served at a time."""
     shutdown_grace_s: Seconds = 30.0
     """How long a stop may take to write to disk what is queued. Keep the container's grace period above it."""
 

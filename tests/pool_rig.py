@@ -20,11 +20,14 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.host import WriteSlot
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool import PoolTier, PoolTransport
 from kvtier.tiers.pool_grpc import GrpcTransport
+from kvtier.tiers.pool_socket import SocketTransport
 from kvtier_pool.core import PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.service import Addresses, PoolService
+from kvtier_pool.settings import PoolSettings
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -143,6 +146,7 @@ class PoolProcess:
 
     arguments: list[str]
     process: "subprocess.Popen[str]" = field(init=False)
+    block: str = field(init=False)
     grpc: str = field(init=False)
     http: str = field(init=False)
 
@@ -152,8 +156,19 @@ class PoolProcess:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("ready grpc="), f"{line!r} {self.process.communicate(timeout=WAIT_S)}"
-        self.grpc, self.http = (part.partition("=")[2] for part in line.split()[1:])
+        assert line.startswith("ready block="), f"{line!r} {self.process.communicate(timeout=WAIT_S)}"
+        self.block, self.grpc, self.http = (part.partition("=")[2] for part in line.split()[1:])
+
+    def again(self) -> "PoolProcess":
+        """The same pool on the same ports, started anew. Only of a `pool_process`, after its end."""
+        pool = PoolProcess([f"--listen={self.block}", f"--grpc-listen={self.grpc}", *self.arguments[2:]])
+        pool.start()
+        return pool
+
+    def kill(self) -> None:
+        """SIGKILL; waits."""
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
 
     def terminate(self) -> tuple[int, str]:
         """SIGTERM; exit code and log."""
@@ -163,17 +178,31 @@ class PoolProcess:
 
 
 @contextlib.contextmanager
-def pool_process(listen: str = "127.0.0.1:0", *arguments: str) -> Iterator[PoolProcess]:
+def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[Addresses]:
+    """A service in this process."""
+    free = "127.0.0.1:0"
+    arguments = {"listen": (free,), "grpc_listen": (free,), "http_listen": free, "shutdown_grace_s": 2.0} | settings
+    service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
+    addresses = service.start()
+    try:
+        yield addresses
+    finally:
+        service.stop()
+
+
+@contextlib.contextmanager
+def pool_process(
+    *arguments: str, listen: str = "127.0.0.1:0", grpc_listen: str = "127.0.0.1:0", memory: str = "64MiB"
+) -> Iterator[PoolProcess]:
     """A running pool with tenants red and blue; gone at the end."""
     tenants = [f"--tenant={name}={digest}" for digest, name in TENANTS.items()]
-    base = [f"--listen={listen}", "--http-listen=127.0.0.1:0", "--memory-bytes=64MiB"]
-    pool = PoolProcess([*base, *tenants, *arguments])
+    addresses = [f"--listen={listen}", f"--grpc-listen={grpc_listen}", "--http-listen=127.0.0.1:0"]
+    pool = PoolProcess([*addresses, f"--memory-bytes={memory}", *tenants, *arguments])
     pool.start()
     try:
         yield pool
     finally:
-        pool.process.kill()
-        pool.process.communicate(timeout=WAIT_S)
+        pool.kill()
 
 
 def connect(
@@ -186,9 +215,14 @@ def connect(
     breaker: CircuitBreaker | None = None,
     max_batch_bytes: int = 64 * MIB,
 ) -> PoolTier:
-    """A pool tier for `tenant`."""
+    """A pool tier for `tenant` at an address as engines are given it."""
+    transport: PoolTransport
+    if address.startswith("grpc:"):
+        transport = GrpcTransport(address.removeprefix("grpc:"), token or TOKENS[tenant], connect_timeout_s=1.0)
+    else:
+        transport = SocketTransport(address, token or TOKENS[tenant], connect_timeout_s=1.0)
     return PoolTier(
-        GrpcTransport(address, token or TOKENS[tenant], connect_timeout_s=1.0),
+        transport,
         tenant_id(tenant),
         metrics=metrics or Metrics(),
         breaker=breaker or CircuitBreaker(1000, 0.05),

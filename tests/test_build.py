@@ -11,11 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from hierarchy_rig import chain, until
 from kvtier.build import EngineCache, engine_cache
-from kvtier.config import parse_config
+from kvtier.config import parse_config, token_sha256
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import JobResult
 from kvtier.namespace import Namespace
 from kvtier.transfer import HostMemoryKV
+from pool_rig import TENANTS, running_pool
 
 NAMESPACE = Namespace(
     weights_digest=bytes(32),
@@ -32,7 +33,12 @@ NAMESPACE = Namespace(
 @contextmanager
 def build(folder: Path, device: np.ndarray[Any, Any], **sections: Any) -> Iterator[EngineCache]:
     config = parse_config(
-        {"tenant": "red", "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}}, **sections},
+        {
+            "tenant": "red",
+            "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}},
+            "host": {"capacity_bytes": "16MiB"},
+            **sections,
+        },
         source="test.toml",
         folder=folder,
         environ={"SECRET": "s" * 32, "TOKEN": "t" * 32},
@@ -59,9 +65,10 @@ def test_blocks_survive_a_restart_on_disk(tmp_path: Path) -> None:
     assert np.array_equal(device[16:24], device[:8])
 
 
-def test_a_dead_pool_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "grpc:"])
+def test_a_dead_pool_is_a_miss(tmp_path: Path, scheme: str) -> None:
     device = np.zeros((32, 4096), dtype=np.uint8)
-    with build(tmp_path, device, pool={"address": f"unix:{tmp_path}/nobody.sock"}) as cache:
+    with build(tmp_path, device, pool={"address": f"{scheme}unix:{tmp_path}/nobody.sock"}) as cache:
         ticket = cache.hierarchy.start_lookup(chain(3))
         statuses = until(lambda: cache.hierarchy.poll_lookup(ticket))
         assert [s.status.name for s in statuses] == ["MISS"] * 3
@@ -75,3 +82,19 @@ def test_host_memory_that_is_too_small(tmp_path: Path) -> None:
         build(tmp_path, device, host={"capacity_bytes": 4096}),
     ):
         pass
+
+
+@pytest.mark.parametrize("protocol", ["block", "grpc"])
+def test_the_address_says_which_protocol(tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks saved by one cache come back in another, through the port that the address names."""
+    monkeypatch.setitem(TENANTS, token_sha256("t" * 32), "red")
+    device = np.random.default_rng(2).integers(0, 256, (16, 4096), dtype=np.uint8)
+    hashes = chain(8)
+    with running_pool() as service:
+        pool = {"address": service.block[0] if protocol == "block" else f"grpc:{service.grpc[0]}"}
+        with build(tmp_path, device, pool=pool) as cache:
+            assert not result(cache, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
+        with build(tmp_path, device, pool=pool) as cache:
+            loaded = result(cache, cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(hashes)]))
+            assert loaded.tiers == ("pool",) * 8
+    assert np.array_equal(device[8:], device[:8])

@@ -62,6 +62,8 @@ def test_environment_overrides(path: Path) -> None:
         ("[pol]\naddress = 'x'", ["pol", "unknown key", "'pool'"]),
         ("[tenants.red]\nsekret = 'x'", ["tenants.red.sekret", "did you mean 'secret'"]),
         ("[host]\ncapacity_bytes = 'much'", ["host.capacity_bytes"]),
+        ("[pool]\naddress = 'pool'", ["pool.address", "host:port or unix:/path"]),
+        ("[pool_service]\nlisten = ['pool:http']", ["pool_service.listen.0", "host:port or unix:/path"]),
         ("[cache]\ntokens_per_block = 17", ["cache.tokens_per_block", "16"]),
         ("[cache]\nload_deadline_s = 0", ["cache.load_deadline_s", "greater than 0"]),
         ("tenant = 'rde'\n[tenants.red]\n", ["tenant", "'rde'", "did you mean 'red'"]),

@@ -87,7 +87,7 @@ def pool(stage: Stage) -> Iterator[Service]:
 
 def test_a_pool_killed_in_the_middle_of_a_fetch(stage: Stage, pool: Service) -> None:
     """Engine A fills the pool; the pool dies by SIGKILL while engine B fetches. B answers what a cacheless one does."""
-    wire = Wire(pool.ready()["grpc"])
+    wire = Wire(pool.ready()["block"])
     person = PEOPLE_ASKED[0]
     # float32: after the kill, B computes in other chunks than A did, which may flip a near tie in bfloat16.
     with stage.engine("a", tenant="red", pool_address=wire.address, dtype="float32") as engine:
@@ -109,7 +109,7 @@ def test_a_pool_killed_in_the_middle_of_a_fetch(stage: Stage, pool: Service) -> 
 
 def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool: Service) -> None:
     """SIGSTOP: connections stay open and nobody answers."""
-    address = pool.ready()["grpc"]
+    address = pool.ready()["block"]
     with stage.engine("a", tenant="red", pool_address=address) as engine:
         url = engine.ready()["url"]
         os.kill(pool.process.pid, signal.SIGSTOP)
@@ -124,10 +124,10 @@ def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool:
 def test_blocks_survive_a_restart_of_the_pool(stage: Stage) -> None:
     """What the pool was given is on its disk after SIGTERM, and a new pool process serves it."""
     prompt = {"prompt": "the quick brown fox " * 40, "max_tokens": 1, "temperature": 0}
-    with stage.pool() as pool, stage.engine("a", tenant="red", pool_address=pool.ready()["grpc"]) as engine:
+    with stage.pool() as pool, stage.engine("a", tenant="red", pool_address=pool.ready()["block"]) as engine:
         first = post(f"{engine.ready()['url']}/v1/completions", prompt)
     with stage.pool() as pool:
-        address = pool.ready()["grpc"]
+        address = pool.ready()["block"]
         with stage.engine("b", tenant="red", pool_address=address) as engine:
             second = post(f"{engine.ready()['url']}/v1/completions", prompt)
         with stage.engine("c", tenant="blue", pool_address=address) as engine:

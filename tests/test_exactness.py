@@ -54,7 +54,7 @@ def transfer(cache: EngineCache, kind: str, blocks: list[tuple[bytes, int]]) -> 
 
 
 def test_logits_after_a_pool_hit_equal_logits_after_a_device_hit(stage: Stage, pool: Service, tmp_path: Path) -> None:
-    address = pool.ready()["grpc"]
+    address = pool.ready()["block"]
     cache_dir = Path(os.environ.get("KVTIER__ENGINE__MODEL_CACHE_DIR", tmp_path / "models"))
     folder = open_model(demo_model_path(), cache_dir)
     model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, DTYPE))

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -19,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import pool_rig
 from kvtier.codec import encode_header
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import StoreKey
@@ -33,7 +35,7 @@ from kvtier.wire.frames import encode_blocks
 from kvtier_pool.cli import main
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolLimits, PoolSettings
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, PoolProcess, connect, pool_process
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, PoolProcess, pool_process
 
 SERVICE = "/kvtier.pool.v1.Pool/"
 PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
@@ -43,15 +45,15 @@ def items(count: int) -> list[tuple[StoreKey, bytes]]:
     return [(make_key(i), PAYLOADS[i]) for i in range(count)]
 
 
+def connect(address: str, tenant: str = "red", **options: Any) -> PoolTier:
+    return pool_rig.connect(f"grpc:{address}", tenant, **options)
+
+
 @contextlib.contextmanager
 def running(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[str]:
     """A service in this process; its gRPC address."""
-    arguments = {"listen": ("127.0.0.1:0",), "http_listen": "127.0.0.1:0", "shutdown_grace_s": 2.0} | settings
-    service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
-    try:
-        yield service.start().grpc[0]
-    finally:
-        service.stop()
+    with pool_rig.running_pool(memory_bytes, **settings) as addresses:
+        yield addresses.grpc[0]
 
 
 class TestPoolTier(TierContract):
@@ -397,7 +399,9 @@ def test_damage_on_the_way_is_a_miss_and_a_counter(address: str) -> None:
 
 
 def test_a_port_in_use_is_a_clear_error(address: str) -> None:
-    settings = PoolSettings(tenants=TENANTS, memory_bytes=MIB, listen=(address,), http_listen="127.0.0.1:0")
+    settings = PoolSettings(
+        tenants=TENANTS, memory_bytes=MIB, listen=(), grpc_listen=(address,), http_listen="127.0.0.1:0"
+    )
     with pytest.raises(ConfigError, match=re.escape(address)):
         PoolService(settings).start()
 
@@ -427,14 +431,12 @@ def test_kill_minus_9_during_reads_is_misses_and_heals_by_itself() -> None:
         assert answers[0] == list(PAYLOADS.values())
         assert sample(metrics, op="read", error="UnavailableError") > 0
 
-        restarted = PoolProcess([f"--listen={pool.grpc}", *pool.arguments[1:]])
-        restarted.start()
+        restarted = pool.again()
         try:
             poll(lambda: tier.write(items(1)) == [WriteStatus.STORED])
             assert read_blocks(tier, [make_key(0)], BLOCK_BYTES) == [PAYLOADS[0]]
         finally:
-            restarted.process.kill()
-            restarted.process.communicate(timeout=WAIT_S)
+            restarted.kill()
         tier.close()
 
 
@@ -476,14 +478,14 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
 
 def test_sigterm_drains_to_disk_and_a_restart_serves_the_bytes(tmp_path: Path) -> None:
     disk = (f"--disk-dir={tmp_path / 'disk'}", "--disk-bytes=64MiB")
-    with pool_process(f"unix:{tmp_path}/pool.sock", *disk) as pool:
+    with pool_process(*disk, grpc_listen=f"unix:{tmp_path}/pool.sock") as pool:
         tier = connect(pool.grpc)
         assert tier.write(items(16)) == [WriteStatus.STORED] * 16
         tier.close()
         code, log = pool.terminate()
         assert code == 0
         assert re.search(r"drained: \d+ blocks written to disk, 0 abandoned", log)
-    with pool_process("127.0.0.1:0", *disk) as pool:
+    with pool_process(*disk) as pool:
         tier = connect(pool.grpc)
         assert tier.lookup([make_key(i) for i in range(16)]) == [Status.HIT] * 16
         assert read_blocks(tier, [make_key(i) for i in range(16)], BLOCK_BYTES) == list(PAYLOADS.values())
@@ -496,9 +498,10 @@ def test_a_config_file_with_a_flag_that_wins(tmp_path: Path) -> None:
     config = tmp_path / "pool.toml"
     config.write_text(
         '[tenants.blue]\ntoken_sha256 = ["file:blue.sha256"]\n'
-        '[pool_service]\nlisten = ["256.0.0.1:1"]\nhttp_listen = "127.0.0.1:0"\nmemory_bytes = "8MiB"\n'
+        '[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["256.0.0.1:1"]\n'
+        'http_listen = "127.0.0.1:0"\nmemory_bytes = "8MiB"\n'
     )
-    pool = PoolProcess([f"--config={config}", "--listen=127.0.0.1:0"])
+    pool = PoolProcess([f"--config={config}", "--grpc-listen=127.0.0.1:0"])
     pool.start()
     try:
         tier = connect(pool.grpc, "blue")
@@ -506,8 +509,7 @@ def test_a_config_file_with_a_flag_that_wins(tmp_path: Path) -> None:
         assert tier.usage().capacity_bytes == 8 * MIB
         tier.close()
     finally:
-        pool.process.kill()
-        pool.process.communicate(timeout=WAIT_S)
+        pool.kill()
 
 
 def test_healthz_metrics_and_no_torch() -> None:

@@ -21,13 +21,20 @@ class TokenAuthenticator:
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:
         """The tenant of a call with this metadata.
 
-        Raises `UnauthenticatedError` without telling which part was wrong. The time taken does not
-        depend on how much of a token is right: digests are compared, each in constant time, all of them.
+        Raises `UnauthenticatedError` as `tenant_of` does, and when there is not exactly one token.
         """
         values = [value for key, value in metadata if key == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str) or values[0][: len(_SCHEME)].lower() != _SCHEME:
             raise UnauthenticatedError("send one metadata entry `authorization: Bearer TOKEN`")
-        token = values[0][len(_SCHEME) :].encode()
+        return self.tenant_of(values[0][len(_SCHEME) :])
+
+    def tenant_of(self, text: str) -> TenantId:
+        """The tenant of a bearer token.
+
+        Raises `UnauthenticatedError` without telling which part was wrong. The time taken does not
+        depend on how much of a token is right: digests are compared, each in constant time, all of them.
+        """
+        token = text.encode()
         if len(token) > MAX_TOKEN_BYTES:
             raise UnauthenticatedError(f"the bearer token is longer than {MAX_TOKEN_BYTES} bytes")
         digest = hashlib.sha256(token).digest()

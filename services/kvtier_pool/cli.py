@@ -30,8 +30,10 @@ def serve(
         Path | None, typer.Option(help="TOML file with the tables pool_service and tenants.NAME (token_sha256).")
     ] = None,
     listen: Annotated[
-        list[str] | None, typer.Option(help="gRPC address, host:port or unix:/path; port 0: free one. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Block protocol address, host:port or unix:/path; port 0: free one. Repeatable."),
     ] = None,
+    grpc_listen: Annotated[list[str] | None, typer.Option(help="gRPC address, likewise. Repeatable.")] = None,
     http_listen: Annotated[str | None, typer.Option(help="host:port of /healthz and /metrics.")] = None,
     memory_bytes: Annotated[str | None, typer.Option(help="Memory tier, e.g. 4GiB.")] = None,
     disk_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier; without: memory only.")] = None,
@@ -44,10 +46,12 @@ def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then writes to disk what is queued and exits with 0.
 
-    Prints `ready grpc=ADDRESS[,ADDRESS...] http=ADDRESS` when it can be used. Flags win over the file.
+    Prints `ready block=ADDRESS[,ADDRESS...] grpc=ADDRESS[,ADDRESS...] http=ADDRESS` when it can be used. Flags win
+    over the file.
     """
     flags = {
         "listen": listen,
+        "grpc_listen": grpc_listen,
         "http_listen": http_listen,
         "memory_bytes": memory_bytes,
         "disk_dir": disk_dir,
@@ -73,7 +77,8 @@ def run(settings: PoolSettings) -> None:
         signal.signal(number, on_signal)
     service = PoolService(settings)
     addresses = service.start()
-    print(f"ready grpc={','.join(addresses.grpc)} http={addresses.http}", flush=True)
+    block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
+    print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
     stop.wait()
     service.stop()
 
@@ -97,9 +102,12 @@ def settings_of(config: Config, tenants: dict[str, str]) -> PoolSettings:
         tenants=tenants,
         memory_bytes=int(section.memory_bytes),
         listen=tuple(section.listen),
+        grpc_listen=tuple(section.grpc_listen),
         http_listen=section.http_listen,
         disk_dir=section.disk_dir,
         disk_bytes=int(section.disk_bytes),
+        socket_mode=section.socket_mode,
+        max_connections=section.max_connections,
         num_threads=section.num_threads,
         shutdown_grace_s=section.shutdown_grace_s,
     )

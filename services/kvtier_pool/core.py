@@ -38,8 +38,8 @@ class PoolCore:
     else can reach that tenant's blocks only. A write is acknowledged when memory has the block, and goes
     to disk in the background. A read finds it in memory, or on disk and then in memory.
 
-    Any thread. Nothing is held, locked or pinned while a transport waits for its peer, but the one
-    write slot that an upload is filling.
+    Any thread. Nothing is locked while a transport waits for its peer; what it holds meanwhile is bounded:
+    the write slots of one piece that is coming in, the leases of one answer that is going out.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PoolCore:
 
     @contextmanager
     def read(self, keys: Sequence[StoreKey], payload_bytes: int) -> Iterator[list[Block | None]]:
-        """Blocks in the order of `keys`, None for a miss, valid inside the `with` only: copy, then leave.
+        """Blocks in the order of `keys`, None for a miss, valid inside the `with` only: copy or send, then leave.
 
         :param payload_bytes: a block of another length is a miss.
         """

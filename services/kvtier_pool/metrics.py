@@ -16,6 +16,20 @@ class PoolMetrics:
             ["verb", "code"],
             registry=registry,
         )
+        self.block_calls = Counter(
+            "kvtier_pool_block_calls",
+            "Requests over the block protocol by verb and result; lost: the connection ended before the answer.",
+            ["verb", "result"],
+            registry=registry,
+        )
+        self.block_connections = Gauge(
+            "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
+        )
+        self.block_connections_refused = Counter(
+            "kvtier_pool_block_connections_refused",
+            "Connections turned away because max_connections were open.",
+            registry=registry,
+        )
         self.read_blocks = Counter(
             "kvtier_pool_read_blocks",
             "Blocks asked for, by where they were found; disk_private: read from disk with no room in memory.",

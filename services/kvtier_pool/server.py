@@ -42,7 +42,7 @@ class PoolServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.add_generic_rpc_handlers((servicer.handler(),))
-        self._listen = settings.listen
+        self._listen = settings.grpc_listen
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""

@@ -1,4 +1,4 @@
-"""A whole cache pool in one object: tiers, core, gRPC, HTTP; what `kvtier pool serve` runs."""
+"""A whole cache pool in one object: tiers, core, block protocol, gRPC, HTTP; what `kvtier pool serve` runs."""
 
 import logging
 from contextlib import ExitStack
@@ -10,6 +10,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.metrics import Metrics
 from kvtier.tiers.disk import DiskTier
 from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.block_server import BlockServer
 from kvtier_pool.core import PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.http import StatusServer
@@ -28,6 +29,7 @@ _CALLS_SHARE_OF_GRACE = 0.25
 class Addresses:
     """Where the service listens, with real ports."""
 
+    block: tuple[str, ...]
     grpc: tuple[str, ...]
     http: str
 
@@ -65,7 +67,9 @@ class PoolService:
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, authenticator, settings)
             undo.callback(self._grpc.stop, 0.0)
-            addresses = Addresses(self._grpc.start(), self._http.address)
+            self._block = BlockServer(self._core, authenticator, settings, metrics)
+            undo.callback(self._block.stop, 0.0)
+            addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
         self._phase = None
         return addresses
@@ -75,7 +79,9 @@ class PoolService:
         deadline = MONOTONIC() + self._settings.shutdown_grace_s
         self._phase = "stopping"
         self._core.end_event_streams()
-        self._grpc.stop(self._settings.shutdown_grace_s * _CALLS_SHARE_OF_GRACE)
+        calls_deadline = MONOTONIC() + self._settings.shutdown_grace_s * _CALLS_SHARE_OF_GRACE
+        self._block.stop(calls_deadline - MONOTONIC())
+        self._grpc.stop(max(0.0, calls_deadline - MONOTONIC()))
         report = self._core.drain(max(0.0, deadline - MONOTONIC()))
         level = logging.WARNING if report.num_abandoned or report.num_memory_only else logging.INFO
         _log.log(
@@ -90,7 +96,7 @@ class PoolService:
         return report
 
     def _problem(self) -> str | None:
-        return self._phase or self._core.problem()
+        return self._phase or self._core.problem() or self._block.problem()
 
 
 def _open_disk(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> DiskTier | None:

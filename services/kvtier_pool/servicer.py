@@ -1,7 +1,7 @@
 """gRPC adapter of the pool: decodes, calls `PoolCore`, encodes. The API is `kvtier/wire/pool.proto`."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import groupby
 from typing import TypeVar
@@ -9,18 +9,9 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import InvalidInputError, KvtierError, LimitExceededError, UnavailableError
+from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.events import Event, EventKind
-from kvtier.keys import (
-    CHAIN_HASH_BYTES,
-    NAMESPACE_ID_BYTES,
-    ChainHash,
-    NamespaceId,
-    StoreKey,
-    TenantId,
-    split_store_key,
-    store_key,
-)
+from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.tiers.base import Status
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import decode_frames, encode_blocks
@@ -29,6 +20,7 @@ from kvtier_pool.auth import TokenAuthenticator
 from kvtier_pool.cold_reads import Block
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.requests import keys_of, require_room, windows
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.upload import Upload
 
@@ -81,8 +73,8 @@ class PoolServicer:
             request = _parse(pool_pb2.ReadRequest, message)
             keys = self._keys(tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
-            self._require_room(sizes)
-            for start, stop in _windows(sizes):
+            require_room(sizes, self._limits)
+            for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
                 # All messages of a window are made before the first is sent: nothing is pinned while we wait.
                 with self._core.read(keys[start:stop], sizes[start]) as found:
                     messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
@@ -148,34 +140,8 @@ class PoolServicer:
         finally:
             self._metrics.calls.labels(verb, code.name).inc()
 
-    def _keys(self, tenant: TenantId, groups: Sequence[pool_pb2.Keys]) -> list[StoreKey]:
-        """Store keys of all groups in order, all of them `tenant`'s."""
-        num_keys = sum(len(group.hashes) for group in groups) // CHAIN_HASH_BYTES
-        if num_keys > self._limits.max_batch_blocks:
-            raise LimitExceededError(
-                f"max_batch_blocks: {num_keys} asked for, at most {self._limits.max_batch_blocks}; split the batch"
-            )
-        keys: list[StoreKey] = []
-        for group in groups:
-            if len(group.namespace_id) != NAMESPACE_ID_BYTES or len(group.hashes) % CHAIN_HASH_BYTES:
-                raise InvalidInputError(
-                    f"namespace_id of {len(group.namespace_id)} and hashes of {len(group.hashes)} bytes: need "
-                    f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
-                )
-            namespace, hashes = NamespaceId(group.namespace_id), group.hashes
-            keys.extend(
-                store_key(tenant, namespace, ChainHash(hashes[at : at + CHAIN_HASH_BYTES]))
-                for at in range(0, len(hashes), CHAIN_HASH_BYTES)
-            )
-        return keys
-
-    def _require_room(self, sizes: Sequence[int]) -> None:
-        if sizes and max(sizes) > self._limits.max_block_bytes:
-            raise LimitExceededError(f"max_block_bytes: {max(sizes)} asked for, at most {self._limits.max_block_bytes}")
-        if sum(sizes) > self._limits.max_batch_bytes:
-            raise LimitExceededError(
-                f"max_batch_bytes: {sum(sizes)} asked for, at most {self._limits.max_batch_bytes}; split the batch"
-            )
+    def _keys(self, tenant: TenantId, groups: Iterable[pool_pb2.Keys]) -> list[StoreKey]:
+        return keys_of(tenant, ((group.namespace_id, group.hashes) for group in groups), self._limits)
 
     def _require_deadline(self, context: grpc.ServicerContext) -> None:
         remaining_s = context.time_remaining()
@@ -188,17 +154,6 @@ def _parse(kind: type[_M], message: bytes) -> _M:
         return kind.FromString(message)
     except DecodeError as error:
         raise InvalidInputError(f"not a {kind.__name__}: {error}") from error
-
-
-def _windows(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of blocks of one size and of at most `_READ_WINDOW_BYTES` together, at least one block each."""
-    start = 0
-    for size, run in groupby(sizes):
-        end = start + sum(1 for _ in run)
-        step = max(1, _READ_WINDOW_BYTES // max(1, size))
-        for at in range(start, end, step):
-            yield at, min(at + step, end)
-        start = end
 
 
 def _answer(index: int, block: Block | None) -> tuple[int, int, bytes, memoryview]:

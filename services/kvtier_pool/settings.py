@@ -13,7 +13,7 @@ _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """What one call may ask for. Above: RESOURCE_EXHAUSTED, before any work."""
+    """What one call may ask for. Above: an error that names the limit, before any work."""
 
     max_batch_blocks: int = 65_536
     """Hashes in one request, blocks in one write stream. Lower: more round trips. Higher: longer calls."""
@@ -23,6 +23,9 @@ class PoolLimits:
     """Payload bytes of one block."""
     max_call_s: float = 60.0
     """Longest deadline of a read or write: bounds how long a stalled client may keep a thread and a slot."""
+    max_stall_s: float = 10.0
+    """Block protocol: how long a peer may take to send or to receive one piece of about 8 MiB. Blocks are held
+    in place meanwhile. Small cuts off slow links, large lets a stopped client hold memory."""
     max_event_streams: int = 4
     """Each keeps one thread of `num_threads`."""
     event_buffer: int = 4096
@@ -38,15 +41,21 @@ class PoolSettings:
     memory_bytes: int
     """Size of the memory tier. The process needs about 100 MB besides."""
     listen: tuple[str, ...] = ("127.0.0.1:7600",)
-    """gRPC addresses, `host:port` or `unix:/path`; port 0 takes a free one."""
-    http_listen: str = "127.0.0.1:7601"
+    """Addresses of the block protocol, `host:port` or `unix:/path`; port 0 takes a free one."""
+    grpc_listen: tuple[str, ...] = ("127.0.0.1:7601",)
+    """gRPC addresses, likewise."""
+    http_listen: str = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics; port 0 takes a free one."""
     disk_dir: Path | None = None
     """Folder of the disk tier, for this process alone. None: memory only, nothing survives a restart."""
     disk_bytes: int = 0
     """Size of the disk tier; needed with `disk_dir`."""
+    socket_mode: int = 0o600
+    """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
+    max_connections: int = 256
+    """Of the block protocol, one thread each; more are refused. An engine needs one per transfer at a time."""
     num_threads: int = 16
-    """Calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
+    """gRPC calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
     write_through_threads: int = 2
     """Threads that copy new blocks to disk."""
     write_through_queue_bytes: int | None = None

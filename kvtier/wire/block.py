@@ -1,0 +1,191 @@
+"""Frames of the block protocol, the pool's data plane. `docs/block-protocol.md` describes it whole.
+
+    frame   = prelude, header, payload
+    prelude = magic "KVTF", header length u32, payload length u64; little endian, 16 bytes
+    header  = one msgpack map: a request's `id` and `verb`, or an answer's `id` and `result`, and their fields
+    payload = raw bytes, whose meaning the header gives
+
+Nothing here does I/O (`kvtier.wire.block_socket`) or allocates what a peer merely claims.
+"""
+
+import enum
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgpack
+
+from kvtier.errors import (
+    InvalidInputError,
+    KvtierError,
+    LimitExceededError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+VERSIONS = (1,)
+"""What this release speaks, the newest first."""
+MAX_HEADER_BYTES = 8 << 20
+"""Above the headers of 65,536 blocks in one write."""
+MAX_HELLO_BYTES = 4096
+"""Header of a HELLO, from a peer who has shown no token yet."""
+MAX_FRAME_PAYLOAD_BYTES = 8 << 20
+"""Of an answer to `read`, unless its single block is larger. Bounds how much a slow reader holds in place."""
+MAX_FRAME_BLOCKS = 1024
+"""Blocks in one answer to `read`."""
+PRELUDE_BYTES = 16
+
+_MAGIC = b"KVTF"
+_PRELUDE = struct.Struct("<4sIQ")
+_MAX_TEXT_BYTES = 4096
+_MAX_ITEMS = 256
+"""Of any list in a header, e.g. groups of one namespace and size."""
+_UINT64_MAX = 2**64 - 1
+_E = TypeVar("_E", bound=enum.IntEnum)
+_T = TypeVar("_T")
+
+
+class Verb(enum.StrEnum):
+    """What a request asks for."""
+
+    HELLO = "hello"
+    LOOKUP = "lookup"
+    READ = "read"
+    WRITE = "write"
+    DISCARD = "discard"
+    USAGE = "usage"
+
+
+class Result(enum.StrEnum):
+    """How a request ended. After anything but OK the pool closes the connection."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    UNAUTHENTICATED = "unauthenticated"
+    INCOMPATIBLE = "incompatible"
+    """No protocol version in common; the answer's `versions` are the pool's."""
+    LIMIT_EXCEEDED = "limit_exceeded"
+    UNAVAILABLE = "unavailable"
+    INTERNAL = "internal"
+
+
+_ERRORS: tuple[tuple[type[KvtierError], Result], ...] = (
+    (LimitExceededError, Result.LIMIT_EXCEEDED),
+    (UnauthenticatedError, Result.UNAUTHENTICATED),
+    (InvalidInputError, Result.INVALID),
+)
+
+
+def result_for(error: KvtierError) -> Result:
+    """What a server answers when `error` ended a request."""
+    return next((result for kind, result in _ERRORS if isinstance(error, kind)), Result.UNAVAILABLE)
+
+
+def error_for(result: str, message: str) -> KvtierError:
+    """What a client raises for an answer that is not OK, of a newer pool too: `UnavailableError` if in doubt."""
+    kind = next((kind for kind, known in _ERRORS if known == result), UnavailableError)
+    return kind(f"{result}: {message}")
+
+
+class Fields:
+    """A header, or a map inside one. Getters raise `InvalidInputError` when a field is missing or of another kind.
+
+    Fields that nobody asks for are ignored: that is how newer peers talk to older ones.
+    """
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: object) -> None:
+        if not isinstance(fields, dict):
+            raise InvalidInputError(f"header: {type(fields).__name__} where a map belongs")
+        self._fields: dict[Any, Any] = fields
+
+    def number(self, name: str) -> int:
+        """An integer from 0 to 2**64 - 1."""
+        value = self._get(name, int)
+        if isinstance(value, bool) or not 0 <= value <= _UINT64_MAX:
+            raise InvalidInputError(f"header: {name} must be an integer from 0")
+        return value
+
+    def text(self, name: str) -> str:
+        return self._get(name, str)
+
+    def data(self, name: str) -> bytes:
+        return self._get(name, bytes)
+
+    def numbers(self, name: str) -> list[int]:
+        values: list[Any] = self._get(name, list)
+        if not all(isinstance(value, int) for value in values):
+            raise InvalidInputError(f"header: {name} must hold integers")
+        return values
+
+    def maps(self, name: str) -> list["Fields"]:
+        return [Fields(value) for value in self._get(name, list)]
+
+    def members(self, name: str, kind: type[_E]) -> list[_E]:
+        """A byte per item, each a value of `kind`."""
+        members = {member.value: member for member in kind}
+        try:
+            return [members[byte] for byte in self.data(name)]
+        except KeyError as error:
+            raise InvalidInputError(f"header: {name} holds {error}, which is no {kind.__name__}") from None
+
+    def _get(self, name: str, kind: type[_T]) -> _T:
+        value = self._fields.get(name)
+        if not isinstance(value, kind):
+            raise InvalidInputError(f"header: {name} must be {kind.__name__}, is {type(value).__name__}")
+        return value
+
+
+def encode_head(header: Mapping[str, object], payload_bytes: int = 0) -> bytes:
+    """Prelude and header of a frame whose payload follows. `LimitExceededError`: the header is too long."""
+    packed: bytes = msgpack.packb(header, use_bin_type=True)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise LimitExceededError(f"header of {len(packed)} bytes, at most {MAX_HEADER_BYTES}; split the batch")
+    return _PRELUDE.pack(_MAGIC, len(packed), payload_bytes) + packed
+
+
+def decode_prelude(prelude: bytes | bytearray, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[int, int]:
+    """Lengths of header and payload. `InvalidInputError` when the peer speaks something else, or too long."""
+    magic, header_bytes, payload_bytes = _PRELUDE.unpack(prelude)
+    if magic != _MAGIC:
+        raise StrangerError(bytes(prelude))
+    if header_bytes > max_header_bytes:
+        raise InvalidInputError(f"header of {header_bytes} bytes: at most {max_header_bytes} here")
+    return header_bytes, payload_bytes
+
+
+def decode_header(packed: bytes | bytearray) -> Fields:
+    """The header's fields. `InvalidInputError` when this is no msgpack map, or one with too many items."""
+    try:
+        fields = msgpack.unpackb(
+            packed,
+            raw=False,
+            max_str_len=_MAX_TEXT_BYTES,
+            max_bin_len=MAX_HEADER_BYTES,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise InvalidInputError(f"header: {error or type(error).__name__}") from error
+    return Fields(fields)
+
+
+class StrangerError(InvalidInputError):
+    """The peer does not speak this protocol at all; the message names what it seems to speak."""
+
+    def __init__(self, first: bytes) -> None:
+        """:param first: the first bytes that came from it."""
+        super().__init__(f"not the block protocol: {_guess(first)}")
+        self.first = first
+
+
+def _guess(first: bytes) -> str:
+    if first.startswith(b"PRI ") or (first[:2] == b"\0\0" and first[3:5] == b"\x04\0"):
+        return "this looks like gRPC; the pool's gRPC port is `grpc_listen`, engines name it `grpc:host:port`"
+    if first.startswith((b"HTTP", b"GET ", b"POST", b"HEAD", b"PUT ")):
+        return "this looks like HTTP; the pool's HTTP port is `http_listen`, its block port `listen`"
+    if first.startswith(b"\x16\x03"):
+        return "this looks like TLS, which this port does not speak"
+    return f"it begins with {first[:4]!r}"

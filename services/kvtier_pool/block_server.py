@@ -1,0 +1,137 @@
+"""The listening block protocol server: one bounded thread per connection."""
+
+import logging
+import socket
+import threading
+
+from kvtier.wire.address import Address
+from kvtier.wire.block import VERSIONS, Result, encode_head
+from kvtier.wire.block_socket import FrameSocket
+from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.block_session import BlockSession
+from kvtier_pool.core import PoolCore
+from kvtier_pool.listener import Listener
+from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.settings import PoolSettings
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.1
+"""After an `accept` that failed, most often for want of descriptors."""
+_LAST_WAIT_S = 5.0
+"""For sessions whose connection was cut: they end as soon as the disk lets them."""
+
+
+class BlockServer:
+    """Binds, serves and stops. One thread calls it."""
+
+    def __init__(
+        self, core: PoolCore, authenticator: TokenAuthenticator, settings: PoolSettings, metrics: PoolMetrics
+    ) -> None:
+        """Binds nothing yet: see `start`."""
+        self._core = core
+        self._authenticator = authenticator
+        self._settings = settings
+        self._metrics = metrics
+        self._listeners: list[Listener] = []
+        """Owner only."""
+        self._accepting: list[threading.Thread] = []
+        """Complete after `start`; changed by the owner only."""
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when a session ends."""
+        self._sessions: set[BlockSession] = set()
+        """Guarded by _lock."""
+
+    def start(self) -> tuple[str, ...]:
+        """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
+        for text in self._settings.listen:
+            self._listeners.append(Listener(Address.parse(text), self._settings.socket_mode))
+        for listener in self._listeners:
+            thread = threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True)
+            self._accepting.append(thread)
+            thread.start()
+        return tuple(listener.address for listener in self._listeners)
+
+    def problem(self) -> str | None:
+        """What keeps it from doing its work, None when nothing does. Any thread, once started."""
+        return None if all(thread.is_alive() for thread in self._accepting) else "a listening thread is gone"
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no new connections and requests, gives those in flight `grace_s` seconds, then cuts them. Waits."""
+        self._stopping.set()
+        for listener in self._listeners:
+            listener.shut_down()
+        for thread in self._accepting:
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+        for session in self._snapshot():
+            session.finish()
+        if not self._wait_for_sessions(grace_s):
+            for session in self._snapshot():
+                session.cut()
+            if not self._wait_for_sessions(_LAST_WAIT_S):
+                _log.warning("%d connections did not end in time", len(self._snapshot()))
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection = listener.accept()
+            except OSError as error:
+                if not self._stopping.wait(_PAUSE_S):
+                    _log.warning("cannot accept a connection on %s: %s", listener.address, error)
+                continue
+            try:
+                self._admit(connection)
+            except (OSError, RuntimeError) as error:  # gone already, or no thread to be had
+                connection.close()
+                _log.warning("a connection on %s was dropped: %s", listener.address, error)
+
+    def _admit(self, connection: socket.socket) -> None:
+        session = BlockSession(
+            FrameSocket(connection), self._core, self._authenticator, self._settings.limits, self._metrics
+        )
+        with self._lock:
+            admitted = len(self._sessions) < self._settings.max_connections
+            if admitted:
+                self._sessions.add(session)
+        if not admitted:
+            self._refuse(connection)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(session,), name="kvtier-block", daemon=True).start()
+        except RuntimeError:
+            self._forget(session)
+            raise
+
+    def _serve(self, session: BlockSession) -> None:
+        self._metrics.block_connections.inc()
+        try:
+            session.run()
+        finally:
+            self._metrics.block_connections.dec()
+            self._forget(session)
+
+    def _forget(self, session: BlockSession) -> None:
+        with self._changed:
+            self._sessions.discard(session)
+            self._changed.notify_all()
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Says why and closes, without waiting for a peer that may never speak."""
+        self._metrics.block_connections_refused.inc()
+        message = f"max_connections: {self._settings.max_connections} are open, and the pool takes no more"
+        answer = {"id": 0, "result": Result.UNAVAILABLE, "message": message, "versions": list(VERSIONS)}
+        with connection:
+            connection.send(encode_head(answer), socket.MSG_DONTWAIT)
+            connection.shutdown(socket.SHUT_WR)
+
+    def _snapshot(self) -> list[BlockSession]:
+        with self._lock:
+            return list(self._sessions)
+
+    def _wait_for_sessions(self, seconds: float) -> bool:
+        """Whether all had ended by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._sessions, seconds)

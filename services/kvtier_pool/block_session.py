@@ -1,0 +1,279 @@
+"""One connection of the block protocol: HELLO, then requests one after the other."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec import HEADER_BYTES, Header, parse_header
+from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError
+from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.host import WriteSlot
+from kvtier.wire.block import (
+    MAX_FRAME_BLOCKS,
+    MAX_FRAME_PAYLOAD_BYTES,
+    MAX_HELLO_BYTES,
+    VERSIONS,
+    Fields,
+    Result,
+    StrangerError,
+    Verb,
+    result_for,
+)
+from kvtier.wire.block_socket import FrameSocket, require_no_payload
+from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.core import PoolCore
+from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.requests import keys_of, require_blocks, require_bytes, require_room, windows
+from kvtier_pool.settings import PoolLimits
+from kvtier_pool.strangers import answer_for
+
+_log = logging.getLogger(__name__)
+_HELLO_S = 5.0
+"""How long a peer may keep a thread before it has shown a token."""
+_LAST_WORDS_S = 1.0
+"""How long the answer that ends a connection may take to be sent and received."""
+_SCRATCH_BYTES = 256 << 10
+"""Where payloads go that nobody wants."""
+_Answer = dict[str, object]
+_Handler = Callable[[TenantId, Fields, int, float], _Answer]
+"""(tenant, request, payload bytes that follow, deadline) -> fields of the last answer."""
+
+
+class BlockSession:
+    """Serves one peer. `run` on a thread of its own; `finish` and `cut` from any thread."""
+
+    def __init__(
+        self,
+        connection: FrameSocket,
+        core: PoolCore,
+        authenticator: TokenAuthenticator,
+        limits: PoolLimits,
+        metrics: PoolMetrics,
+    ) -> None:
+        """:param connection: owned from now on."""
+        self._connection = connection
+        self._core = core
+        self._authenticator = authenticator
+        self._limits = limits
+        self._metrics = metrics
+        self._handlers: dict[str, _Handler] = {
+            Verb.LOOKUP: self._lookup,
+            Verb.READ: self._read,
+            Verb.WRITE: self._write,
+            Verb.DISCARD: self._discard,
+            Verb.USAGE: self._usage,
+        }
+        self._request_id = 0
+        """Of the request being served. Own thread only."""
+        self._scratch = memoryview(b"")
+        """Made when it is needed. Own thread only."""
+        self._lock = threading.Lock()
+        self._idle = False
+        """Between two requests. Guarded by _lock."""
+        self._finishing = False
+        """Guarded by _lock."""
+
+    def run(self) -> None:
+        """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
+        try:
+            tenant = self._greet()
+            while tenant is not None and self._next_request():
+                self._serve(tenant)
+        except StrangerError as error:
+            _log.info("connection closed: %s", error)
+            self._end_with(Result.INVALID, str(error), stranger=answer_for(error.first))
+        except KvtierError as error:
+            self._end_with(result_for(error), str(error))
+        except OSError as error:
+            _log.debug("connection lost: %s", error)
+        except Exception:
+            _log.exception("a request failed")
+            self._end_with(Result.INTERNAL, "internal error of the pool; see its log")
+        finally:
+            self._connection.close()
+
+    def finish(self) -> None:
+        """Ends it now when it is idle, else after the request that it is serving."""
+        with self._lock:
+            self._finishing = True
+            idle = self._idle
+        if idle:
+            self._connection.shut_down()
+
+    def cut(self) -> None:
+        """Ends it in the middle of whatever it is doing."""
+        self._connection.shut_down()
+
+    def _greet(self) -> TenantId | None:
+        """The peer's tenant; None when no version is common to both."""
+        deadline = MONOTONIC() + _HELLO_S
+        hello, payload_bytes = self._connection.receive_head(deadline=deadline, max_header_bytes=MAX_HELLO_BYTES)
+        require_no_payload(payload_bytes)
+        self._request_id = hello.number("id")
+        if hello.text("verb") != Verb.HELLO:
+            raise InvalidInputError("the first request of a connection must be hello")
+        common = [version for version in VERSIONS if version in hello.numbers("versions")]
+        if not common:
+            message = f"the pool speaks versions {list(VERSIONS)} of the block protocol: upgrade the older side"
+            self._end_with(Result.INCOMPATIBLE, message)
+            return None
+        tenant = self._authenticator.tenant_of(hello.text("token"))
+        _log.debug("client %r connected", hello.text("client")[:100])
+        self._answer({"versions": list(VERSIONS), "version": common[0]}, deadline=deadline)
+        return tenant
+
+    def _next_request(self) -> bool:
+        """Waits for a request to begin; False when there will be none."""
+        with self._lock:
+            self._idle = not self._finishing
+        if not self._idle or not self._connection.wait():
+            return False
+        with self._lock:
+            self._idle = False
+        return True
+
+    def _serve(self, tenant: TenantId) -> None:
+        deadline = MONOTONIC() + self._limits.max_call_s
+        request, payload_bytes = self._connection.receive_head(deadline=self._piece_deadline(deadline))
+        self._request_id = request.number("id")
+        verb = request.text("verb")
+        handler = self._handlers.get(verb)
+        if handler is None:
+            raise InvalidInputError(f"verb {verb[:100]!r} is not known here")
+        if verb != Verb.WRITE:
+            require_no_payload(payload_bytes)
+        result: str = Result.INTERNAL
+        try:
+            answer = handler(tenant, request, payload_bytes, deadline)
+            self._answer(answer, deadline=self._piece_deadline(deadline))
+            result = Result.OK
+        except KvtierError as error:
+            result = result_for(error)
+            raise
+        except OSError:
+            result = "lost"
+            raise
+        finally:
+            self._metrics.block_calls.labels(verb, result).inc()
+
+    def _lookup(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        return {"statuses": bytes(self._core.lookup(self._keys(tenant, request.maps("groups"))))}
+
+    def _discard(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        return {"num_discarded": self._core.discard(self._keys(tenant, request.maps("groups")))}
+
+    def _usage(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        tiers = [
+            {
+                "name": share.tier,
+                "num_blocks": share.num_blocks,
+                "used_bytes": share.used_bytes,
+                "capacity_bytes": share.capacity_bytes,
+                "used_percent": share.used_percent,
+            }
+            for share in self._core.usage(tenant)
+        ]
+        return {"tiers": tiers}
+
+    def _read(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""
+        groups = request.maps("groups")
+        keys = self._keys(tenant, groups)
+        sizes = [g.number("payload_bytes") for g in groups for _ in range(len(g.data("hashes")) // CHAIN_HASH_BYTES)]
+        require_room(sizes, self._limits)
+        for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
+            with self._core.read(keys[start:stop], sizes[start]) as found:
+                blocks = [block for block in found if block is not None]
+                fields: _Answer = {
+                    "statuses": bytes(Status.MISS if block is None else Status.HIT for block in found),
+                    "headers": b"".join(block.header for block in blocks),
+                }
+                payloads = [block.payload for block in blocks]
+                self._answer(fields, payloads, deadline=self._piece_deadline(deadline))
+        self._core.touch(keys)
+        return {"statuses": b"", "headers": b""}
+
+    def _write(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        headers = _parse_headers(request.data("headers"))
+        require_blocks(len(headers), self._limits)
+        require_bytes(payload_bytes, self._limits)
+        sizes = [header.stored_length for header in headers]
+        if sum(sizes) != payload_bytes:
+            raise InvalidInputError(f"headers of {sum(sizes)} payload bytes before a payload of {payload_bytes}")
+        statuses: list[WriteStatus] = []
+        try:
+            for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
+                statuses += self._take(tenant, headers[start:stop], self._piece_deadline(deadline))
+        finally:
+            stored = zip(headers, statuses, strict=False)
+            self._core.touch([header.key for header, status in stored if status is WriteStatus.STORED])
+        return {"statuses": bytes(statuses)}
+
+    def _take(self, tenant: TenantId, headers: Sequence[Header], deadline: float) -> list[WriteStatus]:
+        """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere."""
+        outcomes: list[WriteSlot | WriteStatus] = []
+        statuses: list[WriteStatus] = []
+        try:
+            for header in headers:
+                outcomes.append(self._begin(tenant, header))
+            self._connection.receive_into(self._places(headers, outcomes), deadline=deadline)
+            for header, outcome in zip(headers, outcomes, strict=True):
+                if isinstance(outcome, WriteSlot):
+                    outcome = self._core.commit_write(outcome, header)
+                statuses.append(outcome)
+        finally:
+            for outcome in outcomes[len(statuses) :]:
+                if isinstance(outcome, WriteSlot):
+                    self._core.abort_write(outcome)
+        return statuses
+
+    def _begin(self, tenant: TenantId, header: Header) -> WriteSlot | WriteStatus:
+        if header.stored_length > self._limits.max_block_bytes:
+            return WriteStatus.FULL
+        return self._core.begin_write(tenant, header)
+
+    def _places(self, headers: Sequence[Header], outcomes: Sequence[WriteSlot | WriteStatus]) -> Iterator[memoryview]:
+        """Where the bytes of each payload go, in order."""
+        for header, outcome in zip(headers, outcomes, strict=True):
+            if isinstance(outcome, WriteSlot):
+                yield outcome.view
+                continue
+            if not self._scratch:
+                self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+            for at in range(0, header.stored_length, _SCRATCH_BYTES):
+                yield self._scratch[: header.stored_length - at]
+
+    def _keys(self, tenant: TenantId, groups: Sequence[Fields]) -> list[StoreKey]:
+        return keys_of(tenant, ((group.data("namespace"), group.data("hashes")) for group in groups), self._limits)
+
+    def _piece_deadline(self, deadline: float) -> float:
+        return min(deadline, MONOTONIC() + self._limits.max_stall_s)
+
+    def _answer(self, fields: _Answer, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
+        header = {"id": self._request_id, "result": Result.OK, **fields}
+        self._connection.send_frame(header, payload, deadline=deadline)
+
+    def _end_with(self, result: Result, message: str, *, stranger: bytes | None = None) -> None:
+        """The last answer of this connection, if the peer still takes it."""
+        deadline = MONOTONIC() + _LAST_WORDS_S
+        header = {"id": self._request_id, "result": result, "message": message, "versions": list(VERSIONS)}
+        try:
+            if stranger is not None:
+                self._connection.send_bytes(stranger, deadline=deadline)
+            else:
+                self._connection.send_frame(header, deadline=deadline)
+            self._connection.linger(deadline=deadline)
+        except OSError as error:
+            _log.debug("the last answer was not sent: %s", error)
+
+
+def _parse_headers(data: bytes) -> list[Header]:
+    """Concatenated stored-form headers. Without all of them nobody knows where a payload ends."""
+    if len(data) % HEADER_BYTES:
+        raise InvalidInputError(f"headers of {len(data)} bytes: need a multiple of {HEADER_BYTES}")
+    try:
+        return [parse_header(data[at : at + HEADER_BYTES]) for at in range(0, len(data), HEADER_BYTES)]
+    except CorruptBlockError as error:
+        raise InvalidInputError(f"a block's header: {error}") from error

@@ -1,0 +1,88 @@
+"""A listening socket, TCP or Unix."""
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.wire.address import Address
+
+_BACKLOG = 128
+_NEW_SUFFIX = ".new"
+
+
+class Listener:
+    """Bound and listening from the start until `close`. One thread accepts, another may close."""
+
+    def __init__(self, address: Address, socket_mode: int) -> None:
+        """
+        :param address: port 0 takes a free one. A Unix socket that a dead server left behind is replaced.
+        :param socket_mode: permissions of a Unix socket, there before the first connection is.
+        :raises ConfigError: the address cannot be had, a server that lives on it included.
+        """
+        try:
+            self._socket = _listen_unix(address.path, socket_mode) if address.path else _listen_tcp(address)
+            self._inode = os.stat(address.path).st_ino if address.path else 0
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {address}: {error}; is it in use, or not of this machine?") from error
+        self._path = address.path
+        self.address = str(address if address.path else Address("", address.host, self._socket.getsockname()[1]))
+        """With the real port."""
+
+    def accept(self) -> socket.socket:
+        """Waits for the next connection. `OSError` when there is none to be had, after `close` for ever."""
+        connection, _ = self._socket.accept()
+        return connection
+
+    def shut_down(self) -> None:
+        """Refuses what comes, ends an `accept` that waits, and takes a Unix socket's file away. Any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if self._path and os.stat(self._path).st_ino == self._inode:  # not a successor's
+                os.unlink(self._path)
+
+    def close(self) -> None:
+        """Idempotent. After `shut_down`, when nobody accepts any more."""
+        self._socket.close()
+
+
+def _listen_tcp(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+
+
+def _listen_unix(path: str, mode: int) -> socket.socket:
+    """Listens under another name first, so that the name shows up only when all is set."""
+    _require_nobody_there(path)
+    new = path + _NEW_SUFFIX
+    Path(new).unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(new)
+        os.chmod(new, mode)
+        listening.listen(_BACKLOG)
+        os.rename(new, path)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _require_nobody_there(path: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise FileExistsError(f"{path} is there and no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+        except OSError as error:  # its queue is full: a server that is busy, or stopped, is not dead
+            raise OSError(f"a server lives there ({error})") from error
+    raise OSError("a server lives there")

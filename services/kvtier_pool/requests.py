@@ -1,0 +1,64 @@
+"""What all transports check alike: keys of the caller's tenant, budgets, and how a batch is cut."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from kvtier.errors import InvalidInputError, LimitExceededError
+from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, StoreKey, TenantId
+from kvtier_pool.settings import PoolLimits
+
+
+def keys_of(tenant: TenantId, groups: Iterable[tuple[bytes, bytes]], limits: PoolLimits) -> list[StoreKey]:
+    """Store keys of all groups in order, all of them `tenant`'s.
+
+    :param groups: namespace id and concatenated chain hashes of each.
+    :raises InvalidInputError: a length is wrong. :raises LimitExceededError: too many, found out before any work.
+    """
+    groups = list(groups)
+    require_blocks(sum(len(hashes) for _, hashes in groups) // CHAIN_HASH_BYTES, limits)
+    keys: list[StoreKey] = []
+    for namespace, hashes in groups:
+        if len(namespace) != NAMESPACE_ID_BYTES or len(hashes) % CHAIN_HASH_BYTES:
+            raise InvalidInputError(
+                f"namespace_id of {len(namespace)} and hashes of {len(hashes)} bytes: need "
+                f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
+            )
+        prefix = tenant + namespace
+        keys += [
+            StoreKey(prefix + hashes[at : at + CHAIN_HASH_BYTES]) for at in range(0, len(hashes), CHAIN_HASH_BYTES)
+        ]
+    return keys
+
+
+def require_blocks(count: int, limits: PoolLimits) -> None:
+    """Raises `LimitExceededError` for more blocks than one request may name."""
+    if count > limits.max_batch_blocks:
+        raise LimitExceededError(
+            f"max_batch_blocks: {count} asked for, at most {limits.max_batch_blocks}; split the batch"
+        )
+
+
+def require_room(sizes: Sequence[int], limits: PoolLimits) -> None:
+    """Raises `LimitExceededError` for payloads larger than a read may ask for, one by one or together."""
+    if sizes and max(sizes) > limits.max_block_bytes:
+        raise LimitExceededError(f"max_block_bytes: {max(sizes)} asked for, at most {limits.max_block_bytes}")
+    require_bytes(sum(sizes), limits)
+
+
+def require_bytes(num_bytes: int, limits: PoolLimits) -> None:
+    """Raises `LimitExceededError` for more payload than one request may move."""
+    if num_bytes > limits.max_batch_bytes:
+        raise LimitExceededError(
+            f"max_batch_bytes: {num_bytes} asked for, at most {limits.max_batch_bytes}; split the batch"
+        )
+
+
+def windows(sizes: Sequence[int], max_bytes: int, max_blocks: int) -> Iterator[tuple[int, int]]:
+    """Ranges of blocks of one size, each within both bounds or a single block."""
+    start = 0
+    for size, run in groupby(sizes):
+        end = start + sum(1 for _ in run)
+        step = max(1, min(max_blocks, max_bytes // max(1, size)))
+        for at in range(start, end, step):
+            yield at, min(at + step, end)
+        start = end

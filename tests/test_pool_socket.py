@@ -1,0 +1,450 @@
+"""The block protocol between a real client and a real pool, in this process and in its own."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import stat
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvtier.codec import encode_header
+from kvtier.errors import ClosedError, ConfigError, UnavailableError
+from kvtier.keys import NamespaceId, StoreKey
+from kvtier.metrics import Metrics
+from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool_connection import PoolConnection
+from kvtier.tiers.pool_grpc import GrpcTransport
+from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.wire.address import Address
+from kvtier.wire.block import Verb, encode_head
+from kvtier_pool.service import PoolService
+from kvtier_pool.settings import PoolLimits, PoolSettings
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, connect, pool_process, running_pool
+
+PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
+KEYS = [make_key(i) for i in range(16)]
+
+
+def items(count: int) -> list[tuple[StoreKey, bytes]]:
+    return [(KEYS[i], PAYLOADS[i]) for i in range(count)]
+
+
+def poll(condition: Callable[[], bool]) -> None:
+    """Until `condition` holds."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def sample(metrics: Metrics, **labels: str) -> float:
+    return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0
+
+
+def dial(address: str, tenant: str = "red") -> PoolConnection:
+    return PoolConnection.open(Address.parse(address), TOKENS[tenant], time.monotonic() + WAIT_S)
+
+
+class OverTcp(TierContract):
+    """Every test gets a pool of its own."""
+
+    tenants = (RED, RED)
+
+    def listen(self, folder: Path) -> str:
+        return "127.0.0.1:0"
+
+    @pytest.fixture
+    def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
+        with contextlib.ExitStack() as stack:
+
+            def make(capacity_bytes: int) -> Tier:
+                folder = tmp_path / str(len(list(tmp_path.iterdir())))
+                folder.mkdir()
+                pool = stack.enter_context(running_pool(capacity_bytes, listen=(self.listen(folder),)))
+                tier = connect(pool.block[0])
+                stack.callback(tier.close)
+                return tier
+
+            yield make
+
+
+class TestOverTcp(OverTcp):
+    pass
+
+
+class TestOverUnixSocket(OverTcp):
+    def listen(self, folder: Path) -> str:
+        return f"unix:{folder}/pool.sock"
+
+
+class TestStates:
+    def test_states(self) -> None:
+        with running_pool(2 * MIB) as pool:
+            machine = tier_state_machine(
+                lambda capacity_bytes: connect(pool.block[0]), payload_bytes=128 * 1024, max_examples=20
+            )
+            machine.TestCase().runTest()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A pool for tests that leave it as it is; each uses labels of its own."""
+    limits = PoolLimits(max_batch_blocks=4096, max_batch_bytes=64 * MIB, max_block_bytes=12 * MIB)
+    with running_pool(128 * MIB, limits=limits) as pool:
+        yield pool.block[0]
+
+
+def test_tenants_never_meet(address: str) -> None:
+    red, blue = connect(address), connect(address, "blue")
+    key_of_blue = make_key("meet", tenant=BLUE)
+    assert red.write([(make_key("meet"), PAYLOADS[0])]) == [WriteStatus.STORED]
+    assert blue.lookup([key_of_blue]) == [Status.MISS]
+    assert read_blocks(blue, [key_of_blue], BLOCK_BYTES) == [None]
+    assert blue.discard([key_of_blue]) == 0
+    assert blue.usage().num_blocks == 0
+    assert blue.write([(key_of_blue, PAYLOADS[1])]) == [WriteStatus.STORED]
+    assert read_blocks(red, [make_key("meet")], BLOCK_BYTES) == [PAYLOADS[0]]
+    liar = PoolTier(SocketTransport(address, TOKENS["red"]), BLUE, metrics=Metrics(), breaker=CircuitBreaker(9, 1.0))
+    key = make_key("lie", tenant=BLUE)
+    assert liar.write([(key, PAYLOADS[0])]) == [WriteStatus.FAILED]
+    assert read_blocks(liar, [key_of_blue], BLOCK_BYTES) == [None]
+    assert blue.lookup([key]) == [Status.MISS]
+    for tier in (red, blue, liar):
+        tier.close()
+
+
+def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    tier = connect(address, token="wrong", metrics=metrics, breaker=CircuitBreaker(3, 1000.0))
+    for _ in range(10):
+        assert tier.lookup(KEYS[:1]) == [Status.MISS]
+        assert tier.write(items(1)) == [WriteStatus.FAILED]
+    assert len([r for r in caplog.records if "unauthenticated" in r.message]) == 1
+    assert sample(metrics, op="lookup", error="UnauthenticatedError") == 2
+    assert sample(metrics, op="lookup", error="BreakerOpen") == 8
+    tier.close()
+
+
+@pytest.mark.parametrize("token", ["", "two words", "ümlaut", "line\n"])
+def test_a_token_that_cannot_be_one(token: str) -> None:
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        SocketTransport("127.0.0.1:1", token)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, MIB, 9 * MIB + 5])
+def test_blocks_of_any_size(address: str, nbytes: int) -> None:
+    tier = connect(address)
+    batch = [(make_key(("size", nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(3)]
+    assert tier.write(batch) == [WriteStatus.STORED] * 3
+    assert read_blocks(tier, [key for key, _ in batch], nbytes) == [payload for _, payload in batch]
+    tier.close()
+
+
+def test_more_blocks_than_one_system_call_takes(address: str) -> None:
+    tier = connect(address)
+    batch = [(make_key(("tiny", i)), make_payload(i, 100)) for i in range(3000)]
+    assert tier.write(batch) == [WriteStatus.STORED] * 3000
+    keys = [key for key, _ in batch] + [make_key("absent")]
+    assert tier.lookup(keys) == [Status.HIT] * 3000 + [Status.MISS]
+    assert read_blocks(tier, keys, 100) == [payload for _, payload in batch] + [None]
+    tier.close()
+
+
+def test_namespaces_and_sizes_in_any_order(address: str) -> None:
+    """Answers come group by group, results in the order of the batch."""
+    tier = connect(address)
+    spaces = [NamespaceId(bytes([i]) * 16) for i in range(3)]
+    batch = [(make_key(i, namespace=spaces[i % 3]), make_payload(i, 100 + i % 2)) for i in range(24)]
+    assert tier.write(batch) == [WriteStatus.STORED] * 24
+    assert tier.discard([batch[4][0]]) == 1
+    assert tier.lookup([key for key, _ in batch]) == [Status.MISS if i == 4 else Status.HIT for i in range(24)]
+    into = [memoryview(bytearray(len(payload))) for _, payload in batch]
+    statuses = tier.read([key for key, _ in batch], into)
+    assert statuses == [Status.MISS if i == 4 else Status.HIT for i in range(24)]
+    assert all(into[i] == payload for i, (_, payload) in enumerate(batch) if i != 4)
+    tier.close()
+
+
+def test_what_the_pool_does_not_take_is_read_past(address: str) -> None:
+    """Existing, overlong, damaged, foreign and good blocks in one request: the good ones are there after."""
+    tier, connection = connect(address), dial(address)
+    payload, huge = PAYLOADS[0], bytes(12 * MIB + 1)
+    known, good, last, flipped = (make_key(("mix", i)) for i in range(4))
+    assert tier.write([(known, payload)]) == [WriteStatus.STORED]
+    blocks = [
+        (encode_header(known, payload), payload),
+        (encode_header(good, payload), payload),
+        (encode_header(make_key("huge"), huge), huge),
+        (encode_header(flipped, payload), b"?" + payload[1:]),
+        (encode_header(make_key("foreign", tenant=BLUE), payload), payload),
+        (encode_header(good, payload), payload),
+        (encode_header(last, payload), payload),
+    ]
+    headers = b"".join(header for header, _ in blocks)
+    deadline = time.monotonic() + WAIT_S
+    answer = connection.ask(Verb.WRITE, {"headers": headers}, [body for _, body in blocks], deadline)
+    names = [status.name for status in answer.members("statuses", WriteStatus)]
+    assert names == ["EXISTS", "STORED", "FULL", "FAILED", "FAILED", "EXISTS", "STORED"]
+    assert tier.lookup([known, good, last, flipped]) == [Status.HIT] * 3 + [Status.MISS]
+    assert connection.ask(Verb.USAGE, {}, (), deadline).maps("tiers"), "the connection goes on"
+    connection.close()
+    tier.close()
+
+
+def test_a_client_that_dies_in_the_middle_of_a_write_leaves_nothing() -> None:
+    """More broken writes than memory has slots: were one leaked each, the last write would hear FULL."""
+    with running_pool(MIB) as pool:
+        tier = connect(pool.block[0])
+        tier.usage()
+        before = psutil.Process().num_fds()
+        for i in range(20):
+            key, payload = make_key(("torn", i)), PAYLOADS[0]
+            with socket.create_connection(("127.0.0.1", int(pool.block[0].rpartition(":")[2]))) as client:
+                token = {"id": 1, "verb": "hello", "versions": [1], "token": TOKENS["red"], "client": "torn"}
+                write = {"id": 2, "verb": "write", "headers": encode_header(key, payload)}
+                client.sendall(encode_head(token) + encode_head(write, BLOCK_BYTES) + payload[: BLOCK_BYTES // 2])
+                poll(lambda key=key: tier.lookup([key]) == [Status.PENDING])
+            poll(lambda key=key: tier.lookup([key]) == [Status.MISS])
+        assert tier.write(items(8)) == [WriteStatus.STORED] * 8
+        poll(lambda: psutil.Process().num_fds() == before)
+        tier.close()
+
+
+def test_a_read_that_is_given_up_leaves_nothing_to_the_next(address: str) -> None:
+    transport = SocketTransport(address, TOKENS["red"])
+    batch = [(make_key(("given up", i)), make_payload(i, 3 * MIB)) for i in range(6)]
+    assert transport.write(batch, WAIT_S) == [WriteStatus.STORED] * 6
+    into = [memoryview(bytearray(3 * MIB)) for _ in batch]
+    keys = [key for key, _ in batch]
+    blocks = transport.read(keys, into, WAIT_S)
+    assert next(blocks)[0] == 0
+    blocks.close()  # type: ignore[attr-defined]
+    untouched = bytes(into[5])
+    assert [i for i, _ in transport.read(keys[:2], into[:2], WAIT_S)] == [0, 1]
+    assert into[1] == batch[1][1]
+    assert into[5] == untouched == bytes(3 * MIB)
+    transport.close()
+
+
+def test_calls_of_many_threads_have_a_connection_each(address: str) -> None:
+    tier = connect(address)
+    batch = [(make_key(("threads", i)), PAYLOADS[i]) for i in range(16)]
+    tier.write(batch)
+    start = threading.Barrier(12)
+
+    def read(worker: int) -> None:
+        start.wait(WAIT_S)
+        for _ in range(10):
+            order = batch[worker:] + batch[:worker]
+            assert read_blocks(tier, [key for key, _ in order], BLOCK_BYTES) == [payload for _, payload in order]
+
+    with ThreadPoolExecutor(12) as executor:
+        for result in [executor.submit(read, worker) for worker in range(12)]:
+            result.result(WAIT_S)
+    tier.close()
+
+
+def test_connections_beyond_the_limit_are_refused_and_places_come_back() -> None:
+    with running_pool(max_connections=2) as pool:
+        first, second = dial(pool.block[0]), dial(pool.block[0])
+        with pytest.raises(UnavailableError, match="max_connections: 2 are open"):
+            dial(pool.block[0])
+        first.close()
+
+        def served() -> bool:
+            with contextlib.suppress(UnavailableError):
+                dial(pool.block[0]).close()
+                return True
+            return False
+
+        poll(served)
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "port", "named"),
+    [
+        ("block", "grpc", "looks like gRPC.*grpc:host:port"),
+        ("block", "http", "is this what the pool calls `listen`"),
+        ("grpc", "block", "gRPC is at the address `grpc_listen`"),
+    ],
+)
+def test_the_wrong_port_is_named(scheme: str, port: str, named: str) -> None:
+    with running_pool() as pool:
+        address = {"grpc": pool.grpc[0], "http": pool.http, "block": pool.block[0]}[port]
+        kind = SocketTransport if scheme == "block" else GrpcTransport
+        transport = kind(address, TOKENS["red"], connect_timeout_s=1.0)
+        with pytest.raises(Exception, match=named):
+            transport.lookup(KEYS[:1], WAIT_S)
+        transport.close()
+
+
+def test_http_at_the_block_port_is_told(address: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S)
+    assert b"`http_listen`" in error.value.read()
+
+
+def test_a_server_that_never_speaks_is_a_miss() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        metrics = Metrics()
+        tier = connect(f"127.0.0.1:{server.getsockname()[1]}", call_timeout_s=0.3, metrics=metrics)
+        assert tier.lookup(KEYS[:1]) == [Status.MISS]
+        assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
+        assert sample(metrics, op="read", error="UnavailableError") == 1
+        tier.close()
+
+
+def test_names_are_resolved_and_unknown_ones_are_a_miss(address: str) -> None:
+    transport = SocketTransport(f"localhost:{address.rpartition(':')[2]}", TOKENS["red"])
+    transport.connect()
+    transport.close()
+    with pytest.raises(ClosedError):
+        transport.usage(WAIT_S)
+    nobody = SocketTransport("no-such-host.invalid:7600", TOKENS["red"])
+    with pytest.raises(UnavailableError, match="no-such-host"):
+        nobody.usage(WAIT_S)
+
+
+def test_a_unix_socket_is_private_replaces_a_dead_one_and_goes_with_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with running_pool(listen=(f"unix:{path}",)) as pool:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        tier = connect(pool.block[0])
+        assert tier.write(items(1)) == [WriteStatus.STORED]
+        with pytest.raises(ConfigError, match="lives there"), running_pool(listen=(f"unix:{path}",)):
+            pass
+        assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [PAYLOADS[0]], "the first one is still there"
+        tier.close()
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="no socket"), running_pool(listen=(f"unix:{path}",)):
+        pass
+    assert path.read_text() == "precious"
+
+
+def test_a_group_may_be_let_in(tmp_path: Path) -> None:
+    with running_pool(listen=(f"unix:{tmp_path}/pool.sock",), socket_mode=0o660):
+        assert stat.S_IMODE((tmp_path / "pool.sock").stat().st_mode) == 0o660
+
+
+def test_a_port_in_use_is_a_clear_error(address: str) -> None:
+    free = "127.0.0.1:0"
+    settings = PoolSettings(tenants=TENANTS, memory_bytes=MIB, listen=(address,), grpc_listen=(free,), http_listen=free)
+    with pytest.raises(ConfigError, match=re.escape(address)):
+        PoolService(settings).start()
+
+
+def test_a_stop_waits_for_nobody_who_is_idle(address: str) -> None:
+    with running_pool(shutdown_grace_s=1000.0) as pool:
+        idle = connect(pool.block[0])
+        assert idle.write(items(1)) == [WriteStatus.STORED]
+        stuck = dial(pool.block[0])
+    assert read_blocks(idle, KEYS[:1], BLOCK_BYTES) == [None]
+    idle.close()
+    stuck.close()
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_kill_minus_9_during_transfers_heals_by_itself(verb: str) -> None:
+    with pool_process() as pool:
+        metrics = Metrics()
+        tier = connect(pool.block, call_timeout_s=5.0, metrics=metrics)
+        assert tier.write(items(16)) == [WriteStatus.STORED] * 16
+        answers: list[list[bytes | None] | list[WriteStatus]] = []
+        some, stop = threading.Event(), threading.Event()
+        fresh = iter(range(10**9))
+
+        def transfer() -> list[bytes | None] | list[WriteStatus]:
+            if verb == "read":
+                return read_blocks(tier, KEYS, BLOCK_BYTES)
+            return tier.write([(make_key(("new", next(fresh))), PAYLOADS[i]) for i in range(16)])
+
+        def keep_on() -> None:
+            while not stop.is_set():
+                answers.append(transfer())
+                some.set()
+
+        failed = [None] * 16 if verb == "read" else [WriteStatus.FAILED] * 16
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(keep_on)
+            assert some.wait(WAIT_S)
+            pool.process.kill()
+            poll(lambda: answers[-1] == failed)
+            stop.set()
+            running.result(WAIT_S)
+        if verb == "read":
+            assert all(block in (None, PAYLOADS[i]) for answer in answers for i, block in enumerate(answer))
+        assert failed not in answers[:1]
+        assert sample(metrics, op=verb, error="UnavailableError") > 0
+        again = pool.again()
+        try:
+            poll(lambda: tier.write(items(1)) == [WriteStatus.STORED])
+            assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [PAYLOADS[0]]
+        finally:
+            again.kill()
+        tier.close()
+
+
+def test_a_restart_between_two_calls_goes_unnoticed(tmp_path: Path) -> None:
+    """Connections kept from before are found closed, and the call is made again on a fresh one."""
+    metrics = Metrics()
+    with pool_process(listen=f"unix:{tmp_path}/pool.sock") as pool:
+        tier = connect(pool.block, metrics=metrics)
+        assert tier.write(items(2)) == [WriteStatus.STORED] * 2
+        pool.kill()
+        again = pool.again()
+        try:
+            assert tier.write(items(2)) == [WriteStatus.STORED] * 2
+            assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1]]
+            assert not [s for family in metrics.registry.collect() for s in family.samples if "io_errors" in s.name]
+        finally:
+            again.kill()
+        tier.close()
+
+
+def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> None:
+    """SIGSTOP in the middle of a read: the buffers are the caller's again, whatever the pool still sends."""
+    with pool_process(memory="256MiB") as pool:
+        metrics = Metrics()
+        tier = connect(pool.block, call_timeout_s=0.7, metrics=metrics)
+        patient = connect(pool.block)
+        keys = [make_key(("big", i)) for i in range(64)]
+        payload = make_payload("big", MIB)
+        assert patient.write([(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
+        into = [memoryview(bytearray(MIB)) for _ in keys]
+        transport = SocketTransport(pool.block, TOKENS["red"])
+        blocks = transport.read(keys, into, 1.0)
+        next(blocks)
+        os.kill(pool.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(UnavailableError, match="in time"):
+                list(blocks)
+            assert into[63] == bytes(MIB), "stopped in the middle"
+            before = [bytes(buffer) for buffer in into]
+            assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
+            assert tier.write([(key, payload) for key in keys]) == [WriteStatus.FAILED] * 64
+            assert sample(metrics, op="read", error="UnavailableError") == 1
+            assert sample(metrics, op="write", error="UnavailableError") == 1
+        finally:
+            os.kill(pool.process.pid, signal.SIGCONT)
+        poll(lambda: read_blocks(tier, keys[:2], MIB) == [payload] * 2)
+        assert [bytes(buffer) for buffer in into] == before
+        tier.close()
+        patient.close()
+        transport.close()
