@@ -40,6 +40,12 @@ def main() -> None:
     except KvtierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        # Commands import torch and the like when they run. One of our own modules missing is a bug.
+        if error.name is None or error.name.startswith("kvtier"):
+            raise
+        print(f"kvtier: {_missing(error)}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _add_entry_points(app: typer.Typer, group: str) -> None:
@@ -58,10 +64,14 @@ def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Callable[[], 
     """A command that says what to install, so that a base installation still lists it."""
 
     def command() -> None:
-        raise KvtierError(f"this command needs {error.name}, which is not installed: pip install 'kvtier[engine]'")
+        raise KvtierError(_missing(error))
 
     command.__doc__ = f"Not available: {error.name} is not installed."
     return command
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    return f"this command needs {error.name}, which is not installed: pip install 'kvtier[engine]'"
 
 
 if __name__ == "__main__":

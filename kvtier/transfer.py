@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ClosedError, InvalidInputError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError
 from kvtier.tiers.memory import map_memory
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -24,12 +24,21 @@ class Arena:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        """Allocates and touches all memory: about 0.6 s per GiB on fresh pages."""
+        """Allocates and touches all memory: about 0.6 s per GiB on fresh pages.
+
+        Raises `ConfigError` when the system does not have that much.
+        """
         if num_slots < 1 or slot_bytes < 1:
             raise InvalidInputError(f"arena of {num_slots} slots x {slot_bytes} bytes: both must be at least 1")
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        memory = map_memory(num_slots * slot_bytes, prefault=True)
+        try:
+            memory = map_memory(num_slots * slot_bytes, prefault=True)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"host memory for {num_slots:,} slots of {slot_bytes:,} bytes cannot be had: {error}; "
+                "lower host.capacity_bytes"
+            ) from error
         self._rows: Bytes2D | None = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, slot_bytes)
 
     @property

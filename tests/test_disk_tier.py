@@ -221,6 +221,7 @@ def test_a_start_finds_blocks_and_sorts_out_the_rest(tmp_path: Path, open_disk: 
     os.truncate(file_of(tmp_path, 2), 0)
     (folder / "tmp" / "17").write_bytes(b"half a block")
     foreign = [folder / "notes.txt", folder / "00" / "notes.txt", folder / "00" / file_of(tmp_path, 3).name]
+    foreign.append(file_of(tmp_path, 0).with_suffix(".01"))  # the number of the real one, written otherwise
     for path in foreign:
         path.write_bytes(b"mine")
     (folder / "01" / "folder").mkdir()
@@ -230,7 +231,7 @@ def test_a_start_finds_blocks_and_sorts_out_the_rest(tmp_path: Path, open_disk: 
     assert tier.usage().used_bytes == 3 * FOOTPRINT
     assert file_of(tmp_path, 1) == newer
     assert value(metrics, "kvtier_corrupt_blocks_total") == 1
-    assert value(metrics, "kvtier_foreign_files_total") == 4
+    assert value(metrics, "kvtier_foreign_files_total") == 5
     assert all(path.read_bytes() == b"mine" for path in foreign)
     assert os.listdir(folder / "tmp") == []
     tier.write([block("new")])
@@ -319,7 +320,9 @@ class Roomy(OsFiles):
         return self.size_bytes - footprint_of(files_in(self._folder))
 
 
-def test_the_tier_shrinks_to_leave_the_reserve_free(tmp_path: Path, open_disk: Open) -> None:
+def test_the_tier_shrinks_to_leave_the_reserve_free(
+    tmp_path: Path, open_disk: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     files = Roomy(20 * FOOTPRINT, tmp_path)
     tier = open_disk(files=files, reserve_bytes=10 * FOOTPRINT)
     for i in range(15):
@@ -329,7 +332,9 @@ def test_the_tier_shrinks_to_leave_the_reserve_free(tmp_path: Path, open_disk: O
     assert tier.write([block("a")]) == [WriteStatus.STORED]
     assert tier.usage().num_blocks == 6
     files.size_bytes = 10 * FOOTPRINT
+    assert "no room" not in caplog.text
     assert tier.write([block("b")]) == [WriteStatus.FULL]
+    assert "left to others" in caplog.text
     assert load(tier, "a") == block("a")[1]
 
 

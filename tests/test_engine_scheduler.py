@@ -369,6 +369,14 @@ def test_temperature_draws_from_the_model(make_rig: MakeRig) -> None:
     assert chi_square < freedom + 2 * (freedom * 13.8) ** 0.5 + 2 * 13.8  # Laurent and Massart, p = e^-13.8
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])
+def test_the_smallest_temperatures_take_the_likeliest_token(make_rig: MakeRig, temperature: float) -> None:
+    rig = make_rig(tiers=False)
+    request = rig.add(prompt(9), 5, temperature=temperature)
+    rig.run()
+    assert rig.done[request].token_ids == judge(prompt(9), 5)
+
+
 def test_eos_ends_an_answer_and_is_its_last_token(make_rig: MakeRig) -> None:
     tokens = prompt(12)
     full = judge(tokens, 12)

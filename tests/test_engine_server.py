@@ -154,9 +154,11 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "no tokens wanted": ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
     "empty prompt": ("/v1/completions", {"prompt": ""}, 400, "prompt", "empty"),
     "foreign token": ("/v1/completions", {"prompt": [3, 10**6]}, 400, "prompt", "49151"),
+    "half a token": ("/v1/completions", {"prompt": [1.5]}, 400, "prompt", "must be text or a list of token ids"),
     "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, None, "engine.kv_bytes"),
     "hot": ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "2"),
     "another model": ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, "model", "gpt-4"),
+    "seed": ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed", "9223372036854775807"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     "unknown role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "x"),
 }
@@ -181,6 +183,9 @@ def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
         (engine.client.post("/v1/completions", content=b"{"), 400),
         (engine.client.post("/v1/completions", content=b"\xff"), 400),
         (engine.client.post("/v1/completions", json=[1]), 400),
+        (engine.client.post("/v1/completions", content=b"[" * 100_000), 400),
+        (engine.client.post("/v1/completions", content=b'{"prompt": "half a surrogate: \\ud800"}'), 400),
+        (engine.client.post("/v1/completions", json={"prompt": "a" * 2**23}), 413),
         (engine.client.get("/v1/completions"), 405),
         (engine.client.get("/v2"), 404),
     ):
@@ -214,13 +219,24 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
 
 def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
     with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(engine.complete, prompt=DOCUMENT, max_tokens=10)
+        answer = thread.submit(engine.complete, prompt="Once", max_tokens=4)
         _until(lambda: engine.metric("kvtier_engine_running") == 1 or answer.done())
         engine.process.send_signal(signal.SIGTERM)
-        assert answer.result(PATIENCE_S)["usage"]["completion_tokens"] == 10
+        assert answer.result(PATIENCE_S)["usage"]["completion_tokens"] == 4
         assert engine.process.wait(PATIENCE_S) == 0
         with pytest.raises(httpx.ConnectError):
             engine.client.get("/health")
+
+
+def test_sigterm_in_the_middle_of_a_long_answer_says_so_and_exits_with_0(tmp_path: Path) -> None:
+    with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
+        body = {"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}
+        answer = thread.submit(engine.client.post, "/v1/completions", json=body)
+        _until(lambda: engine.metric("kvtier_engine_running") == 1)
+        engine.process.send_signal(signal.SIGTERM)
+        response = answer.result(PATIENCE_S)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert engine.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -247,6 +263,16 @@ def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], secret: 
     assert out == ""
     assert words.format(**values) in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("size", [2**50, 10**26])
+def test_more_kv_memory_than_there_is(tmp_path: Path, size: int) -> None:
+    config = tmp_path / "engine.toml"
+    config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
+    process = _start(config, RED_SECRET="s" * 20, KVTIER__ENGINE__KV_BYTES=str(size))
+    assert "engine.kv_bytes" in (err := process.communicate(timeout=PATIENCE_S)[1])
+    assert "Traceback" not in err
+    assert process.returncode == 1
 
 
 def _until(condition: Any) -> None:

@@ -1,15 +1,18 @@
 """The hierarchy in one process, over real tiers; faults are forced with events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memory_tier, until
 from kvtier.block_pool import BlockPool
+from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
-from kvtier.keys import store_key
+from kvtier.keys import StoreKey, store_key
+from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
+from kvtier.transfer import Arena
 
 
 @pytest.fixture
@@ -263,3 +266,42 @@ def test_random_work_never_lies(pool: HostTier) -> None:
     assert loaded_blocks > 100
     rig.settle()
     rig.close()
+
+
+@pytest.mark.parametrize("slot_bytes", [2**40, 2**60])
+def test_more_host_memory_than_there_is(slot_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"host\.capacity_bytes"):
+        Arena(1024, slot_bytes)
+
+
+class Misbehaving(Held):
+    """A tier with a bug: it raises what tiers do not raise, or answers fewer than it was asked."""
+
+    def __init__(self, inner: Tier, fault: str) -> None:
+        super().__init__(inner)
+        self.fault = fault
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self._spoilt(super().lookup(keys), "lookup")
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        return self._spoilt(super().read(keys, into), "read")
+
+    def _spoilt(self, statuses: list[Status], verb: str) -> list[Status]:
+        if self.fault == f"{verb} raises":
+            raise ValueError("a bug")
+        return statuses[1:] if self.fault == f"{verb} short" else statuses
+
+
+@pytest.mark.parametrize("fault", ["lookup raises", "lookup short", "read raises", "read short"])
+def test_a_tier_with_a_bug_is_a_tier_that_misses(pool: HostTier, fault: str) -> None:
+    hashes, writer = chain(4), Rig(pool)
+    writer.save(hashes, range(4))
+    writer.settle()
+    rig = Rig(Misbehaving(pool, fault))
+    assert rig.tiers_of(hashes) == (["MISS"] if fault.startswith("lookup") else ["pool"]) * 4
+    loaded = rig.load(hashes, range(4))
+    assert loaded.failed == (frozenset(range(4)) if fault.startswith("read") else frozenset())
+    rig.settle()
+    rig.close()
+    writer.close()

@@ -38,6 +38,16 @@ def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
     assert "kvtier/wire/pool.proto" in names
 
 
+WITHOUT_TORCH = """
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "triton", "safetensors", "tokenizers", "gguf", "transformers"}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
 @pytest.mark.parametrize(
     "modules",
     [
@@ -47,16 +57,15 @@ def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
 )
 def test_importable_without_torch(modules: str) -> None:
     """The pool service and the command line run from a base installation."""
-    program = (
-        "import sys, importlib\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in {'torch', 'triton', 'safetensors', 'tokenizers', 'gguf', 'transformers'}:\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        f"for name in '{modules}'.split(): importlib.import_module(name)\n"
-    )
+    program = WITHOUT_TORCH + f"for name in '{modules}'.split(): importlib.import_module(name)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_command_that_needs_torch_says_so() -> None:
+    program = WITHOUT_TORCH + "sys.argv = ['kvtier', 'bench', 'ttft']; import kvtier.cli; kvtier.cli.main()"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert answer.stderr == "kvtier: this command needs torch, which is not installed: pip install 'kvtier[engine]'\n"
 
 
 def test_an_engine_without_a_pool_imports_no_grpc() -> None:

@@ -1,10 +1,13 @@
 """Asking the shared tier in the background, so that a step never waits for a network."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvtier.keys import ChainHash, NamespaceId, TenantId, store_key
 from kvtier.tiers.base import Status, Tier
+
+_log = logging.getLogger(__name__)
 
 
 class SharedLookups:
@@ -46,7 +49,13 @@ class SharedLookups:
         self._threads.shutdown(cancel_futures=True)
 
     def _lookup(self, hashes: list[ChainHash]) -> list[Status]:
-        answers = self._tier.lookup([store_key(self._tenant, n, h) for n in self._namespaces for h in hashes])
+        keys = [store_key(self._tenant, n, h) for n in self._namespaces for h in hashes]
+        try:
+            answers = [status for _, status in zip(keys, self._tier.lookup(keys), strict=True)]
+        except Exception:
+            # Tiers do not raise. A bug in one must not reach the scheduler, which would end the engine.
+            _log.exception("looking up %d blocks in %s failed", len(hashes), self._tier.name)
+            return [Status.MISS] * len(hashes)
         per_rank = [answers[start : start + len(hashes)] for start in range(0, len(answers), len(hashes))]
         return [_weakest(statuses) for statuses in zip(*per_rank, strict=True)]
 

@@ -183,7 +183,7 @@ class Mover:
                 return bytes(len(batch.hashes))
         tier = self._tiers[batch.source]
         statuses = tier.read(self._keys(batch.hashes), [self._view(slot) for slot in batch.arena_slots])
-        return bytes(status is Status.HIT for status in statuses)
+        return bytes(status is Status.HIT for _, status in zip(batch.hashes, statuses, strict=True))
 
     def _save(self, batch: SaveBatch) -> None:
         ok = b"\1" * len(batch.hashes)

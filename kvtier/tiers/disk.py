@@ -287,7 +287,7 @@ class DiskTier:
                 used_bytes = self._index.used_bytes
                 limit_bytes = min(self._capacity_bytes, used_bytes + free_bytes - self._reserve_bytes)
                 if needed_bytes > limit_bytes:
-                    return False
+                    break
                 if used_bytes + needed_bytes <= limit_bytes:
                     self._index.set_aside(key, block)
                     return True
@@ -297,6 +297,11 @@ class DiskTier:
                 self._outbox.post(EventKind.REMOVED, [coldest[0]])
             if not self._remove_file(*coldest):
                 return False
+        self._log.warning(
+            f"tier {self._name}: no room for {needed_bytes:,} bytes: the capacity is {self._capacity_bytes:,}, and the "
+            f"file system has {free_bytes:,} free, of which {self._reserve_bytes:,} are left to others"
+        )
+        return False
 
     def _finish(self, writes: Sequence[tuple[StoreKey, DiskBlock, WriteStatus]]) -> None:
         """Publishes what was stored, last to first, and forgets the rest. The caller's thread."""

@@ -25,7 +25,8 @@ _MARKER_TEXT = b"kvtier disk tier, format 1\n"
 _TEMP = "tmp"
 _FAN_OUT = [f"{i:02x}" for i in range(256)]
 _EXPECTED = {MARKER, _TEMP, "lost+found", *_FAN_OUT}
-_BLOCK_NAME = re.compile(rf"([0-9a-f]{{{2 * STORE_KEY_BYTES}}})\.([0-9a-f]{{1,16}})")
+_BLOCK_NAME = re.compile(rf"([0-9a-f]{{{2 * STORE_KEY_BYTES}}})\.([1-9a-f][0-9a-f]{{0,15}})")
+"""One name per key and number: a leading zero is somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 TIERS = ("device", "host", "disk", "pool")
 
 TokenLimit = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class _SamplingBody(BaseModel):
@@ -34,7 +35,7 @@ class _SamplingBody(BaseModel):
     model: str | None = None
     max_tokens: TokenLimit | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    seed: int | None = None
+    seed: Seed | None = None
     return_prompt_token_ids: bool = False
     user: str | None = None
     """Accepted and ignored."""

@@ -97,7 +97,10 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype) -> PagedK
             f"give at least the {block_bytes * 64:,} of 64 blocks"
         )
     log.info("%d blocks of %d tokens, %d bytes each", num_blocks, config.cache.tokens_per_block, block_bytes)
-    return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype)
+    try:
+        return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype)
+    except (RuntimeError, TypeError) as error:  # what torch raises for no memory, and for more than 2**63 blocks
+        raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
 
 
 def _limits(folder: ModelFolder, kv: PagedKV) -> EngineLimits:

@@ -18,7 +18,11 @@ from kvtier.malloc import keep_freed_memory
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
 
-app = typer.Typer(help="A small OpenAI-compatible engine that shares its KV cache.", no_args_is_help=True)
+app = typer.Typer(
+    help="A small OpenAI-compatible engine that shares its KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback()

@@ -11,5 +11,6 @@ def sample(logits: Tensor, request: Request) -> int:
     temperature = request.sampling.temperature
     if temperature == 0:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    # float64 and the largest at 0, so that no temperature above 0, however small, makes an infinity or NaN.
+    probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=request.generator))

@@ -1,7 +1,7 @@
 """The HTTP side: starlette in a thread of its own, beside the engine's. The only place with asyncio."""
 
 import asyncio
-import json
+import contextlib
 import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,6 +32,9 @@ from kvtier_engine.tokenizer import ChatTokenizer
 Body = TypeVar("Body", bound=BaseModel)
 Respond = Callable[[str, str, str, Completion], dict[str, Any]]
 
+_BODY_BYTES_PER_TOKEN = 64
+_BODY_BYTES_BESIDES = 64 * 1024
+"""Together the longest body that is read: tokens take about 5 bytes, escaped and rare ones some ten."""
 _CLIENT_CLOSED = 499
 """nginx's status for a client that went away; nobody reads it."""
 
@@ -61,6 +64,7 @@ class Server:
         """:param registry: what `/metrics` exports. The engine stays the caller's, who starts and closes it."""
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
+        self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -77,7 +81,7 @@ class Server:
 
     async def _completions(self, http: HttpRequest) -> Response:
         arrived_at = MONOTONIC()
-        body = await _parse(http, CompletionBody)
+        body = await _parse(http, CompletionBody, self._most_body_bytes)
         if isinstance(body.prompt, str):
             tokens = (await run_in_threadpool(self._tokenizer.encode, body.prompt)).tolist()
         else:
@@ -87,7 +91,7 @@ class Server:
 
     async def _chat(self, http: HttpRequest) -> Response:
         arrived_at = MONOTONIC()
-        body = await _parse(http, ChatBody)
+        body = await _parse(http, ChatBody, self._most_body_bytes)
         messages = [message.model_dump() for message in body.messages]
         try:
             tokens = (await run_in_threadpool(self._tokenizer.encode_chat, messages)).tolist()
@@ -132,12 +136,17 @@ class Server:
         done: asyncio.Future[Completion] = loop.create_future()
 
         def finish(completion: Completion) -> None:
-            loop.call_soon_threadsafe(done.set_result, completion)
+            # The loop may be closed already when a long step ends after the grace period of a stop: nobody waits then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set_result, completion)
 
         request_id = self._submit(tokens, sampling, arrived_at, finish)
         gone = asyncio.create_task(_client_gone(http))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # Nothing but the end of a stop's grace period cancels handlers. The client is told while it can be.
+            raise _stopping() from None
         finally:
             gone.cancel()
             if not done.done():
@@ -146,7 +155,7 @@ class Server:
             return None
         completion = done.result()
         if completion.finish_reason == "cancelled":
-            raise ApiError(503, "the engine is stopping", code="unavailable")
+            raise _stopping()
         if completion.finish_reason == "failed":
             raise ApiError(500, "the engine failed while it computed the answer; see its log")
         return completion
@@ -181,16 +190,30 @@ async def _client_gone(http: HttpRequest) -> None:
         pass
 
 
-async def _parse(http: HttpRequest, kind: type[Body]) -> Body:
+def _stopping() -> ApiError:
+    return ApiError(503, "the engine is stopping", code="unavailable")
+
+
+async def _parse(http: HttpRequest, kind: type[Body], most_bytes: int) -> Body:
     try:
-        return kind.model_validate(json.loads(await http.body()))
+        return kind.model_validate_json(await _read(http, most_bytes))
     except ValidationError as error:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"])
+        # A union's errors name its members too, which no client has heard of.
+        param = "prompt" if "prompt" in first["loc"] else ".".join(str(part) for part in first["loc"])
         message = f"{param or 'body'}: {_explain(first)}"
         raise ApiError(400, message, param=param or None) from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+async def _read(http: HttpRequest, most_bytes: int) -> bytes:
+    """The body. One that no request needs is refused before it takes memory, and minutes to tokenise."""
+    body = bytearray()
+    async for piece in http.stream():  # to its end: clients that are still sending do not hear an answer
+        if len(body) <= most_bytes:
+            body += piece
+    if len(body) > most_bytes:
+        raise ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    return bytes(body)
 
 
 def _explain(error: Any) -> str:
@@ -198,19 +221,21 @@ def _explain(error: Any) -> str:
         return "this engine does not know this parameter; leave it out"
     if error["type"] == "literal_error" and error["loc"] == ("stream",):
         return "answers are not streamed; leave it out or set it to false"
+    if error["loc"][:1] == ("prompt",) and len(error["loc"]) > 1:
+        return "must be text or a list of token ids"
     return str(error["msg"])
 
 
-def _answer_api_error(http: HttpRequest, error: Exception) -> Response:
+async def _answer_api_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body, error.status)
 
 
-def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
+async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
     return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers=error.headers)
 
 
-def _answer_bug(http: HttpRequest, error: Exception) -> Response:
+async def _answer_bug(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error_body("an error inside the server; see its log", "server_error"), 500)
