@@ -115,6 +115,7 @@ def _disk_tier(config: Config, inventory: InventoryLog, metrics: Metrics) -> Tie
         DiskTier.open(
             config.resolve_path(config.disk.directory),
             int(config.disk.capacity_bytes),
+            reserve_bytes=int(config.disk.reserve_bytes),
             on_event=inventory.on_event,
             metrics=metrics,
         ),
@@ -126,7 +127,7 @@ def _pool_tier(config: Config, tenant: TenantId, metrics: Metrics) -> Tier:
     pool = config.pool
     return Metered(
         PoolTier(
-            _pool_transport(config),
+            _pool_transport(config, tenant),
             tenant,
             metrics=metrics,
             breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
@@ -136,7 +137,7 @@ def _pool_tier(config: Config, tenant: TenantId, metrics: Metrics) -> Tier:
     )
 
 
-def _pool_transport(config: Config) -> PoolTransport:
+def _pool_transport(config: Config, tenant: TenantId) -> PoolTransport:
     address, token = config.pool.address, config.pool_token()
     assert address is not None
     if address.startswith(GRPC_PREFIX):
@@ -144,7 +145,7 @@ def _pool_transport(config: Config) -> PoolTransport:
         from kvtier.tiers.pool_grpc import GrpcTransport
 
         return GrpcTransport(address.removeprefix(GRPC_PREFIX), token, connect_timeout_s=config.pool.connect_timeout_s)
-    transport = SocketTransport(address, token, connect_timeout_s=config.pool.connect_timeout_s)
+    transport = SocketTransport(address, token, tenant, connect_timeout_s=config.pool.connect_timeout_s)
     threading.Thread(target=_connect_ahead, args=(transport,), name="kvtier-connect", daemon=True).start()
     return transport
 

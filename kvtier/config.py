@@ -34,7 +34,7 @@ from kvtier.wire.address import GRPC_PREFIX, Address
 
 OVERRIDE_PREFIX = "KVTIER__"
 
-Bytes = Annotated[ByteSize, Field(ge=0)]
+Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -128,6 +128,9 @@ class DiskConfig(Section):
     """A folder for this engine process alone."""
     capacity_bytes: Bytes = ByteSize(10 * 2**30)
     """Never exceeded."""
+    reserve_bytes: Bytes = ByteSize(2**30)
+    """Free space left to others on the file system; below it the tier shrinks. Too small, and neighbours see a
+    full disk; larger than what is free, and nothing is stored."""
 
 
 class PoolConfig(Section):
@@ -163,6 +166,8 @@ class PoolServiceConfig(Section):
     """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
     disk_bytes: Bytes = ByteSize(10 * 2**30)
     """Disk tier; never exceeded."""
+    disk_reserve_bytes: Bytes = ByteSize(2**30)
+    """Free space left to others on the file system; below it the disk tier shrinks."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
     """gRPC calls served at a time."""
     shutdown_grace_s: Seconds = 30.0
@@ -239,7 +244,7 @@ class Config(Section):
             path = self._folder / name
             try:
                 value = path.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:
                 raise self._error(key, f"cannot read {path}: {error}") from error
             remedy = f"file {path} is empty; write the secret into it"
         else:
@@ -304,7 +309,8 @@ def _overridden(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, A
             *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
             table = merged
             for part in path:
-                table[part] = dict(table.get(part, {}))
+                below = table.get(part, {})
+                table[part] = dict(below) if isinstance(below, dict) else {}
                 table = table[part]
             table[last] = _toml_value(value)
     return merged

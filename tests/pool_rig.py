@@ -220,7 +220,7 @@ def connect(
     if address.startswith("grpc:"):
         transport = GrpcTransport(address.removeprefix("grpc:"), token or TOKENS[tenant], connect_timeout_s=1.0)
     else:
-        transport = SocketTransport(address, token or TOKENS[tenant], connect_timeout_s=1.0)
+        transport = SocketTransport(address, token or TOKENS[tenant], tenant_id(tenant), connect_timeout_s=1.0)
     return PoolTier(
         transport,
         tenant_id(tenant),

@@ -24,7 +24,7 @@ from kvtier.wire.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, PRELUDE_BYTES, 
 from kvtier.wire.block_socket import FrameSocket
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.strangers import answer_for
-from pool_rig import MIB, TOKENS, WAIT_S, CoreRig, core_rig
+from pool_rig import MIB, RED, TOKENS, WAIT_S, CoreRig, core_rig
 
 HELLO = GOLDEN["hello"][0]
 CONVERSATION = b"".join(request for request, _ in GOLDEN.values())
@@ -70,7 +70,7 @@ def test_the_client_sends_what_old_pools_know(tmp_path: Path) -> None:
         listening.listen()
         thread = threading.Thread(target=serve)
         thread.start()
-        transport = SocketTransport(f"unix:{path}", TOKENS["red"])
+        transport = SocketTransport(f"unix:{path}", TOKENS["red"], RED)
         keys = [KEY, make_key("absent")]
         into = [memoryview(bytearray(len(PAYLOAD))) for _ in keys]
         assert transport.write([(KEY, PAYLOAD)], WAIT_S) == [WriteStatus.STORED]

@@ -68,6 +68,7 @@ def test_environment_overrides(path: Path) -> None:
         ("[cache]\nload_deadline_s = 0", ["cache.load_deadline_s", "greater than 0"]),
         ("tenant = 'rde'\n[tenants.red]\n", ["tenant", "'rde'", "did you mean 'red'"]),
         ("[tenants.'Red Team']\n", ["Red Team", "a-z"]),
+        ("[host]\ncapacity_bytes = 1e26", ["host.capacity_bytes"]),
         ("tenant = ", ["not valid TOML", "end of document"]),
     ],
 )

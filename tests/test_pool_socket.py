@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from kvtier.codec import encode_header
-from kvtier.errors import ClosedError, ConfigError, UnavailableError
-from kvtier.keys import NamespaceId, StoreKey
+from kvtier.errors import ClosedError, ConfigError, UnauthenticatedError, UnavailableError
+from kvtier.keys import NamespaceId, StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool import PoolTier, PoolTransport
 from kvtier.tiers.pool_connection import PoolConnection
 from kvtier.tiers.pool_grpc import GrpcTransport
 from kvtier.tiers.pool_socket import SocketTransport
@@ -55,7 +55,7 @@ def sample(metrics: Metrics, **labels: str) -> float:
 
 
 def dial(address: str, tenant: str = "red") -> PoolConnection:
-    return PoolConnection.open(Address.parse(address), TOKENS[tenant], time.monotonic() + WAIT_S)
+    return PoolConnection.open(Address.parse(address), TOKENS[tenant], tenant_id(tenant), time.monotonic() + WAIT_S)
 
 
 class OverTcp(TierContract):
@@ -117,13 +117,22 @@ def test_tenants_never_meet(address: str) -> None:
     assert blue.usage().num_blocks == 0
     assert blue.write([(key_of_blue, PAYLOADS[1])]) == [WriteStatus.STORED]
     assert read_blocks(red, [make_key("meet")], BLOCK_BYTES) == [PAYLOADS[0]]
-    liar = PoolTier(SocketTransport(address, TOKENS["red"]), BLUE, metrics=Metrics(), breaker=CircuitBreaker(9, 1.0))
+    liar = PoolTier(
+        SocketTransport(address, TOKENS["red"], RED), BLUE, metrics=Metrics(), breaker=CircuitBreaker(9, 1.0)
+    )
     key = make_key("lie", tenant=BLUE)
     assert liar.write([(key, PAYLOADS[0])]) == [WriteStatus.FAILED]
     assert read_blocks(liar, [key_of_blue], BLOCK_BYTES) == [None]
     assert blue.lookup([key]) == [Status.MISS]
     for tier in (red, blue, liar):
         tier.close()
+
+
+def test_the_token_of_another_tenant_is_refused_by_the_engine(address: str) -> None:
+    confused = SocketTransport(address, TOKENS["red"], BLUE)
+    with pytest.raises(UnauthenticatedError, match="another tenant's"):
+        confused.connect()
+    confused.close()
 
 
 def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +150,7 @@ def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: 
 @pytest.mark.parametrize("token", ["", "two words", "ümlaut", "line\n"])
 def test_a_token_that_cannot_be_one(token: str) -> None:
     with pytest.raises(ConfigError, match="printable ASCII"):
-        SocketTransport("127.0.0.1:1", token)
+        SocketTransport("127.0.0.1:1", token, RED)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB, 9 * MIB + 5])
@@ -224,7 +233,7 @@ def test_a_client_that_dies_in_the_middle_of_a_write_leaves_nothing() -> None:
 
 
 def test_a_read_that_is_given_up_leaves_nothing_to_the_next(address: str) -> None:
-    transport = SocketTransport(address, TOKENS["red"])
+    transport = SocketTransport(address, TOKENS["red"], RED)
     batch = [(make_key(("given up", i)), make_payload(i, 3 * MIB)) for i in range(6)]
     assert transport.write(batch, WAIT_S) == [WriteStatus.STORED] * 6
     into = [memoryview(bytearray(3 * MIB)) for _ in batch]
@@ -285,8 +294,9 @@ def test_connections_beyond_the_limit_are_refused_and_places_come_back() -> None
 def test_the_wrong_port_is_named(scheme: str, port: str, named: str) -> None:
     with running_pool() as pool:
         address = {"grpc": pool.grpc[0], "http": pool.http, "block": pool.block[0]}[port]
-        kind = SocketTransport if scheme == "block" else GrpcTransport
-        transport = kind(address, TOKENS["red"], connect_timeout_s=1.0)
+        transport: PoolTransport = (
+            SocketTransport(address, TOKENS["red"], RED) if scheme == "block" else GrpcTransport(address, TOKENS["red"])
+        )
         with pytest.raises(Exception, match=named):
             transport.lookup(KEYS[:1], WAIT_S)
         transport.close()
@@ -309,12 +319,12 @@ def test_a_server_that_never_speaks_is_a_miss() -> None:
 
 
 def test_names_are_resolved_and_unknown_ones_are_a_miss(address: str) -> None:
-    transport = SocketTransport(f"localhost:{address.rpartition(':')[2]}", TOKENS["red"])
+    transport = SocketTransport(f"localhost:{address.rpartition(':')[2]}", TOKENS["red"], RED)
     transport.connect()
     transport.close()
     with pytest.raises(ClosedError):
         transport.usage(WAIT_S)
-    nobody = SocketTransport("no-such-host.invalid:7600", TOKENS["red"])
+    nobody = SocketTransport("no-such-host.invalid:7600", TOKENS["red"], RED)
     with pytest.raises(UnavailableError, match="no-such-host"):
         nobody.usage(WAIT_S)
 
@@ -428,7 +438,7 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
         payload = make_payload("big", MIB)
         assert patient.write([(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
         into = [memoryview(bytearray(MIB)) for _ in keys]
-        transport = SocketTransport(pool.block, TOKENS["red"])
+        transport = SocketTransport(pool.block, TOKENS["red"], RED)
         blocks = transport.read(keys, into, 1.0)
         next(blocks)
         os.kill(pool.process.pid, signal.SIGSTOP)

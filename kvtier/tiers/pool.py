@@ -10,6 +10,7 @@ from kvtier.codec import decode
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnavailableError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.metrics import Metrics
+from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
@@ -91,6 +92,7 @@ class PoolTier:
         self._name = name
         self._clock = clock
         self._gate = CallGate(f"tier {name}")
+        self._dropped = QuietLog(_log)
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ class PoolTier:
                     decode(header, keys[i], into[i])
                 except CorruptBlockError as error:
                     self._metrics.corrupt_blocks.labels(self._name).inc()
-                    _log.warning("tier %s: block dropped: %s", self._name, error)
+                    self._dropped.warning(f"tier {self._name}: block dropped: {error}")
                 else:
                     statuses[i] = Status.HIT
 

@@ -3,7 +3,8 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from kvtier.errors import InvalidInputError
+from kvtier.errors import InvalidInputError, UnauthenticatedError
+from kvtier.keys import TenantId
 from kvtier.tiers.base import ReadableBuffer
 from kvtier.wire.address import Address, open_connection
 from kvtier.wire.block import VERSIONS, Fields, Result, Verb, error_for
@@ -29,14 +30,19 @@ class PoolConnection:
         """Payload of the last answer that nobody has received."""
 
     @classmethod
-    def open(cls, address: Address, token: str, deadline: float) -> "PoolConnection":
-        """Connects and exchanges HELLO."""
+    def open(cls, address: Address, token: str, tenant: TenantId, deadline: float) -> "PoolConnection":
+        """Connects and exchanges HELLO. The token must be that tenant's."""
         connection = cls(FrameSocket(open_connection(address, deadline)))
         try:
             hello = {"versions": list(VERSIONS), "token": token, "client": _CLIENT}
             greeting = connection.ask(Verb.HELLO, hello, (), deadline)
             if greeting.number("version") not in VERSIONS:
                 raise InvalidInputError(f"the pool chose version {greeting.number('version')}, which was not offered")
+            if greeting.data("tenant") != tenant:
+                raise UnauthenticatedError(
+                    "the pool takes the token for another tenant's: check `tenant` and its `token` in the engine's "
+                    "configuration, and `token_sha256` in the pool's"
+                )
         except TimeoutError:
             connection.close()
             raise TimeoutError("connected, but no greeting in time; is this what the pool calls `listen`?") from None

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvtier.clock import MONOTONIC
 from kvtier.codec import HEADER_BYTES, encode_header
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError, UnavailableError
-from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
 from kvtier.tiers.pool_connection import PoolConnection
 from kvtier.wire.address import Address
@@ -32,17 +32,18 @@ class SocketTransport:
     The tenant is the token's: the transport sends no tenant, and the pool answers for no other.
     """
 
-    def __init__(self, address: str, token: str, *, connect_timeout_s: float = 1.0) -> None:
+    def __init__(self, address: str, token: str, tenant: TenantId, *, connect_timeout_s: float = 1.0) -> None:
         """Connects to nobody yet.
 
         :param address: `host:port` or `unix:/path`.
         :param token: the tenant's bearer token. Sent in the clear: use it on trusted networks.
+        :param tenant: whose token it is; a pool that takes it for another's is refused.
         :param connect_timeout_s: for a connection and the pool's greeting together.
         """
         if not token or not all("!" <= c <= "~" for c in token):
             raise ConfigError("the pool's token must be printable ASCII without spaces, and not empty")
         self._address = Address.parse(address)
-        self._token = token
+        self._token, self._tenant = token, tenant
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._idle: list[PoolConnection] = []
@@ -154,7 +155,7 @@ class SocketTransport:
         with self._lock:
             if self._closed:
                 raise ClosedError("the connection to the pool is closed")
-        return PoolConnection.open(self._address, self._token, deadline)
+        return PoolConnection.open(self._address, self._token, self._tenant, deadline)
 
     def _take_idle(self) -> PoolConnection | None:
         with self._lock:

@@ -121,7 +121,7 @@ class BlockSession:
             return None
         tenant = self._authenticator.tenant_of(hello.text("token"))
         _log.debug("client %r connected", hello.text("client")[:100])
-        self._answer({"versions": list(VERSIONS), "version": common[0]}, deadline=deadline)
+        self._answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant}, deadline=deadline)
         return tenant
 
     def _next_request(self) -> bool:

@@ -16,7 +16,10 @@ from kvtier.malloc import keep_freed_memory
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings
 
-app = typer.Typer(help="The cache pool service.", no_args_is_help=True)
+_LOOK_S = 0.2
+"""Between looks at whether a signal has come."""
+
+app = typer.Typer(help="The cache pool service.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -79,7 +82,10 @@ def run(settings: PoolSettings) -> None:
     addresses = service.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
-    stop.wait()
+    # Not without a timeout: the kernel may give the signal to another thread, and Python runs the handler in
+    # this one, when it wakes.
+    while not stop.wait(_LOOK_S):
+        pass
     service.stop()
 
 
@@ -106,6 +112,7 @@ def settings_of(config: Config, tenants: dict[str, str]) -> PoolSettings:
         http_listen=section.http_listen,
         disk_dir=section.disk_dir,
         disk_bytes=int(section.disk_bytes),
+        disk_reserve_bytes=int(section.disk_reserve_bytes),
         socket_mode=section.socket_mode,
         max_connections=section.max_connections,
         num_threads=section.num_threads,

@@ -102,4 +102,10 @@ class PoolService:
 def _open_disk(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> DiskTier | None:
     if settings.disk_dir is None:
         return None
-    return DiskTier.open(settings.disk_dir, settings.disk_bytes, on_event=hub.publish, metrics=metrics)
+    return DiskTier.open(
+        settings.disk_dir,
+        settings.disk_bytes,
+        reserve_bytes=settings.disk_reserve_bytes,
+        on_event=hub.publish,
+        metrics=metrics,
+    )

@@ -50,6 +50,8 @@ class PoolSettings:
     """Folder of the disk tier, for this process alone. None: memory only, nothing survives a restart."""
     disk_bytes: int = 0
     """Size of the disk tier; needed with `disk_dir`."""
+    disk_reserve_bytes: int = 1 << 30
+    """Free space left to others on the disk's file system; below it the disk tier shrinks."""
     socket_mode: int = 0o600
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
