@@ -10,7 +10,7 @@ read once per KV head; over the second they are expanded by stride 0. Nothing is
 import torch
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows, require
+from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -44,9 +44,11 @@ def paged_attention(
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
     for seq, seq_len in enumerate(lengths):
         start, stop = starts[seq], starts[seq + 1]
-        require(0 < stop - start <= seq_len, f"sequence {seq} has {stop - start} queries and {seq_len} keys")
+        if not (0 < stop - start <= seq_len):
+            raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
         num_blocks = -(-seq_len // kv_layer.size(2))
-        require(num_blocks <= block_tables.size(1), f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
+        if num_blocks > block_tables.size(1):
+            raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
         keys = _gather(kv_layer[:, 0], block_tables[seq, :num_blocks])[:, :seq_len]
         values = _gather(kv_layer[:, 1], block_tables[seq, :num_blocks])[:, :seq_len]
         _attend(query[start:stop], keys, values, scale, out[start:stop])
@@ -105,13 +107,16 @@ def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) ->
 
 def _check(query: Tensor, kv_layer: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
     check_kv_layer(kv_layer)
-    require(kv_layer.device.type == "cpu", f"kv_layer is on {kv_layer.device}: this path runs on CPU")
+    if kv_layer.device.type != "cpu":
+        raise ValueError(f"kv_layer is on {kv_layer.device}: this path runs on CPU")
     check_rows("query", query, kv_layer)
     heads, kv_heads = query.size(1), kv_layer.size(3)
-    require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
     check_index("block_tables", block_tables, (-1, -1), kv_layer.device)
     num_seqs = block_tables.size(0)
     check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
     check_index("seq_lens", seq_lens, (num_seqs,), kv_layer.device)
     first, last = int(query_starts[0]), int(query_starts[-1])
-    require((first, last) == (0, query.size(0)), f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
+    if (first, last) != (0, query.size(0)):
+        raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows, require
+from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows
 
 
 def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
@@ -18,7 +18,9 @@ def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, of
     check_rows("value", value, kv_layer)
     check_index("block_ids", block_ids, (key.size(0),), kv_layer.device)
     check_index("offsets", offsets, (key.size(0),), kv_layer.device)
-    require(key.shape == value.shape, f"key is {list(key.shape)}, value {list(value.shape)}: must be equal")
-    require(key.size(1) == kv_layer.size(3), f"key has {key.size(1)} heads, kv_layer {kv_layer.size(3)}")
+    if key.shape != value.shape:
+        raise ValueError(f"key is {list(key.shape)}, value {list(value.shape)}: must be equal")
+    if key.size(1) != kv_layer.size(3):
+        raise ValueError(f"key has {key.size(1)} heads, kv_layer {kv_layer.size(3)}")
     kv_layer[:, 0].index_put_((block_ids, offsets), key)
     kv_layer[:, 1].index_put_((block_ids, offsets), value)
