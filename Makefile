@@ -24,6 +24,7 @@ unit: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash
 	$(BIN)/kvtier bench block-pool
+	$(BIN)/kvtier bench paths
 	$(BIN)/kvtier bench ttft
 
 # Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older

@@ -139,8 +139,9 @@ class PoolConfig(Section):
     address: BlockAddress | None = None
     """`host:port` or `unix:/path` of the pool's `listen`; `grpc:host:port` of its `grpc_listen`, which is slower."""
     connect_timeout_s: Seconds = 1.0
-    call_timeout_s: Seconds = 5.0
-    """Deadline of one call. Below the time of a good transfer of `batch_blocks`, nothing hits."""
+    call_timeout_s: Annotated[float, Field(gt=0, le=30)] = 5.0
+    """Deadline of one call; the pool itself ends those that take over a minute. Below the time of a good transfer
+    of `batch_blocks`, nothing hits."""
     breaker_failures: Count = 3
     """Failures in a row after which the pool is left alone for `breaker_open_s`."""
     breaker_open_s: Seconds = 2.0

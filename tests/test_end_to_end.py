@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_engine.demo.processes import Service, post
+from kvtier.processes import Service
+from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.runs import PEOPLE_ASKED, Stage, ask
 from kvtier_engine.demo_model import demo_model_path
 

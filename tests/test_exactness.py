@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from hierarchy_rig import until
 from kvtier.build import EngineCache, engine_cache
 from kvtier.config import Config, parse_config
+from kvtier.processes import Service
 from kvtier.transfer import HostMemoryKV
 from kvtier_engine.demo.document import messages, people
-from kvtier_engine.demo.processes import Service
 from kvtier_engine.demo.runs import Stage
 from kvtier_engine.demo_model import demo_model_path
 from kvtier_engine.llama import Chunk, LlamaModel

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import token_sha256
+from kvtier.processes import Service
+from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.document import Person, messages, people
-from kvtier_engine.demo.processes import Service, post
 
 MAX_ANSWER_TOKENS = 32
 TENANTS = ("red", "blue")

@@ -1,26 +1,21 @@
-"""Starting, asking and stopping the demo's processes."""
+"""Starting and stopping services as processes of their own, for demos, benchmarks and tests."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from types import TracebackType
-from typing import Any
 
 from kvtier.errors import KvtierError
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
-REQUEST_TIMEOUT_S = 300.0
 
 
 class Service:
@@ -44,7 +39,7 @@ class Service:
                 text=True,
             )
         # A reader of its own: a pipe that nobody empties would stop the process one day.
-        threading.Thread(target=self._read, name="demo-reader", daemon=True).start()
+        threading.Thread(target=self._read, name="kvtier-reader", daemon=True).start()
 
     def ready(self) -> dict[str, str]:
         """Waits for the ready line and returns its `name=value` words."""
@@ -95,17 +90,3 @@ class Service:
         for line in self.process.stdout:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
-
-
-def post(url: str, body: Mapping[str, Any]) -> Any:
-    """POSTs JSON and returns the JSON answer. Raises `KvtierError` with the server's message."""
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise KvtierError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:2000]}") from error
-    except OSError as error:
-        raise KvtierError(f"{url} cannot be reached: {error}") from error
