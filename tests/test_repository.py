@@ -88,3 +88,14 @@ def test_the_command_lists_its_parts() -> None:
     )
     for command in ("pool", "engine", "demo", "bench"):
         assert command in answer.stdout
+
+
+def test_the_map_of_modules_is_complete() -> None:
+    """`docs/structure.md` has a line per module, and each module says what it is."""
+    listed = (ROOT / "docs" / "structure.md").read_text()
+    for package in ("kvtier", "kernels/kvtier_kernels", "services/kvtier_pool", "services/kvtier_engine"):
+        for module in (ROOT / package).rglob("*.py"):
+            if "_pb2" in module.name:
+                continue
+            assert module.read_text().startswith('"""'), f"{module} has no docstring"
+            assert module.name == "__init__.py" or f"- `{module.name}`: " in listed, f"docs/structure.md lacks {module}"

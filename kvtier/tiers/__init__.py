@@ -1,0 +1,1 @@
+"""Levels of storage behind one protocol (`base`): host memory, local disk, the cache pool."""
