@@ -1,4 +1,6 @@
-"""All counters of the core, in one place, handed over explicitly: nothing is registered by an import.
+"""Counters of the tiers, handed over explicitly: nothing is registered by an import.
+
+The hierarchy and the services have counters of their own beside them, on the same registry.
 
 Names follow Prometheus: `_total` counts since the start of the process, `_seconds` are histograms.
 Labels never carry tenants, keys or paths, so the number of series stays small.

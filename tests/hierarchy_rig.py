@@ -20,7 +20,7 @@ from kvtier.hierarchy import (
     JobResult,
     Mover,
 )
-from kvtier.keys import ChainHash, NamespaceId, PrefixHasher, StoreKey, tenant_id
+from kvtier.keys import ChainHash, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
@@ -97,6 +97,8 @@ class Rig:
         num_blocks: int = 32,
         settings: DirectorySettings | None = None,
         clock: Clock = MONOTONIC,
+        tenant: TenantId = TENANT,
+        namespace: NamespaceId = NAMESPACE,
     ) -> None:
         self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
         self.registry = CollectorRegistry()
@@ -104,16 +106,16 @@ class Rig:
         tiers = {tier.name: tier for tier in (local, shared) if tier is not None}
         self.arena = Arena(num_slots, BLOCK_BYTES)
         self.mover = Mover(
-            tenant=TENANT,
-            namespace=NAMESPACE,
+            tenant=tenant,
+            namespace=namespace,
             device=HostMemoryKV(self.device),
             arena=self.arena,
             tiers=tiers,
-            inventory=inventory or InventoryLog(TENANT, NAMESPACE),
+            inventory=inventory or InventoryLog(tenant, namespace),
         )
         directory = Directory(
-            tenant=TENANT,
-            namespaces=[NAMESPACE],
+            tenant=tenant,
+            namespaces=[namespace],
             num_slots=num_slots,
             local_tiers=[local.name] if local else [],
             shared=shared,

@@ -152,7 +152,7 @@ class PoolProcess:
 
     def start(self) -> None:
         """Returns when it is ready."""
-        command = [sys.executable, "-m", "kvtier_pool.cli", "serve", *self.arguments]
+        command = [sys.executable, "-m", "kvtier.cli", "pool", "serve", *self.arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

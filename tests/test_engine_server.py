@@ -79,7 +79,7 @@ def engine_process(folder: Path, **environ: str) -> Iterator[EngineProcess]:
 
 def _start(config: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtier_engine.cli", "serve", "--config", str(config), *options],
+        [sys.executable, "-m", "kvtier.cli", "engine", "serve", "--config", str(config), *options],
         env=os.environ | {"RED_SECRET": "a secret of more than sixteen bytes"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memo
 from kvtier.block_pool import BlockPool
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
-from kvtier.keys import StoreKey, store_key
+from kvtier.keys import ChainHash, NamespaceId, StoreKey, store_key, tenant_id
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena
@@ -21,6 +21,14 @@ def pool() -> Iterator[HostTier]:
     yield tier
     tier.check()
     tier.close()
+
+
+def filled(pool: HostTier, hashes: list[ChainHash]) -> Rig:
+    """An engine that has saved its first blocks to `pool` under these hashes, and ended."""
+    rig = Rig(pool)
+    rig.save(hashes, range(len(hashes)))
+    rig.close()
+    return rig
 
 
 def test_saved_blocks_come_back_byte_for_byte(pool: HostTier) -> None:
@@ -57,19 +65,21 @@ def test_another_engine_pulls_from_the_shared_tier(pool: HostTier) -> None:
 
 
 def test_another_tenant_or_namespace_meets_nothing(pool: HostTier) -> None:
-    rig, hashes = Rig(pool), chain(2)
-    rig.save(hashes, range(2))
-    rig.close()
-    assert all(pool.lookup([store_key(TENANT, NAMESPACE, h) for h in hashes]))
-    other = TENANT[::-1]
-    assert not any(pool.lookup([store_key(other, NAMESPACE, h) for h in hashes]))  # type: ignore[arg-type]
+    hashes = chain(2)
+    filled(pool, hashes)
+    strangers = [Rig(pool, tenant=tenant_id("blue")), Rig(pool, namespace=NamespaceId(b"m" * 16))]
+    for stranger in strangers:
+        assert stranger.tiers_of(hashes) == ["MISS"] * 2
+        assert stranger.load(hashes, range(2)).failed == {0, 1}, "not even when it asks without looking"
+        stranger.close()
+    friend = Rig(pool)
+    assert friend.tiers_of(hashes) == ["pool"] * 2
+    friend.close()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(pool: HostTier) -> None:
     hashes = chain(6)
-    writer = Rig(pool)
-    writer.save(hashes, range(6))
-    writer.close()
+    writer = filled(pool, hashes)
     held = Held(pool)
     held.broken = {hashes[3]}
     rig = Rig(held)
@@ -92,9 +102,7 @@ def test_a_load_of_unknown_blocks_fails_at_once() -> None:
 
 def test_single_flight(pool: HostTier) -> None:
     hashes = chain(4)
-    writer = Rig(pool)
-    writer.save(hashes, range(4))
-    writer.close()
+    writer = filled(pool, hashes)
     held = Held(pool)
     rig = Rig(held)
     held.gate.clear()
@@ -112,9 +120,7 @@ def test_single_flight(pool: HostTier) -> None:
 
 def test_a_cancelled_load_keeps_off_the_device(pool: HostTier) -> None:
     hashes = chain(4)
-    writer = Rig(pool)
-    writer.save(hashes, range(4))
-    writer.close()
+    filled(pool, hashes)
     held = Held(pool)
     rig = Rig(held)
     rig.device[:] = 0xAA
@@ -133,9 +139,7 @@ def test_a_cancelled_load_keeps_off_the_device(pool: HostTier) -> None:
 
 def test_a_late_load_ends_at_its_deadline(pool: HostTier) -> None:
     hashes = chain(2)
-    writer = Rig(pool)
-    writer.save(hashes, range(2))
-    writer.close()
+    filled(pool, hashes)
     now = [0.0]
     held = Held(pool)
     rig = Rig(held, clock=lambda: now[0])

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import pool_rig
+from kvtier.cli import main
 from kvtier.codec import encode_header
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import StoreKey
@@ -32,7 +33,6 @@ from kvtier.tiers.pool import PoolTier
 from kvtier.tiers.pool_grpc import GrpcTransport
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import encode_blocks
-from kvtier_pool.cli import main
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolLimits, PoolSettings
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, PoolProcess, pool_process
@@ -543,7 +543,7 @@ def test_healthz_metrics_and_no_torch() -> None:
 def test_a_wrong_command_line_says_what_to_do(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["kvtier-pool", "serve", *arguments])
+    monkeypatch.setattr("sys.argv", ["kvtier", "pool", "serve", *arguments])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.raises(SystemExit) as exit_:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvtier.config import Config, load_config
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ConfigError
 from kvtier.malloc import keep_freed_memory
 
 _SHUTDOWN_GRACE_S = 5
@@ -116,16 +116,3 @@ def _with_options(config: Config, model: Path | None, port: int | None) -> Confi
     if port is not None:
         changes["listen"] = f"{config.engine.listen.rpartition(':')[0]}:{port}"
     return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
-
-
-def main() -> None:
-    """`python -m kvtier_engine.cli`: the same without the `kvtier` frame."""
-    try:
-        app()
-    except KvtierError as error:
-        print(f"kvtier engine: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.config import Config, load_config, parse_config
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ConfigError
 from kvtier.malloc import keep_freed_memory
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings
@@ -128,16 +128,3 @@ def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:
             raise ConfigError(f"--tenant {text}: use NAME=SHA256, made with: printf %s TOKEN | sha256sum")
         tables.setdefault(name, {"token_sha256": []})["token_sha256"].append(digest)
     return tables
-
-
-def main() -> None:
-    """`python -m kvtier_pool`: the same without the `kvtier` frame."""
-    try:
-        app()
-    except KvtierError as error:
-        print(f"kvtier pool: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
