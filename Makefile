@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit bench proto clean
+.PHONY: demo test lint unit test-compose bench proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -21,10 +21,15 @@ lint: .venv/dev.stamp
 unit: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Needs a Docker engine at DOCKER_HOST, and docker-compose.
+test-compose: .venv/dev.stamp
+	KVTIER_TEST_COMPOSE=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/compose
+
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash
 	$(BIN)/kvtier bench block-pool
 	$(BIN)/kvtier bench paths
+	$(BIN)/kvtier bench codec
 	$(BIN)/kvtier bench ttft
 
 # Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older

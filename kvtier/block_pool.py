@@ -137,7 +137,8 @@ class BlockPool:
         queue in reverse, so that the end of a chain is evicted before its beginning.
 
         :param cold: put them before all other cached blocks instead (first to be evicted): for blocks
-            that were only held to be copied away. O(free blocks without a key at the head).
+            that were only held to be copied away. O(free blocks without a key at the head) for those with a key;
+            others go to the head at once.
         """
         blocks = self._blocks
         for block_id in block_ids if cold else reversed(block_ids):
@@ -146,7 +147,7 @@ class BlockPool:
                 raise InvalidInputError(f"block {block_id} is freed once more than it was taken")
             block.references -= 1
             if block.references == 0:
-                self._insert_before(self._first_cached() if cold else self._tail, block)
+                self._insert_before(self._cold_place(block) if cold else self._tail, block)
 
     def coldest(self, limit: int) -> list[tuple[ChainHash, int]]:
         """Of the next `limit` blocks to be allocated, those with a key, as (chain hash, block id)."""
@@ -168,14 +169,16 @@ class BlockPool:
             block = block.next
         return ids
 
-    def reset(self) -> bool:
-        """Forgets all keys, without `on_evict`. False, and nothing happens, while blocks are referenced."""
-        if self._num_free != len(self._blocks):
-            return False
+    def reset(self) -> int:
+        """Forgets all keys, without `on_evict`; returns how many there were.
+
+        Referenced blocks stay their owners', who may give them keys again.
+        """
+        num_forgotten = len(self._by_key)
         for block in self._by_key.values():
             block.key = None
         self._by_key.clear()
-        return True
+        return num_forgotten
 
     def check(self) -> None:
         """Verifies queue, counts and map against each other; raises `InvariantError`. O(num_blocks)."""
@@ -198,10 +201,10 @@ class BlockPool:
         del self._by_key[block.key]
         block.key = None
 
-    def _first_cached(self) -> _Block:
-        """The first queued block with a key, else the tail: empty blocks are used up before cached ones."""
+    def _cold_place(self, freed: _Block) -> _Block:
+        """What a cold block goes before: the first queued one with a key, since empty ones are used up first."""
         block = self._head.next
-        while block is not None and block is not self._tail and block.key is None:
+        while freed.key is not None and block is not None and block is not self._tail and block.key is None:
             block = block.next
         assert block is not None
         return block

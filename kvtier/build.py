@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from kvtier.codec import Codec
 from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.hierarchy import (
@@ -28,6 +29,7 @@ from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.pool import PoolTier, PoolTransport
 from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
 from kvtier.wire.address import GRPC_PREFIX
 
@@ -100,6 +102,12 @@ def engine_cache(
                 saving_fraction=config.cache.saving_fraction,
                 load_deadline_s=config.cache.load_deadline_s,
                 lookup_deadline_s=config.cache.lookup_deadline_s,
+                host_policy=WritePolicy(config.host.write_policy),
+                tier_policies={
+                    "disk": WritePolicy(config.disk.write_policy),
+                    "pool": WritePolicy(config.pool.write_policy),
+                },
+                selective_uses=config.cache.selective_uses,
             ),
             on_answer=mover.nudge,
         )
@@ -118,6 +126,7 @@ def _disk_tier(config: Config, inventory: InventoryLog, metrics: Metrics) -> Tie
             reserve_bytes=int(config.disk.reserve_bytes),
             on_event=inventory.on_event,
             metrics=metrics,
+            codec=Codec.parse(config.disk.codec),
         ),
         metrics,
     )

@@ -13,7 +13,7 @@
 
 This module alone writes and reads it. Header and payload are separate arguments everywhere, so that
 callers hand them to `writev` or `sendmsg` without joining them. All functions are pure and safe in
-any thread; hashing a large payload releases the GIL (2 MiB: about 65 us).
+any thread; hashing a large payload (2 MiB: about 65 us), packing and unpacking release the GIL.
 
 The checksum finds accidents, not attackers: xxh3 has no key.
 """
@@ -22,8 +22,10 @@ import enum
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
+from kvtier.bitshuffle import pack, unpack_into
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import STORE_KEY_BYTES, StoreKey
 
@@ -35,14 +37,31 @@ _CHECKED_BYTES = HEADER_BYTES - 8
 _FIELDS = struct.Struct("<4sHBB64sQQ")
 _CHECKSUM = struct.Struct("<Q")
 
+_WORTH_PACKING = 0.97
+"""Above, unpacking costs more than the bytes it saves."""
+
 _Buffer = bytes | bytearray | memoryview
 
 
 class Codec(enum.IntEnum):
-    """How the payload is packed."""
+    """How the payload is packed. Lossless all."""
 
     RAW = 0
     """Not at all: raw and stored length are equal."""
+    LZ4 = 1
+    """Bitshuffled, then lz4: `kvtier.bitshuffle`. The stored length is less than the raw one."""
+
+    @classmethod
+    def parse(cls, name: str) -> "Codec":
+        """The codec that a configuration calls `name`: `raw` or `lz4`."""
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            known = ", ".join(codec.name.lower() for codec in cls)
+            raise InvalidInputError(f"unknown codec {name!r}: known are {known}") from None
+
+
+_CODECS = frozenset(Codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,68 +75,126 @@ class Header:
     checksum: int
 
 
+def encode(key: StoreKey, payload: _Buffer, codec: Codec = Codec.RAW) -> tuple[bytes, _Buffer]:
+    """Header and payload as stored, the latter packed by `codec` where that saves at least 3 %.
+
+    Else the block is stored raw, and the second part is `payload` itself, not a copy. `payload` is
+    one-dimensional bytes.
+    """
+    if codec is Codec.LZ4:
+        packed = pack(payload)
+        if packed is not None and len(packed) <= _WORTH_PACKING * len(payload):
+            return _header(key, Codec.LZ4, len(payload), packed), packed
+    return encode_header(key, payload), payload
+
+
+def decode_into(header: _Buffer, key: StoreKey, stored: _Buffer, into: memoryview) -> None:
+    """Fills `into` with the block of `key`, whatever its codec.
+
+    Header, key, lengths and checksum are verified before `into` is touched. What a packed payload says
+    of itself is checked too; when it turns out bad only while it is unpacked, `into` holds anything.
+
+    Raises `CorruptBlockError` with the reason.
+
+    :param stored: the payload as stored, exactly; in memory that nobody writes meanwhile.
+    :param into: one-dimensional writable bytes, as many as the block has unpacked.
+    """
+    parsed = parse_stored_header(header)
+    if parsed.raw_length != len(into):
+        raise CorruptBlockError(f"block of {parsed.raw_length} bytes instead of {len(into)}")
+    verify(parsed, key, stored)
+    unpack(parsed, stored, into)
+
+
 def checksum(key: StoreKey, payload: _Buffer) -> int:
-    """xxh3_64 of the stored form of `payload` under `key`, for a holder who keeps it apart from the bytes."""
-    hasher = xxhash.xxh3_64(_prefix(key, len(payload)))
-    hasher.update(payload)
-    return int(hasher.intdigest())
+    """xxh3_64 of the stored form of `payload` under `key`, raw, for a holder who keeps it apart from the bytes."""
+    return _checksum(_prefix(key, Codec.RAW, len(payload), len(payload)), payload)
 
 
 def encode_header(key: StoreKey, payload: _Buffer) -> bytes:
     """The 96 bytes that stand before `payload`, codec raw. `payload` is one-dimensional bytes."""
-    return header_from_checksum(key, len(payload), checksum(key, payload))
+    return _header(key, Codec.RAW, len(payload), payload)
 
 
 def header_from_checksum(key: StoreKey, raw_length: int, checksum: int) -> bytes:
     """The header of a raw payload whose `checksum` is known already. Costs no look at the payload."""
-    return _prefix(key, raw_length) + _CHECKSUM.pack(checksum)
+    return _prefix(key, Codec.RAW, raw_length, raw_length) + _CHECKSUM.pack(checksum)
 
 
 def parse_header(buffer: _Buffer) -> Header:
-    """Reads the first 96 bytes of `buffer`.
+    """Reads the first 96 bytes of `buffer`, of a raw block: what travels between processes.
 
-    Raises `CorruptBlockError` with the reason when they are fewer, foreign, or of a version or codec
-    that this release does not know.
+    Raises `CorruptBlockError` with the reason when they are fewer, foreign, of a version or codec that
+    this release does not know, or of a packed block.
     """
+    header = parse_stored_header(buffer)
+    if header.codec is not Codec.RAW:
+        raise CorruptBlockError(f"codec {header.codec} ({header.codec.name.lower()}) where only raw is taken")
+    return header
+
+
+def parse_stored_header(buffer: _Buffer) -> Header:
+    """`parse_header` of any codec, for those who store blocks and hand the payload to `decode_into`."""
     if len(buffer) < HEADER_BYTES:
         raise CorruptBlockError(f"truncated header: {len(buffer)} of {HEADER_BYTES} bytes")
-    magic, version, codec, flags, key, raw_length, stored_length = _FIELDS.unpack_from(buffer)
+    magic, version, number, flags, key, raw_length, stored_length = _FIELDS.unpack_from(buffer)
     if magic != _MAGIC:
         raise CorruptBlockError(f"no kvtier block: magic {magic!r}")
     if version != VERSION:
         raise CorruptBlockError(f"unknown version {version}")
-    if codec != Codec.RAW:
-        raise CorruptBlockError(f"unknown codec {codec}")
+    if number not in _CODECS:
+        raise CorruptBlockError(f"unknown codec {number}")
     if flags:
         raise CorruptBlockError(f"unknown flags {flags:#04x}")
-    if raw_length != stored_length:
-        raise CorruptBlockError(f"raw codec with lengths {raw_length} and {stored_length}")
+    codec = Codec(number)
+    if (raw_length != stored_length) if codec is Codec.RAW else (raw_length <= stored_length):
+        raise CorruptBlockError(f"{codec.name.lower()} codec with lengths {raw_length} and {stored_length}")
     (stored_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
-    return Header(StoreKey(key), Codec(codec), raw_length, stored_length, stored_checksum)
+    return Header(StoreKey(key), codec, raw_length, stored_length, stored_checksum)
 
 
-def verify(header: Header, key: StoreKey, payload: _Buffer) -> None:
-    """Passes when `payload` is, byte for byte, what was stored under `key`; else raises `CorruptBlockError`.
+def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
+    """Passes when `stored` is, byte for byte, what was stored under `key`; else raises `CorruptBlockError`.
 
     :param key: the key that was asked for, so that a block in another's place is found out.
+    :param stored: the payload as stored, packed or not.
     """
     if header.key != key:
         raise CorruptBlockError("block of another key")
-    if len(payload) != header.stored_length:
-        raise CorruptBlockError(f"truncated payload: {len(payload)} of {header.stored_length} bytes")
-    if checksum(key, payload) != header.checksum:
+    if len(stored) != header.stored_length:
+        raise CorruptBlockError(f"truncated payload: {len(stored)} of {header.stored_length} bytes")
+    if _checksum(_prefix(key, header.codec, header.raw_length, header.stored_length), stored) != header.checksum:
         raise CorruptBlockError("checksum mismatch")
 
 
+def unpack(header: Header, stored: _Buffer, into: memoryview) -> None:
+    """The last step of `decode_into`, for a payload that `verify` has passed and an `into` of its raw length."""
+    if header.codec is Codec.LZ4:
+        unpack_into(stored, into)
+    elif into:  # numpy refuses empty buffers
+        np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(stored, dtype=np.uint8))  # releases the GIL
+
+
 def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
-    """`parse_header` and `verify` in one step."""
+    """`parse_header` and `verify` in one step: for raw blocks."""
     parsed = parse_header(header)
     verify(parsed, key, payload)
     return parsed
 
 
-def _prefix(key: StoreKey, length: int) -> bytes:
-    """Bytes 0 to 87 for a raw payload of `length` bytes."""
+def _header(key: StoreKey, codec: Codec, raw_length: int, stored: _Buffer) -> bytes:
+    prefix = _prefix(key, codec, raw_length, len(stored))
+    return prefix + _CHECKSUM.pack(_checksum(prefix, stored))
+
+
+def _checksum(prefix: bytes, stored: _Buffer) -> int:
+    hasher = xxhash.xxh3_64(prefix)
+    hasher.update(stored)
+    return int(hasher.intdigest())
+
+
+def _prefix(key: StoreKey, codec: Codec, raw_length: int, stored_length: int) -> bytes:
+    """Bytes 0 to 87."""
     if len(key) != STORE_KEY_BYTES:  # struct would pad or cut it without a word
         raise InvalidInputError(f"store key of {len(key)} bytes: needs {STORE_KEY_BYTES}")
-    return _FIELDS.pack(_MAGIC, VERSION, Codec.RAW, 0, key, length, length)
+    return _FIELDS.pack(_MAGIC, VERSION, codec, 0, key, raw_length, stored_length)

@@ -37,6 +37,10 @@ OVERRIDE_PREFIX = "KVTIER__"
 Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
+WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
+"""A `kvtier.tiers.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
+CodecName = Literal["raw", "lz4"]
+"""A `kvtier.codec.Codec`, for what is written from now on; every tier reads all of them."""
 
 
 def _checked_address(text: str) -> str:
@@ -80,6 +84,9 @@ class EngineConfig(Section):
     """Where a GGUF is dequantised to, once. Default: `~/.cache/kvtier/models`."""
     listen: str = "127.0.0.1:8000"
     """`host:port` of the OpenAI API; port 0 takes a free one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model and its KV are. `auto` takes the first CUDA device where torch and triton can use one. Engines on
+    CPU and on CUDA do not share: their KV differs in the last bits."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -110,6 +117,8 @@ class CacheConfig(Section):
     """A lookup that takes longer is a miss. A request waits this long at the most."""
     saving_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of host memory that may wait for lower tiers. Small drops saves in bursts, large crowds out fetches."""
+    selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
+    """At which use `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
     clean_ahead_blocks: Annotated[int, Field(ge=0)] = 256
     """How many of the coldest device blocks are kept copied. 0 copies nothing but what was saved when full."""
 
@@ -119,6 +128,8 @@ class HostConfig(Section):
 
     capacity_bytes: Bytes = ByteSize(2**30)
     """Also the staging area of every transfer: at least a few hundred blocks. Touched at start."""
+    write_policy: WritePolicyName = "write_through"
+    """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
 
 
 class DiskConfig(Section):
@@ -131,6 +142,10 @@ class DiskConfig(Section):
     reserve_bytes: Bytes = ByteSize(2**30)
     """Free space left to others on the file system; below it the tier shrinks. Too small, and neighbours see a
     full disk; larger than what is free, and nothing is stored."""
+    write_policy: WritePolicyName = "write_through"
+    """When blocks in host memory are copied here. The other two spare the drive."""
+    codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
 
 
 class PoolConfig(Section):
@@ -146,6 +161,8 @@ class PoolConfig(Section):
     """Failures in a row after which the pool is left alone for `breaker_open_s`."""
     breaker_open_s: Seconds = 2.0
     """Then one call probes it. Short probes a dead pool often, long misses its return."""
+    write_policy: WritePolicyName = "write_through"
+    """When blocks in host memory are copied to the pool. The other two make engines share later, or less."""
 
 
 class PoolServiceConfig(Section):
@@ -169,6 +186,27 @@ class PoolServiceConfig(Section):
     """Disk tier; never exceeded."""
     disk_reserve_bytes: Bytes = ByteSize(2**30)
     """Free space left to others on the file system; below it the disk tier shrinks."""
+    disk_write_policy: WritePolicyName = "write_through"
+    """When blocks in memory are copied to disk. With `write_back`, a killed pool forgets more."""
+    disk_codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
+    redis_url: str | None = None
+    """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
+    `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
+    redis_username: str | None = None
+    redis_password: str | None = None
+    """`env:NAME` or `file:PATH`, never the password itself."""
+    redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400
+    """A block that nobody uses for so long is forgotten by Redis; 0 leaves that to its `maxmemory-policy`."""
+    redis_timeout_s: Annotated[float, Field(gt=0, le=30)] = 1.0
+    """Deadline of one call. An engine's lookup waits for it when Redis hangs, until the breaker opens."""
+    redis_write_policy: WritePolicyName = "write_through"
+    """When blocks in memory are copied to Redis. With the other two, pools share later, or less."""
+    redis_codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV: worth it where the network gives less than 0.4 GB/s, or 0.9 when blocks
+    are mostly read (`kvtier bench codec`)."""
+    selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
+    """At which use `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
     """gRPC calls served at a time."""
     shutdown_grace_s: Seconds = 30.0
@@ -231,6 +269,11 @@ class Config(Section):
         if not accepted:
             raise self._error("tenants", "no token_sha256 anywhere: nobody could use the pool; add a tenant's")
         return accepted
+
+    def redis_password(self) -> str | None:
+        """The password of the pool's Redis; None without one."""
+        reference = self.pool_service.redis_password
+        return None if reference is None else self._resolve("pool_service.redis_password", reference)
 
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""

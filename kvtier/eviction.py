@@ -1,5 +1,6 @@
 """Which block goes first when room is needed. Policies know keys and their uses, nothing else."""
 
+import itertools
 from collections import OrderedDict
 from typing import Generic, Protocol, TypeVar
 
@@ -23,6 +24,9 @@ class EvictionPolicy(Protocol[K]):
 
     def pop(self) -> K | None:
         """Takes out and returns the first to evict, None when there is none."""
+
+    def coldest(self, most: int) -> list[K]:
+        """The first to evict, at most so many, in order. They stay. O(most)."""
 
     def __len__(self) -> int: ...
 
@@ -51,6 +55,9 @@ class LRU(Generic[K]):
 
     def pop(self) -> K | None:
         return self._keys.popitem(last=False)[0] if self._keys else None
+
+    def coldest(self, most: int) -> list[K]:
+        return list(itertools.islice(self._keys, most))
 
     def __len__(self) -> int:
         return len(self._keys)

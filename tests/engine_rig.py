@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from hierarchy_rig import memory_tier
 from kvtier.block_pool import BlockPool
+from kvtier.errors import KvtierError
 from kvtier.hierarchy import (
     AlwaysFetch,
     Cleaner,
@@ -22,12 +23,13 @@ from kvtier.hierarchy import (
 from kvtier.keys import NamespaceId, PrefixHasher, tenant_id
 from kvtier.tiers.base import Tier
 from kvtier.transfer import Arena, HostMemoryKV
+from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import LlamaModel
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.paged_kv import allocate_kv
 from kvtier_engine.prefix_cache import PendingPolicy, PrefixCache
-from kvtier_engine.request import Completion, Request, Sampling
+from kvtier_engine.request import Completion, Request, Sampling, TokenCallback
 from kvtier_engine.scheduler import Scheduler, SchedulerSettings
 from kvtier_engine.weights import LayerWeights, LlamaWeights
 
@@ -161,7 +163,15 @@ class EngineRig:
         )
         return Hierarchy(directory, mover, AlwaysFetch(), metrics), metrics
 
-    def add(self, tokens: Sequence[int], max_tokens: int = 6, *, temperature: float = 0.0, seed: int = 0) -> int:
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = 6,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_token: TokenCallback | None = None,
+    ) -> int:
         self._last_id += 1
         request_id = self._last_id
 
@@ -178,6 +188,7 @@ class EngineRig:
                 hasher=self.hasher,
                 on_done=on_done,
                 arrived_at=time.monotonic(),
+                on_token=on_token,
             )
         )
         return request_id
@@ -221,6 +232,32 @@ class EngineRig:
         if self.hierarchy is not None:
             self.hierarchy.close()
             self.hierarchy.check()
+
+
+class RunningEngine:
+    """An `Engine` around a rig's scheduler, run in a thread and closed at the end."""
+
+    def __init__(self, rig: EngineRig, max_total_tokens: int = 100) -> None:
+        limits = EngineLimits(max_total_tokens=max_total_tokens, vocab_size=CONFIG.vocab_size)
+        self.engine = Engine(rig.scheduler, limits, hasher=rig.hasher, hierarchy=rig.hierarchy)
+        self._thread = threading.Thread(target=self._run)
+        self.errors: list[KvtierError] = []
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except KvtierError as error:
+            self.errors.append(error)
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        self.engine.close()  # idempotent
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

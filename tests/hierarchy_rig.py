@@ -155,7 +155,8 @@ class Rig:
 
     def _idle(self) -> bool:
         self.hierarchy.poll()
-        return not self.hierarchy._directory._batches
+        directory = self.hierarchy._directory
+        return not directory._batches and not directory._stores.num_blocks
 
     def counter(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvtier_{name}_total", labels) or 0.0

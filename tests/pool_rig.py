@@ -15,7 +15,7 @@ from kvtier.codec import encode_header, parse_header
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
@@ -23,11 +23,13 @@ from kvtier.tiers.host import WriteSlot
 from kvtier.tiers.pool import PoolTier, PoolTransport
 from kvtier.tiers.pool_grpc import GrpcTransport
 from kvtier.tiers.pool_socket import SocketTransport
-from kvtier_pool.core import PoolCore
+from kvtier.tiers.write_policy import WritePolicy
+from kvtier_pool.core import LowerTier, PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.service import Addresses, PoolService
 from kvtier_pool.settings import PoolSettings
+from kvtier_pool.write_down import WriteDownSettings
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -112,24 +114,23 @@ def core_rig(
     files: GatedFiles | None = None,
     max_streams: int = 2,
     event_buffer: int = 100,
+    remote: Tier | None = None,
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH,
 ) -> Iterator[CoreRig]:
     """A core that is checked and closed at the end."""
     registry = CollectorRegistry()
     hub = EventHub(max_streams=max_streams, buffer=event_buffer)
     files = files if files is not None else GatedFiles()
-    disk = None
+    below = []
+    settings = WriteDownSettings(policy=policy, queue_bytes=queue_bytes)
     if disk_dir is not None:
         disk = DiskTier.open(
             disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
         )
-    core = PoolCore(
-        memory_bytes=memory_bytes,
-        disk=disk,
-        hub=hub,
-        metrics=PoolMetrics(registry),
-        queue_bytes=queue_bytes,
-        write_threads=2,
-    )
+        below.append(LowerTier(disk, settings))
+    if remote is not None:
+        below.append(LowerTier(remote, settings))
+    core = PoolCore(memory_bytes=memory_bytes, below=below, hub=hub, metrics=PoolMetrics(registry))
     core.start()
     try:
         yield CoreRig(core, registry, files)

@@ -19,6 +19,7 @@ def run(*arguments: str) -> Any:
     [
         (["hash"], ["int32 buffer", "list", "cbor"]),
         (["block-pool"], ["allocate + free", "match", "match + acquire + free"]),
+        (["codec", "--payload-bytes", "4096"], ["raw in", "raw out", "lz4 in", "lz4 out"]),
         (["paths", "--payload-bytes", "4096", "--batch", "4"], ["tcp", "unix", "grpc"] * 2),
     ],
 )

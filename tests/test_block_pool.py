@@ -99,14 +99,32 @@ def test_cold_blocks_go_before_all_cached_ones() -> None:
     assert pool.free_queue() == [2, 3, 0, 1]
 
 
-def test_reset_only_when_idle() -> None:
-    pool = BlockPool(2)
-    table = pool.allocate(1) or []
-    pool.assign_key(table[0], chain("ABCD")[0])
-    assert not pool.reset()
-    pool.free(table)
-    assert pool.reset()
-    assert pool.match_prefix(chain("ABCD")) == []
+def test_reset_forgets_keys_and_leaves_blocks_to_their_owners() -> None:
+    evicted: list[ChainHash] = []
+    pool = BlockPool(4, on_evict=lambda key, _: evicted.append(key))
+    keys = chain("ABCDEFGH")
+    table = pool.allocate(2) or []
+    for block_id, key in zip(table, keys, strict=True):
+        pool.assign_key(block_id, key)
+    pool.free(table[1:])
+    assert pool.reset() == 2
+    assert pool.match_prefix(keys) == []
+    assert (pool.num_free, pool.coldest(4)) == (3, [])
+    pool.check()
+    pool.assign_key(table[0], keys[0])
+    assert pool.match_prefix(keys) == table[:1]
+    pool.free(table[:1])
+    assert len(pool.allocate(4) or []) == 4
+    assert evicted == keys[:1], "forgotten blocks are not spilled"
+    pool.check()
+
+
+def test_cold_blocks_without_a_key_go_first() -> None:
+    pool = BlockPool(4)
+    pool.assign_key(*(pool.allocate(1) or []), chain("ABCD")[0])
+    pool.reset()
+    pool.free([0], cold=True)
+    assert pool.free_queue() == [0, 1, 2, 3]
     pool.check()
 
 
@@ -179,7 +197,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block_id in table if cold else reversed(table):
             if block_id not in held:
                 cached = [i for i, queued in enumerate(self.queue) if queued in self.keys]
-                self.queue.insert(cached[0] if cold and cached else len(self.queue), block_id)
+                place = (cached[0] if cached else len(self.queue)) if block_id in self.keys else 0
+                self.queue.insert(place if cold else len(self.queue), block_id)
+
+    @rule()
+    def reset(self) -> None:
+        assert self.pool.reset() == len(self.keys)
+        self.keys.clear()
 
     @invariant()
     def agrees(self) -> None:

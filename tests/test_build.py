@@ -65,6 +65,25 @@ def test_blocks_survive_a_restart_on_disk(tmp_path: Path) -> None:
     assert np.array_equal(device[16:24], device[:8])
 
 
+def test_policies_and_codec_are_the_configurations(tmp_path: Path) -> None:
+    """Blocks that compress well, written to disk when they are evicted or at the end."""
+    device = np.zeros((32, 4096), dtype=np.uint8)
+    disk = {"directory": "blocks", "capacity_bytes": "16MiB", "codec": "lz4", "write_policy": "write_back"}
+    hashes = chain(8)
+    with build(tmp_path, device, disk=disk, host={"capacity_bytes": "1MiB", "write_policy": "write_back"}) as cache:
+        blocks = [(h, i) for i, h in enumerate(hashes)]
+        assert cache.hierarchy.save_full(blocks) is None, "not before the device evicts them"
+        assert not result(cache, cache.hierarchy.start_save(blocks)).failed
+        assert not [path for path in (tmp_path / "blocks").rglob("*") if path.stat().st_size > 100 and path.is_file()]
+    sizes = [path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
+    assert sum(size > 96 for size in sizes) == 8
+    assert max(sizes) < 2048
+    device[:] = 1
+    with build(tmp_path, device, disk=disk) as cache:
+        assert result(cache, cache.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])).tiers == ("disk",) * 8
+    assert not device[:8].any()
+
+
 @pytest.mark.parametrize("scheme", ["", "grpc:"])
 def test_a_dead_pool_is_a_miss(tmp_path: Path, scheme: str) -> None:
     device = np.zeros((32, 4096), dtype=np.uint8)

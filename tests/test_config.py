@@ -69,6 +69,9 @@ def test_environment_overrides(path: Path) -> None:
         ("tenant = 'rde'\n[tenants.red]\n", ["tenant", "'rde'", "did you mean 'red'"]),
         ("[tenants.'Red Team']\n", ["Red Team", "a-z"]),
         ("[host]\ncapacity_bytes = 1e26", ["host.capacity_bytes"]),
+        ("[disk]\nwrite_policy = 'lazy'", ["disk.write_policy", "'write_back'"]),
+        ("[pool_service]\nredis_codec = 'zip'", ["pool_service.redis_codec", "'lz4'"]),
+        ("[pool_service]\nredis_ur = 'redis://x'", ["pool_service.redis_ur", "did you mean 'redis_url'"]),
         ("tenant = ", ["not valid TOML", "end of document"]),
     ],
 )
@@ -132,3 +135,16 @@ def test_an_engine_needs_a_tenant() -> None:
 def test_a_pool_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="nobody could use the pool"):
         parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}).accepted_tokens()
+
+
+def test_the_password_of_the_redis_comes_from_elsewhere() -> None:
+    def config(reference: str) -> Config:
+        return parse_config(
+            {"pool_service": {"redis_password": reference}}, source="k.toml", environ={"REDIS_PASSWORD": "hush"}
+        )
+
+    assert config("env:REDIS_PASSWORD").redis_password() == "hush"
+    assert Config().redis_password() is None
+    with pytest.raises(ConfigError, match=r"k\.toml: pool_service\.redis_password: use .env:NAME.") as error:
+        config("hush").redis_password()
+    assert "hush" not in str(error.value)

@@ -1,5 +1,6 @@
 """The model against transformers' forward of the same weights; folders, GGUF import, tokenizer."""
 
+import copy
 import itertools
 import json
 import os
@@ -202,16 +203,20 @@ def test_sequences_in_one_batch_do_not_mix(smollm2: ModelFolder, models: Callabl
         assert together[row].argmax() == alone[0].argmax()
 
 
-def _tiny_folder(tmp_path: Path, smollm2: ModelFolder, **changes: Any) -> tuple[Path, Any]:
+def _tiny_folder(tmp_path: Path, smollm2: ModelFolder, family: str = "Llama", **changes: Any) -> tuple[Path, Any]:
     """A random small model saved by transformers, with the tokenizer of SmolLM2."""
     settings = {
         "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": False,
     } | changes  # fmt: skip
     torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).double()
+    config = getattr(transformers, family + "Config")(**settings)
+    model = getattr(transformers, family + "ForCausalLM")(config)
+    for name, parameter in model.named_parameters():  # made as zeros and ones, which hide whether they are used
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     folder = tmp_path / "tiny"
-    model.float().save_pretrained(folder, max_shard_size="100KB")
+    model.save_pretrained(folder, max_shard_size="100KB")
     shutil.copy(smollm2.weight_files[0].parent / "tokenizer.json", folder)
     return folder, model
 
@@ -226,13 +231,69 @@ def test_sharded_untied_model_with_scaled_rope(tmp_path: Path, smollm2: ModelFol
     path, hf = _tiny_folder(tmp_path, smollm2, rope_parameters=parameters)
     folder = open_model(path, tmp_path)
     assert len(folder.weight_files) > 1
-    model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, torch.float32))
-    ids = torch.randint(0, 320, (600,), generator=torch.Generator().manual_seed(2)).tolist()
+    our_error, their_error = _errors(folder, hf, torch.float32, num_tokens=600)
+    assert our_error <= 2 * their_error
+
+
+def _errors(folder: ModelFolder, hf: Any, dtype: torch.dtype, num_tokens: int) -> tuple[float, float]:
+    """How far the last logits are from transformers' float64 ones: ours, half of the prompt cached, and theirs."""
+    model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, dtype))
+    ids = torch.randint(0, 320, (num_tokens,), generator=torch.Generator().manual_seed(2)).tolist()
+    rounded, exact = copy.deepcopy(hf).to(dtype), copy.deepcopy(hf).to(dtype).double()
+    for each in (rounded, exact):  # not rounded by transformers either, when it loads a model in `dtype`
+        each.model.rotary_emb.inv_freq = hf.model.rotary_emb.inv_freq
     with torch.inference_mode():
-        truth = hf.double()(torch.tensor([ids])).logits[0, -1]
-        their_error = rms(hf.float()(torch.tensor([ids])).logits[0, -1].double() - truth)
-    ours = model.forward([Chunk(ids, 0, range(38))], allocate_kv(folder.config, 38, 16, torch.float32))[0]
-    assert rms(ours.double() - truth) <= 2 * their_error
+        theirs, truth = (each(torch.tensor([ids])).logits[0, -1].double() for each in (rounded, exact))
+    table = [*range(1, num_tokens // 16 + 1), 0]
+    kv, half = allocate_kv(folder.config, len(table), 16, dtype), num_tokens // 2
+    model.forward([Chunk(ids[:half], 0, table)], kv)
+    ours = model.forward([Chunk(ids[half:], half, table)], kv)[0].double()
+    return rms(ours - truth), rms(theirs - truth)
+
+
+QWEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2 with tied embeddings and wide heads": ("Qwen2", {"tie_word_embeddings": True, "hidden_size": 64}),
+    "Qwen3": ("Qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "Qwen3 with tied embeddings": ("Qwen3", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "changes"), QWEN.values(), ids=QWEN.keys())
+def test_qwen_logits_are_as_exact_as_transformers(
+    tmp_path: Path, smollm2: ModelFolder, family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    if family == "Qwen2":  # its heads are always hidden_size / num_attention_heads wide
+        changes = changes | {"head_dim": changes.get("hidden_size", 48) // 4}
+    path, hf = _tiny_folder(tmp_path, smollm2, family, **changes)
+    folder = open_model(path, tmp_path)
+    assert (folder.config.qkv_bias, folder.config.qk_norm) == (family == "Qwen2", family == "Qwen3")
+    our_error, their_error = _errors(folder, hf, dtype, num_tokens=300)
+    print(f"{family} {dtype}: rms error {our_error:.2e}, transformers {their_error:.2e}")
+    assert 0 < our_error <= 2 * their_error
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("Qwen2", {"use_sliding_window": True}, r"use_sliding_window is True; this engine computes qwen2 with"),
+        ("Qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has sliding_attention"),
+        ("Qwen3", {"attention_bias": True}, "attention_bias is True; this engine computes qwen3 with"),
+        ("Qwen2", {"rope_parameters": {"rope_type": "yarn"}}, "knows 'default' and 'llama3'"),
+        ("Qwen2", {"model_type": "qwen3"}, r"no tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'"),
+        ("Qwen3", {"model_type": "qwen2"}, r"no tensor 'model\.layers\.0\.self_attn\.q_proj\.bias'"),
+        ("Qwen2", {"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'; this engine computes llama, qwen2, qwen3"),
+    ],
+)
+def test_other_qwens_are_refused(
+    tmp_path: Path, smollm2: ModelFolder, family: str, config: dict[str, Any], words: str
+) -> None:
+    path, _ = _tiny_folder(tmp_path, smollm2, family, head_dim=12)
+    _change_config(path, **config)
+    with pytest.raises(ConfigError, match=words) as caught:
+        _load(path, tmp_path / "cache")
+    assert str(path) in str(caught.value)
 
 
 def test_weights_digest_is_of_the_content(tmp_path: Path, smollm2: ModelFolder) -> None:
@@ -323,6 +384,11 @@ def _change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def _load(path: Path, cache_dir: Path) -> None:
+    folder = open_model(path, cache_dir)
+    load_weights(folder.weight_files, folder.config, torch.float32)
+
+
 def _drop_tensor(folder: Path) -> None:
     for file in folder.glob("*.safetensors"):
         save_file({k: v for k, v in load_file(file).items() if "layers.1.mlp.up" not in k}, file)
@@ -351,12 +417,8 @@ def test_broken_folders_name_folder_and_remedy(
     path, _ = _tiny_folder(tmp_path, smollm2)
     damage(path)
 
-    def load() -> None:
-        folder = open_model(path, tmp_path / "cache")
-        load_weights(folder.weight_files, folder.config, torch.float32)
-
     with pytest.raises(ConfigError, match=words) as caught:
-        load()
+        _load(path, tmp_path / "cache")
     assert str(path) in str(caught.value)
 
 

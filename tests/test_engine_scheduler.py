@@ -9,12 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_rig import CONFIG, MODEL, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, judge, prompt, shared_tier
+from engine_rig import (
+    CONFIG,
+    MODEL,
+    PATIENCE_S,
+    TOKENS_PER_BLOCK,
+    EngineRig,
+    RunningEngine,
+    judge,
+    prompt,
+    shared_tier,
+)
 from hierarchy_rig import Held
-from kvtier.errors import ClosedError, InvalidInputError, KvtierError, LimitExceededError
+from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
-from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.prefix_cache import PendingPolicy
@@ -300,6 +309,31 @@ def test_decodes_come_first_and_prefills_in_chunks(make_rig: MakeRig) -> None:
     assert [rig.done[i + 1].token_ids for i in range(2)] == [judge(each, 4) for each in tokens]
 
 
+def test_tokens_are_told_one_by_one_before_the_end(make_rig: MakeRig) -> None:
+    """Each once and in order, also to requests that lose their blocks and start again."""
+    rig = make_rig(tiers=False, num_blocks=16)
+    told: list[list[int]] = [[], [], []]
+    ids = [rig.add(prompt(20, seed=i), 24, on_token=told[i].append) for i in range(3)]
+    silent = rig.add(prompt(5), 4)
+    rig.run_until(lambda: len(told[0]) == 3)
+    assert not rig.done
+    rig.run()
+    assert rig.counter("engine_preemptions") > 0
+    assert [tuple(each) for each in told] == [rig.done[i].token_ids for i in ids]
+    assert rig.done[silent].token_ids == judge(prompt(5), 4)
+
+
+def test_a_requester_may_find_the_answer_complete(make_rig: MakeRig) -> None:
+    rig = make_rig(tiers=False)
+    told: list[int] = []
+    request = rig.add(prompt(9), 200, on_token=told.append)
+    rig.run_until(lambda: len(told) == 15)
+    rig.scheduler.cancel(request, "stop")
+    assert rig.done[request].finish_reason == "stop"
+    assert rig.done[request].token_ids == tuple(told)
+    assert rig.ask([*prompt(9), *told]).cached_by_tier == {"device": 20}, "its blocks stay findable"
+
+
 def test_more_requests_than_may_run_wait_their_turn(make_rig: MakeRig) -> None:
     rig = make_rig(tiers=False, max_running=2)
     ids = [rig.add(prompt(10, seed=i)) for i in range(5)]
@@ -394,7 +428,7 @@ def test_eos_ends_an_answer_and_is_its_last_token(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_never_changes_an_answer(make_rig: MakeRig, pool: Tier, seed: int) -> None:
-    """Prefix-sharing requests, small memories, broken blocks, cancellations: two engines over one pool."""
+    """Prefix-sharing requests, small memories, broken blocks, cancellations, resets: two engines over one pool."""
     rng = random.Random(seed)
     held = Held(pool)
     rigs = [
@@ -416,6 +450,8 @@ def test_random_traffic_never_changes_an_answer(make_rig: MakeRig, pool: Tier, s
             rig, request_id, _, _ = rng.choice(asked)
             rig.scheduler.cancel(request_id)
             cancelled.add((id(rig), request_id))
+        if rng.random() < 0.1:
+            rng.choice(rigs).scheduler.reset_cache()
         for each in rigs:
             for _ in range(rng.randrange(4)):
                 each.step()
@@ -436,32 +472,6 @@ class Broken:
 
     def forward(self, chunks: Any, kv: PagedKV) -> Tensor:
         raise RuntimeError("the memory is on fire")
-
-
-class RunningEngine:
-    """An `Engine` around a rig's scheduler, run in a thread and closed at the end."""
-
-    def __init__(self, rig: EngineRig) -> None:
-        limits = EngineLimits(max_total_tokens=100, vocab_size=CONFIG.vocab_size)
-        self.engine = Engine(rig.scheduler, limits, hasher=rig.hasher, hierarchy=rig.hierarchy)
-        self._thread = threading.Thread(target=self._run)
-        self.errors: list[KvtierError] = []
-
-    def _run(self) -> None:
-        try:
-            self.engine.run()
-        except KvtierError as error:
-            self.errors.append(error)
-
-    def __enter__(self) -> Engine:
-        self._thread.start()
-        return self.engine
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.stop()
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
-        self.engine.close()  # idempotent
 
 
 def test_engine_refuses_what_can_never_run(make_rig: MakeRig) -> None:

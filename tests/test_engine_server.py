@@ -1,101 +1,20 @@
 """The engine as users run it: a real process on the real model, spoken to over HTTP."""
 
-import contextlib
 import json
-import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from engine_process import CONFIG, PATIENCE_S, EngineProcess, engine_process, start_engine, until
 from kvtier_engine.demo_model import demo_model_path
 
-PATIENCE_S = 60.0
-FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 DOCUMENT = "Our fleet: " + " ".join(f"ship {i} carries {7 * i % 31} crates;" for i in range(20))
-CONFIG = """
-tenant = "red"
-[tenants.red]
-secret = "env:RED_SECRET"
-[engine]
-model = {model}
-listen = "127.0.0.1:0"
-dtype = "float32"
-kv_bytes = "64MiB"
-max_batch_tokens = 256
-[host]
-capacity_bytes = "64MiB"
-"""
-
-
-@dataclass
-class EngineProcess:
-    process: subprocess.Popen[str]
-    client: httpx.Client
-
-    def chat(self, **body: Any) -> dict[str, Any]:
-        return self.post("/v1/chat/completions", {"messages": FRANCE, "temperature": 0, **body})
-
-    def complete(self, **body: Any) -> dict[str, Any]:
-        return self.post("/v1/completions", {"temperature": 0, **body})
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = self.client.post(path, json=body)
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
-
-    def metric(self, name: str) -> float:
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith(name + " "):
-                return float(line.rpartition(" ")[2])
-        return 0.0
-
-
-@contextlib.contextmanager
-def engine_process(folder: Path, **environ: str) -> Iterator[EngineProcess]:
-    config = folder / "engine.toml"
-    config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
-    process = _start(config, **environ)
-    try:
-        url = _ready_url(process)
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-            yield EngineProcess(process, client)
-    finally:
-        process.kill()
-        process.communicate(timeout=PATIENCE_S)
-
-
-def _start(config: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli", "engine", "serve", "--config", str(config), *options],
-        env=os.environ | {"RED_SECRET": "a secret of more than sixteen bytes"} | environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _ready_url(process: subprocess.Popen[str]) -> str:
-    lines: queue.Queue[str] = queue.Queue()
-    assert process.stdout is not None
-    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()
-    line = lines.get(timeout=PATIENCE_S)
-    if not line.startswith("ready url="):
-        process.kill()
-        raise AssertionError(f"not ready: {line!r} {process.communicate(timeout=PATIENCE_S)[1]}")
-    return line.removeprefix("ready url=").strip()
 
 
 @pytest.fixture(scope="module")
@@ -140,28 +59,67 @@ def test_parallel_requests_answer_as_if_alone(engine: EngineProcess) -> None:
     assert all(a["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for a in alone)
 
 
+def test_top_p_of_next_to_nothing_takes_the_likeliest(engine: EngineProcess) -> None:
+    likeliest = engine.complete(prompt="Once", max_tokens=6)["kvtier"]["token_ids"]
+    assert engine.complete(prompt="Once", max_tokens=6, temperature=1, top_p=1e-9)["kvtier"]["token_ids"] == likeliest
+
+
 def test_seeded_sampling_repeats(engine: EngineProcess) -> None:
     answers = [engine.complete(prompt="Once", max_tokens=12, temperature=1.0, seed=s)["kvtier"] for s in (4, 4, 5)]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] != answers[2]["token_ids"]
 
 
+HELLO = [{"role": "user", "content": "hello"}]
 BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "no prompt": ("/v1/completions", {}, 400, "prompt", "required"),
-    "stream": ("/v1/completions", {"prompt": "a", "stream": True}, 400, "stream", "not streamed"),
-    "unknown parameter": ("/v1/completions", {"prompt": "a", "logit_bias": {}}, 400, "logit_bias", "leave it out"),
-    "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n", "1"),
-    "top_p": ("/v1/completions", {"prompt": "a", "top_p": 0.5}, 400, "top_p", "1"),
+    "stream as text": ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "stream", "boolean"),
+    "options without stream": (
+        "/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options", "only with stream = true"
+    ),
+    "unknown option": (
+        "/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x",
+        "leave it out",
+    ),
+    "unknown parameter": ("/v1/completions", {"prompt": "a", "top_k": 5}, 400, "top_k", "leave it out"),
+    "unknown and null": ("/v1/completions", {"prompt": "a", "top_k": None}, 400, "top_k", "leave it out"),
+    "another endpoint's": ("/v1/completions", {"prompt": "a", "tools": []}, 400, "tools", "leave it out"),
+    "log probabilities": ("/v1/completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs", "only; leave it out"),
+    "bias": ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "{} only; leave it out"),
+    "penalty": ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.1}, 400, "frequency_penalty", "0 only"),
+    "five stop sequences": ("/v1/completions", {"prompt": "a", "stop": list("abcde")}, 400, "stop", "at most 4 texts"),
+    "empty stop sequence": ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop", "of 1 to 1024"),
+    "stop number": ("/v1/completions", {"prompt": "a", "stop": 7}, 400, "stop", "must be text"),
+    "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n", "this engine supports 1 only"),
+    "n is true": ("/v1/completions", {"prompt": "a", "n": True}, 400, "n", "this engine supports 1 only"),
+    "top_p 0": ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "greater than 0"),
+    "top_p above 1": ("/v1/completions", {"prompt": "a", "top_p": 1.01}, 400, "top_p", "less than or equal to 1"),
     "no tokens wanted": ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
     "empty prompt": ("/v1/completions", {"prompt": ""}, 400, "prompt", "empty"),
     "foreign token": ("/v1/completions", {"prompt": [3, 10**6]}, 400, "prompt", "49151"),
     "half a token": ("/v1/completions", {"prompt": [1.5]}, 400, "prompt", "must be text or a list of token ids"),
-    "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, None, "engine.kv_bytes"),
+    "too long": ("/v1/completions", {"prompt": "a " * 2000}, 400, "prompt", "engine.kv_bytes"),
+    "too long chat": (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 2000}]}, 400, "messages",
+        "more than the 1456 tokens",
+    ),
     "hot": ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "2"),
     "another model": ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, "model", "gpt-4"),
     "seed": ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed", "9223372036854775807"),
+    "text as number": ("/v1/completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "valid integer"),
+    "truth as number": ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens", "valid integer"),
+    "tools": ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "[] only"),
+    "JSON answers": (
+        "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
+        "response_format", "{'type': 'text'} only",
+    ),
+    "pictures": (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+        "messages.0.content", "valid string",
+    ),
+    "audio": ("/v1/chat/completions", {"messages": HELLO, "audio": {}}, 400, "audio", "no value only"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     "unknown role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "x"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "words"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
@@ -176,6 +134,31 @@ def test_bad_requests_get_openai_errors(
     assert error["param"] == param
     if words != "x":
         assert words in error["message"]
+
+
+def test_parameters_that_ask_for_nothing_pass(engine: EngineProcess) -> None:
+    both: dict[str, Any] = {
+        "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "metadata": {"a": "b"},
+        "store": False, "stream": False, "stop": [], "top_p": 1, "max_tokens": 1, "service_tier": "auto",
+    }  # fmt: skip
+    text: dict[str, Any] = {"best_of": 1, "echo": False, "logprobs": None, "suffix": ""}
+    chat: dict[str, Any] = {
+        "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "parallel_tool_calls": True,
+        "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": None,
+    }  # fmt: skip
+    completion = engine.complete(prompt="Once", **both, **text)
+    assert completion["choices"][0]["text"] == engine.complete(prompt="Once", max_tokens=1)["choices"][0]["text"]
+    assert engine.chat(**both, **chat)["usage"]["completion_tokens"] == 1
+    nothing = dict.fromkeys([*both, *text, "temperature", "seed", "model", "stream_options"])
+    assert engine.complete(prompt="Once", **nothing)["usage"]["completion_tokens"] == 16
+    nothing = dict.fromkeys([*both, *chat, "max_completion_tokens"], None) | {"max_tokens": 1}
+    assert engine.chat(**nothing)["usage"]["completion_tokens"] == 1
+
+
+def test_bad_json_says_where(engine: EngineProcess) -> None:
+    response = engine.client.post("/v1/completions", content=b'{"prompt": "a",\n "n": }')
+    assert response.status_code == 400
+    assert "line 2 column 7" in response.json()["error"]["message"]
 
 
 def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
@@ -211,8 +194,8 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
     with socket.create_connection(address, timeout=PATIENCE_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        _until(lambda: engine.metric("kvtier_engine_running") == 1)
-    _until(lambda: engine.metric(cancelled) == before + 1)
+        until(lambda: engine.metric("kvtier_engine_running") == 1)
+    until(lambda: engine.metric(cancelled) == before + 1)
     engine.chat(max_tokens=1)
     assert engine.metric("kvtier_engine_waiting") == 0
 
@@ -220,7 +203,7 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
 def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
     with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
         answer = thread.submit(engine.complete, prompt="Once", max_tokens=4)
-        _until(lambda: engine.metric("kvtier_engine_running") == 1 or answer.done())
+        until(lambda: engine.metric("kvtier_engine_running") == 1 or answer.done())
         engine.process.send_signal(signal.SIGTERM)
         assert answer.result(PATIENCE_S)["usage"]["completion_tokens"] == 4
         assert engine.process.wait(PATIENCE_S) == 0
@@ -232,7 +215,7 @@ def test_sigterm_in_the_middle_of_a_long_answer_says_so_and_exits_with_0(tmp_pat
     with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
         body = {"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}
         answer = thread.submit(engine.client.post, "/v1/completions", json=body)
-        _until(lambda: engine.metric("kvtier_engine_running") == 1)
+        until(lambda: engine.metric("kvtier_engine_running") == 1)
         engine.process.send_signal(signal.SIGTERM)
         response = answer.result(PATIENCE_S)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
@@ -257,7 +240,7 @@ def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], secret: 
     empty.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"folder": str(empty), "taken": str(taken.getsockname()[1])}
-        process = _start(config, *(option.format(**values) for option in options), RED_SECRET=secret)
+        process = start_engine(config, *(option.format(**values) for option in options), RED_SECRET=secret)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert out == ""
@@ -269,14 +252,7 @@ def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], secret: 
 def test_more_kv_memory_than_there_is(tmp_path: Path, size: int) -> None:
     config = tmp_path / "engine.toml"
     config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
-    process = _start(config, RED_SECRET="s" * 20, KVTIER__ENGINE__KV_BYTES=str(size))
+    process = start_engine(config, RED_SECRET="s" * 20, KVTIER__ENGINE__KV_BYTES=str(size))
     assert "engine.kv_bytes" in (err := process.communicate(timeout=PATIENCE_S)[1])
     assert "Traceback" not in err
     assert process.returncode == 1
-
-
-def _until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)

@@ -265,10 +265,9 @@ class Against(RuleBasedStateMachine):
         self.passed_over.discard(key)
 
     @rule()
-    def clear(self) -> None:
-        self.index.clear()
+    def discard_ready(self) -> None:
+        self.index.discard_ready()
         self.ready.clear()
-        self.open.clear()
         self.passed_over.clear()
 
     @invariant()

@@ -1,19 +1,31 @@
-"""Attention over paged KV: one launcher per operation, with a plain torch reference beside it.
+"""Attention over paged KV and the copies around it, each operation beside a plain torch reference.
 
 | module | what it is |
 | --- | --- |
-| `attention` | attention over block tables, the fast path on CPU |
-| `write` | new keys and values into their blocks |
-| `reference` | both in plain float32 torch: the oracle of every faster path |
-| `arguments` | the checks that all launchers share |
+| `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
+| `attention_cpu` | the fast path of attention on CPU |
+| `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy` | the Triton kernels with their launchers |
+| `paged_softmax` | the loop body that the two attention kernels share |
+| `reference` | every operation in plain torch: the oracle of all faster paths |
+| `arguments`, `launching` | the checks that launchers share |
+| `tiles` | how much of the work one Triton program takes |
+| `selfcheck` | every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck` |
 
 KV is block-first: `[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, so that one
-block of all layers is one contiguous range of bytes. Launchers take one layer's view of it,
-`kv[:, layer]`.
+block of all layers is one contiguous range of bytes. Launchers of attention and `kv_write` take one layer's view of
+it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`.
+
+The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
 from kvtier_kernels.attention import paged_attention
-from kvtier_kernels.reference import kv_write_reference, paged_attention_reference
+from kvtier_kernels.reference import block_copy_reference, kv_write_reference, paged_attention_reference
 from kvtier_kernels.write import kv_write
 
-__all__ = ["kv_write", "kv_write_reference", "paged_attention", "paged_attention_reference"]
+__all__ = [
+    "block_copy_reference",
+    "kv_write",
+    "kv_write_reference",
+    "paged_attention",
+    "paged_attention_reference",
+]

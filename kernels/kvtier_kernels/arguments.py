@@ -7,7 +7,7 @@ when they are needed: these checks run in every layer.
 import torch
 from torch import Tensor
 
-KV_DTYPES = (torch.float32, torch.bfloat16)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -16,7 +16,7 @@ def check_kv_layer(kv_layer: Tensor) -> None:
     if kv_layer.dim() != 5 or kv_layer.size(1) != 2:
         raise ValueError(f"kv_layer {_describe(kv_layer)}: needs [B, 2, N, K, D]")
     if kv_layer.dtype not in KV_DTYPES:
-        raise ValueError(f"kv_layer {_describe(kv_layer)}: needs float32 or bfloat16")
+        raise ValueError(f"kv_layer {_describe(kv_layer)}: needs float32, bfloat16 or float16")
     _, _, num_tokens, num_heads, head_dim = kv_layer.shape
     row = num_heads * head_dim
     inner = (num_tokens * row, row, head_dim, 1)
@@ -48,7 +48,47 @@ def check_index(name: str, index: Tensor, shape: tuple[int, ...], device: torch.
     if not index.is_contiguous():
         raise ValueError(f"{name} {_describe(index)}: needs to be contiguous")
     if index.device != device:
-        raise ValueError(f"{name} is on {index.device}, kv_layer on {device}")
+        raise ValueError(f"{name} is on {index.device}, what it points into on {device}")
+
+
+def check_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
+    """What all kinds of paged attention take fits together: groups of query heads, a table and a length a sequence."""
+    check_kv_layer(kv_layer)
+    check_rows("query", query, kv_layer)
+    heads, kv_heads = query.size(1), kv_layer.size(3)
+    if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+    check_index("block_tables", block_tables, (-1, -1), kv_layer.device)
+    check_index("seq_lens", seq_lens, (block_tables.size(0),), kv_layer.device)
+
+
+def check_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """What `kv_write` takes fits together."""
+    check_kv_layer(kv_layer)
+    check_rows("key", key, kv_layer)
+    check_rows("value", value, kv_layer)
+    check_index("block_ids", block_ids, (key.size(0),), kv_layer.device)
+    check_index("offsets", offsets, (key.size(0),), kv_layer.device)
+    if key.shape != value.shape:
+        raise ValueError(f"key is {list(key.shape)}, value {list(value.shape)}: must be equal")
+    if key.size(1) != kv_layer.size(3):
+        raise ValueError(f"key has {key.size(1)} heads, kv_layer {kv_layer.size(3)}")
+
+
+def check_lse(lse: Tensor, query: Tensor) -> None:
+    """`lse` is contiguous float32 `[num_tokens, num_heads]` on `query`'s device."""
+    if lse.shape != query.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise ValueError(f"lse {_describe(lse)}: needs contiguous float32 {list(query.shape[:2])}")
+    if lse.device != query.device:
+        raise ValueError(f"lse is on {lse.device}, query on {query.device}")
+
+
+def check_byte_rows(name: str, rows: Tensor) -> None:
+    """`rows` is `[num_rows, row_elements]` with contiguous rows that do not overlap; row stride is free."""
+    if rows.dim() != 2 or rows.size(1) == 0:
+        raise ValueError(f"{name} {_describe(rows)}: needs [rows, elements]")
+    if rows.stride(1) != 1 or (rows.size(0) > 1 and rows.stride(0) < rows.size(1)):
+        raise ValueError(f"{name} {_describe(rows)}: needs contiguous rows that do not overlap")
 
 
 def _describe(tensor: Tensor) -> str:

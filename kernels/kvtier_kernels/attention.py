@@ -1,18 +1,9 @@
-"""Attention over paged KV where queries are shorter than keys: the fast path on CPU.
+"""Attention over paged KV where queries are shorter than keys: one launcher for CPU and CUDA."""
 
-Keys fall into two runs: those before the new tokens, which every query sees, and the new ones, which
-are causal. Each run goes through torch's fused CPU attention, which returns the log-sum-exp of its
-scores, and the two states are merged as in flash decoding (Dao et al., 2023). Over the first run,
-which has no mask, the heads that share a KV head are folded into rows of queries, so that keys are
-read once per KV head; over the second they are expanded by stride 0. Nothing is repeated in memory.
-"""
-
-import torch
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows
-
-_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+from kvtier_kernels.arguments import check_attention, check_index
+from kvtier_kernels.attention_cpu import attend_on_cpu
 
 
 def paged_attention(
@@ -23,12 +14,18 @@ def paged_attention(
     seq_lens: Tensor,
     *,
     scale: float,
+    max_seq_len: int | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys, the new ones included.
 
     The keys and values of the new tokens must be in their blocks already (`kv_write`). What lies in
     the blocks beyond `seq_lens` never counts, whatever it is. The result depends on the values only, not on
-    which physical blocks hold them: bit for bit the same for the same lengths.
+    which physical blocks hold them: bit for bit the same for the same lengths and the same `max_seq_len`.
+
+    Tensors on CPU go through torch's fused attention, tensors on CUDA through the Triton kernels: `paged_decode`
+    when every sequence has one query, `prefix_prefill` otherwise. Which it is follows from the shapes, so that
+    nothing waits for the device. For the same reason values on a CUDA device are not checked: block ids there must
+    exist.
 
     :param query: `[num_tokens, num_heads, head_dim]`, the sequences one after the other.
     :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV.
@@ -36,87 +33,36 @@ def paged_attention(
     :param query_starts: int32 or int64 `[num_seqs + 1]`, from 0 to num_tokens, strictly rising.
     :param seq_lens: int32 or int64 `[num_seqs]`, keys of each sequence; at least its number of queries.
     :param scale: factor on the scores, usually `head_dim ** -0.5`.
+    :param max_seq_len: no sequence has more keys. Only a hint for how `paged_decode` splits its work; what
+        `block_tables` has room for when None.
     :returns: `[num_tokens, num_heads, head_dim]`, contiguous, of query's dtype.
-    :raises ValueError: on a wrong shape, dtype, stride or device, or on lengths that do not fit.
+    :raises ValueError: on a wrong shape, dtype, stride or device, or, on CPU, on lengths that do not fit.
     """
-    _check(query, kv_layer, block_tables, query_starts, seq_lens)
-    out = torch.empty(query.shape, dtype=query.dtype)
-    starts, lengths = query_starts.tolist(), seq_lens.tolist()
-    for seq, seq_len in enumerate(lengths):
-        start, stop = starts[seq], starts[seq + 1]
-        if not (0 < stop - start <= seq_len):
-            raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
-        num_blocks = -(-seq_len // kv_layer.size(2))
-        if num_blocks > block_tables.size(1):
-            raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
-        keys = _gather(kv_layer[:, 0], block_tables[seq, :num_blocks])[:, :seq_len]
-        values = _gather(kv_layer[:, 1], block_tables[seq, :num_blocks])[:, :seq_len]
-        _attend(query[start:stop], keys, values, scale, out[start:stop])
-    return out
-
-
-def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
-    """`[num_kv_heads, tokens, head_dim]`, a view of a fresh contiguous `[tokens, num_kv_heads, head_dim]`."""
-    gathered = torch.empty((block_ids.numel(), *blocks.shape[1:]), dtype=blocks.dtype)
-    # Into a buffer of our own: twenty times as fast as letting index_select allocate for a strided source.
-    torch.index_select(blocks, 0, block_ids, out=gathered)
-    return gathered.flatten(0, 1).transpose(0, 1)
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-    """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`."""
-    num_queries, num_heads, head_dim = query.shape
-    num_kv_heads, num_keys, _ = keys.shape
-    group = num_heads // num_kv_heads
-    # [num_kv_heads, queries, group, D]: the heads of one KV head lie side by side.
-    grouped = query.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1).contiguous()
-    target = out.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
-    # A single query sees every key: there is no causal run.
-    num_causal = num_queries if num_queries > 1 else 0
-    num_seen = num_keys - num_causal
-    if num_seen:
-        seen, seen_lse = _attend_seen(grouped, keys[:, :num_seen], values[:, :num_seen], scale)
-        if not num_causal:
-            target.copy_(seen)
-            return
-    new, new_lse = _attend_causal(grouped, keys[:, num_seen:], values[:, num_seen:], scale)
-    if not num_seen:
-        target.copy_(new)
-        return
-    weight = torch.sigmoid(new_lse - seen_lse).unsqueeze(-1).to(query.dtype)
-    target.copy_(torch.lerp(seen, new, weight))
-
-
-def _attend_seen(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """No mask. Returns `[num_kv_heads, queries, group, D]` and the log-sum-exp `[num_kv_heads, queries, group]`."""
-    folded = query.flatten(1, 2).unsqueeze(1)
-    out, lse = _fused_attention(folded, keys.unsqueeze(1), values.unsqueeze(1), scale=scale)
-    return out.view(query.shape), lse.view(query.shape[:3])
-
-
-def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `_attend_seen`, with query i seeing keys 0 to i."""
-    group = query.size(2)
-    expanded = (-1, group, -1, -1)
-    out, lse = _fused_attention(
-        query.transpose(1, 2), keys.unsqueeze(1).expand(expanded), values.unsqueeze(1).expand(expanded),
-        is_causal=True, scale=scale,
-    )  # fmt: skip
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _check(query: Tensor, kv_layer: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
-    check_kv_layer(kv_layer)
     if kv_layer.device.type != "cpu":
-        raise ValueError(f"kv_layer is on {kv_layer.device}: this path runs on CPU")
-    check_rows("query", query, kv_layer)
-    heads, kv_heads = query.size(1), kv_layer.size(3)
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-    check_index("block_tables", block_tables, (-1, -1), kv_layer.device)
-    num_seqs = block_tables.size(0)
-    check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
-    check_index("seq_lens", seq_lens, (num_seqs,), kv_layer.device)
-    first, last = int(query_starts[0]), int(query_starts[-1])
-    if (first, last) != (0, query.size(0)):
-        raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
+        return attend_with_triton(
+            query, kv_layer, block_tables, query_starts, seq_lens, scale=scale, max_seq_len=max_seq_len
+        )
+    check_attention(query, kv_layer, block_tables, seq_lens)
+    check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
+    return attend_on_cpu(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+
+
+def attend_with_triton(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_seq_len: int | None = None,
+) -> Tensor:
+    """`paged_attention` through the Triton kernels, whose launchers check what they are given."""
+    # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
+    from kvtier_kernels.paged_decode import paged_decode
+    from kvtier_kernels.prefix_prefill import prefix_prefill
+
+    # As many queries as sequences, none without a query: one each.
+    if query.size(0) == seq_lens.size(0):
+        return paged_decode(query, kv_layer, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len)
+    return prefix_prefill(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: slow, easy to read, the oracle of every faster path."""
+"""Every operation in plain torch: slow, easy to read, the oracle of all faster paths."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ def paged_attention_reference(
     seq_lens: Tensor,
     *,
     scale: float,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float32.
 
     Arguments as in `kvtier_kernels.attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
-    head_dim]`, whatever the dtype of the inputs.
+    head_dim]`, whatever the dtype of the inputs. A query that sees no key, in a sequence with more queries than
+    keys, gets zeros. `lse`, float32 `[num_tokens, num_heads]`, takes the natural log-sum-exp of each query's scores.
     """
     group = query.size(1) // kv_layer.size(3)
     out = torch.full(query.shape, float("nan"), dtype=torch.float32, device=query.device)
@@ -30,7 +32,10 @@ def paged_attention_reference(
         query_positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
         key_positions = torch.arange(seq_len, device=query.device)
         future = key_positions[None, :] > query_positions[:, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(future, float("-inf"))
+        if lse is not None:
+            lse[start:stop] = scores.logsumexp(dim=-1).t()
+        weights = scores.softmax(dim=-1).masked_fill(future, 0.0)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
 
@@ -41,6 +46,12 @@ def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: 
         block, offset = int(block_ids[row]), int(offsets[row])
         kv_layer[block, 0, offset] = key[row]
         kv_layer[block, 1, offset] = value[row]
+
+
+def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
+    """Row by row what `kvtier_kernels.block_copy.block_copy` does."""
+    for from_row, to_row in zip(source_rows.tolist(), target_rows.tolist(), strict=True):
+        target[to_row].view(torch.uint8)[:] = source[from_row].view(torch.uint8)
 
 
 def _gather(kv_layer: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -2,25 +2,27 @@
 
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_index, check_kv_layer, check_rows
+from kvtier_kernels.arguments import check_write
 
 
 def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Writes `key[i]` and `value[i]` to token `offsets[i]` of block `block_ids[i]`; nothing else changes.
 
+    On CUDA a Triton kernel does, and nothing waits for the device: ids are not checked there, and a place that does
+    not exist is written nowhere.
+
     :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV.
     :param key: `[num_tokens, num_kv_heads, head_dim]` of the same dtype; `value` likewise.
-    :param block_ids: int64 `[num_tokens]`; `offsets` likewise. (block, offset) pairs must be distinct.
+    :param block_ids: int32 or int64 `[num_tokens]`; `offsets` likewise. (block, offset) pairs must be distinct.
     :raises ValueError: on a wrong shape, dtype, stride or device.
+    :raises IndexError: on CPU, on a place that does not exist.
     """
-    check_kv_layer(kv_layer)
-    check_rows("key", key, kv_layer)
-    check_rows("value", value, kv_layer)
-    check_index("block_ids", block_ids, (key.size(0),), kv_layer.device)
-    check_index("offsets", offsets, (key.size(0),), kv_layer.device)
-    if key.shape != value.shape:
-        raise ValueError(f"key is {list(key.shape)}, value {list(value.shape)}: must be equal")
-    if key.size(1) != kv_layer.size(3):
-        raise ValueError(f"key has {key.size(1)} heads, kv_layer {kv_layer.size(3)}")
-    kv_layer[:, 0].index_put_((block_ids, offsets), key)
-    kv_layer[:, 1].index_put_((block_ids, offsets), value)
+    check_write(kv_layer, key, value, block_ids, offsets)
+    if kv_layer.device.type == "cpu":
+        kv_layer[:, 0].index_put_((block_ids, offsets), key)
+        kv_layer[:, 1].index_put_((block_ids, offsets), value)
+        return
+    # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
+    from kvtier_kernels.slot_write import write_slots
+
+    write_slots(kv_layer, key, value, block_ids, offsets)

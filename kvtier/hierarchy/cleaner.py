@@ -27,10 +27,11 @@ class Cleaner:
         """Blocks referenced for the sake of a copy, by save job."""
 
     def step(self) -> None:
-        """Starts copies of the cold blocks that host memory does not have. O(depth) when there is nothing to do."""
+        """Starts copies of the cold blocks that host memory should have. O(depth) when there is nothing to do."""
         if self._held:
             return
-        cold = [block for block in self._block_pool.coldest(self._depth_blocks) if not self._hierarchy.holds(block[0])]
+        coldest = self._block_pool.coldest(self._depth_blocks)
+        cold = [block for block in coldest if self._hierarchy.worth_saving(block[0])]
         job_id = self._hierarchy.start_save(cold) if cold else None
         if job_id is not None:
             block_ids = [block_id for _, block_id in cold]

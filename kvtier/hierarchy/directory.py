@@ -8,20 +8,19 @@ decides; the movers carry out. Messages for them gather in `take_messages`, thei
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Literal
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
 from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.jobs import Batch, Block, DirectorySettings, Job, JobResult, chunks
-from kvtier.hierarchy.lookups import SharedLookups
+from kvtier.hierarchy.lookups import Lookups, SharedLookups
 from kvtier.hierarchy.messages import (
     HOST,
     CancelBatch,
     Cancelled,
     Copied,
+    DiscardBatch,
     Inventory,
     LoadBatch,
     Loaded,
@@ -32,18 +31,13 @@ from kvtier.hierarchy.messages import (
     encode,
 )
 from kvtier.hierarchy.metrics import HierarchyMetrics
-from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
+from kvtier.hierarchy.owed import OwedWrites
+from kvtier.hierarchy.planner import PENDING, BlockStatus
+from kvtier.hierarchy.stores import Stores
 from kvtier.keys import ChainHash, NamespaceId, TenantId
-from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.base import Tier
 from kvtier.tiers.slot_index import Entry
-
-
-@dataclass(slots=True)
-class _Lookup:
-    statuses: list[BlockStatus]
-    asked: list[int]
-    future: Future[list[Status]] | None
-    deadline: float
+from kvtier.tiers.write_policy import UseCounts, WritePolicy
 
 
 class Directory:
@@ -72,8 +66,12 @@ class Directory:
         self._settings = settings or DirectorySettings()
         self._metrics, self._clock = metrics, clock
         self._ranks = frozenset(range(len(namespaces)))
-        self._shared = (
-            SharedLookups(
+        self._local_tiers = list(local_tiers)
+        self._shared_tier = shared.name if shared is not None else ""
+        self._index = BlockIndex(num_slots, len(namespaces), local_tiers, self._note_evicted)
+        asking: SharedLookups | None = None
+        if shared is not None:
+            asking = SharedLookups(
                 shared,
                 tenant,
                 namespaces,
@@ -81,14 +79,18 @@ class Directory:
                 num_threads=self._settings.lookup_threads,
                 on_answer=on_answer,
             )
-            if shared is not None
-            else None
+        self._lookups = Lookups(self._index, asking, metrics, deadline_s=self._settings.lookup_deadline_s, clock=clock)
+        self._uses: UseCounts[ChainHash] = UseCounts(self._settings.selective_uses, self._settings.max_counted_uses)
+        below = [*local_tiers, *([shared.name] if shared is not None else [])]
+        policies = self._settings.tier_policies
+        self._owed = OwedWrites({tier: policies.get(tier, WritePolicy.WRITE_THROUGH) for tier in below}, self._uses)
+        self._stores = Stores(
+            self._index, self._owed, self._settings, ranks=self._ranks, send=self._send, new_id=self._new_id
         )
-        self._index = BlockIndex(num_slots, len(namespaces), local_tiers)
         self._max_saving = max(1, int(num_slots * self._settings.saving_fraction))
         self._num_saving = 0
+        """Arena slots that saves hold; stores hold `_stores.num_blocks` besides."""
         self._last_id = 0
-        self._lookups: dict[int, _Lookup] = {}
         self._jobs: dict[int, Job] = {}
         self._batches: dict[int, Batch] = {}
         self._outbox: list[bytes] = []
@@ -98,42 +100,50 @@ class Directory:
 
     def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Asks where these blocks are; returns the ticket for `poll_lookup`."""
-        lookup = _Lookup(
-            [self._index.locate(h) for h in hashes], [], None, self._clock() + self._settings.lookup_deadline_s
-        )
-        if self._shared is not None:
-            lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
-            if lookup.asked:
-                lookup.future = self._shared.ask([hashes[i] for i in lookup.asked])
-                if lookup.future is None:
-                    self._metrics.lookups_skipped.inc()
         ticket = self._new_id()
-        self._lookups[ticket] = lookup
+        self._lookups.start(ticket, hashes)
         return ticket
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
         """A status per hash, in order, which ends the ticket; None while the shared tier is being asked."""
-        lookup = self._lookups[ticket]
-        if lookup.future is not None and self._shared is not None:
-            if lookup.future.done():
-                for index, status in zip(lookup.asked, lookup.future.result(), strict=True):
-                    lookup.statuses[index] = _found(status, self._shared.name)
-            elif self._clock() < lookup.deadline:
-                return None
-            else:
-                self._metrics.deadlines_missed.labels("lookup").inc()
-        del self._lookups[ticket]
-        return lookup.statuses
+        return self._lookups.poll(ticket)
 
     def cancel_lookup(self, ticket: int) -> None:
         """Ends the ticket without an answer."""
-        del self._lookups[ticket]
+        self._lookups.cancel(ticket)
 
     def holds(self, chain_hash: ChainHash) -> bool:
         """Whether the arenas hold this block or are just being given it."""
         return self._index.slots.find(chain_hash) is not None
 
+    def worth_saving(self, chain_hash: ChainHash) -> bool:
+        """Whether a block that the device is about to lose should be copied before."""
+        if self._settings.host_policy is WritePolicy.WRITE_THROUGH_SELECTIVE and not self._uses.is_enough(chain_hash):
+            return False
+        return not self.holds(chain_hash)
+
     # Jobs
+
+    def save_full(self, blocks: Sequence[Block]) -> int | None:
+        """Blocks became full on the device, which is a use of each. Starts a save of those that the policy wants now.
+
+        As `start_save`, which the blocks' slots must obey if there is a job.
+        """
+        self._note_uses(h for h, _ in blocks)
+        policy = self._settings.host_policy
+        if policy is WritePolicy.WRITE_BACK:
+            return None
+        selective = policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        wanted = [block for block in blocks if self._uses.is_enough(block[0])] if selective else blocks
+        return self.start_save(wanted) if wanted else None
+
+    def note_hits(self, blocks: Sequence[Block]) -> int | None:
+        """Blocks on the device were hit, which is a use of each. Starts a save of those that have become worth it."""
+        enough = self._note_uses(h for h, _ in blocks)
+        if self._settings.host_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return None
+        worth = [block for block in blocks if block[0] in enough]
+        return self.start_save(worth) if worth else None
 
     def start_load(self, blocks: Sequence[Block]) -> int:
         """Brings blocks to device slots, which are the movers' until the job's result.
@@ -147,7 +157,7 @@ class Directory:
         return job.job_id
 
     def start_save(self, blocks: Sequence[Block]) -> int | None:
-        """Copies blocks from device slots to the arenas and from there to every tier below.
+        """Copies blocks from device slots to the arenas and from there to the tiers below, as their policies say.
 
         The slots must not change until the job's result. None when there is nothing to copy: all are
         there already, or the queue is full and they were dropped (`kvtier_saves_dropped_total`).
@@ -158,7 +168,7 @@ class Directory:
             if self._index.slots.find(chain_hash) is not None:
                 job.ok.add(index)
                 continue
-            entry = self._index.prepare(chain_hash) if self._num_saving < self._max_saving else None
+            entry = self._index.prepare(chain_hash) if self._room_for_saves() > 0 else None
             if entry is None:
                 self._metrics.saves_dropped.inc()
                 continue
@@ -166,7 +176,7 @@ class Directory:
             entries[index] = entry
         for indexes in chunks(list(entries), self._settings.batch_blocks):
             batch = self._open_batch(job, indexes, "", [entries[i] for i in indexes])
-            self._send(SaveBatch(batch.batch_id, *batch.columns()))
+            self._send(SaveBatch(batch.batch_id, self._owed.at_once, *batch.columns()))
         if not entries:
             del self._jobs[job.job_id]
             return None
@@ -195,8 +205,29 @@ class Directory:
             elif job.queued:
                 self._issue_loads(job)
                 self._finish_if_over(job)
+        self._issue_stores()
         results, self._results = self._results, []
         return results
+
+    def settle(self) -> bool:
+        """Before a stop: starts writing down what `write_back` still owes. True while writes are under way."""
+        self._owed.settle_all()
+        self._issue_stores()
+        return self._stores.num_blocks > 0
+
+    def reset(self) -> None:
+        """Forgets every block in the arenas and in the tiers that belong to the movers, in the background.
+
+        Blocks on the move are forgotten as soon as they have arrived. The shared tier keeps what it has.
+        """
+        moving = self._stores.moving()
+        for batch in self._batches.values():
+            batch.forget = True
+            moving.update(entry.key for entry in batch.entries)
+        self._index.slots.discard_ready()
+        self._owed.clear()
+        for tier in self._local_tiers:
+            self._send(DiscardBatch(tier, list(self._index.in_local_tier(tier) | moving)))
 
     # The movers
 
@@ -211,6 +242,9 @@ class Directory:
             message = decode(data)
             if isinstance(message, Inventory):
                 self._index.apply(rank, message)
+                continue
+            if message.batch_id in self._stores:
+                self._stores.end(message.batch_id, rank)
                 continue
             batch = self._batches[message.batch_id]
             if isinstance(message, Cancelled):
@@ -233,8 +267,7 @@ class Directory:
 
     def close(self) -> None:
         """Stops the lookup threads."""
-        if self._shared is not None:
-            self._shared.close()
+        self._lookups.close()
 
     # Inside
 
@@ -251,29 +284,52 @@ class Directory:
     def _send(self, message: ToMover) -> None:
         self._outbox.append(encode(message))
 
+    def _note_uses(self, chain_hashes: Iterable[ChainHash]) -> set[ChainHash]:
+        """Counts a use of each; returns those that had their n-th just now. Free where no policy looks at uses."""
+        if not self._owed.by_uses and self._settings.host_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return set()
+        enough = {h for h in chain_hashes if self._uses.note(h)}
+        for chain_hash in enough:
+            if self.holds(chain_hash):
+                self._owed.used_enough(chain_hash)
+        return enough
+
+    def _issue_stores(self) -> None:
+        """Leaves half of what may be saving to copies from the device, which cannot wait for a slow tier."""
+        self._stores.issue(min(self._room_for_saves(), self._max_saving // 2 - self._stores.num_blocks))
+
+    def _room_for_saves(self) -> int:
+        """Arena slots that saves and stores may still take."""
+        return self._max_saving - self._num_saving - self._stores.num_blocks
+
+    def _note_evicted(self, chain_hash: ChainHash) -> None:
+        for tier in self._owed.evicted(chain_hash):
+            self._metrics.evicted_unwritten.labels(tier).inc()
+
     def _issue_loads(self, job: Job) -> None:
         """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next poll."""
-        by_source: dict[str, list[tuple[int, Entry[ChainHash]]]] = {}
-        waiting: deque[int] = deque()
+        waiting: list[int] = []
+        by_source: dict[str, dict[int, Entry[ChainHash]]] = {HOST: {}}
+        elsewhere: list[tuple[int, str]] = []
         for index in job.queued:
-            chain_hash = job.blocks[index][0]
-            where = self._index.locate(chain_hash)
-            source = where.tier or (self._shared.name if self._shared is not None else "")
+            where = self._index.locate(job.blocks[index][0])
             if where is PENDING:
                 waiting.append(index)  # another job is bringing it: then it comes from the arena
-            elif source == HOST:
-                pinned = self._index.slots.pin(chain_hash)
+            elif where.tier == HOST:
+                pinned = self._index.slots.pin(job.blocks[index][0])
                 assert pinned is not None
-                by_source.setdefault(HOST, []).append((index, pinned))
-            elif source:
-                entry = self._index.prepare(chain_hash)
-                if entry is None:
-                    waiting.append(index)
-                else:
-                    by_source.setdefault(source, []).append((index, entry))
-        job.queued = waiting
-        for source, found in by_source.items():
-            entries = dict(found)
+                by_source[HOST][index] = pinned
+            elif where.tier or self._shared_tier:
+                elsewhere.append((index, where.tier or self._shared_tier))
+        # Only now, so that none of these takes the slot of a block that this very job wants.
+        for index, source in elsewhere:
+            entry = self._index.prepare(job.blocks[index][0])
+            if entry is None:
+                waiting.append(index)
+            else:
+                by_source.setdefault(source, {})[index] = entry
+        job.queued = deque(sorted(waiting))
+        for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_blocks):
                 batch = self._open_batch(job, indexes, source, [entries[i] for i in indexes])
                 self._send(LoadBatch(batch.batch_id, source, *batch.columns()))
@@ -300,6 +356,7 @@ class Directory:
                 # Readable from now on; pinned, because the tiers below are written from this slot.
                 self._index.slots.commit(entry, nbytes=0)
                 self._index.slots.pin(entry.key)
+                self._keep(entry, batch)
         self._finish_if_over(job)
 
     def _leave_arena(self, batch: Batch, rank: int) -> None:
@@ -314,10 +371,18 @@ class Directory:
                 self._index.slots.unpin(entry)
             elif good:
                 self._index.slots.commit(entry, nbytes=0)
+                self._keep(entry, batch)
             else:
                 self._index.slots.abort(entry)
         if batch.job.kind == "save":
             self._num_saving -= len(batch.indexes)
+
+    def _keep(self, entry: Entry[ChainHash], batch: Batch) -> None:
+        """A block that has just become readable in the arenas."""
+        if batch.forget:
+            self._index.slots.discard(entry.key)
+        else:
+            self._owed.entered(entry.key, batch.source)
 
     def _finish_if_over(self, job: Job) -> None:
         if job.open or job.queued:
@@ -328,14 +393,9 @@ class Directory:
         for chain_hash, _ in reversed(job.blocks):
             self._index.slots.touch(chain_hash)
         if job.kind == "load":
+            self._note_uses(job.blocks[index][0] for index in job.ok)
             for tier in job.tiers:
                 self._metrics.blocks_loaded.labels(tier or "none").inc()
             if failed:
                 self._metrics.degraded_fetches.inc()
         self._results.append(JobResult(job.job_id, job.kind, failed, tuple(job.tiers)))
-
-
-def _found(status: Status, tier: str) -> BlockStatus:
-    if status is Status.HIT:
-        return BlockStatus(Status.HIT, tier)
-    return PENDING if status is Status.PENDING else MISSING

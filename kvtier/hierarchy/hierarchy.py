@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.hierarchy.directory import Directory
 from kvtier.hierarchy.jobs import Block, JobResult
 from kvtier.hierarchy.metrics import HierarchyMetrics
@@ -13,9 +14,22 @@ from kvtier.keys import ChainHash
 class Hierarchy:
     """A directory and its only mover. Scheduler thread only; nothing blocks but `wait` and `close`."""
 
-    def __init__(self, directory: Directory, mover: Mover, planner: Planner, metrics: HierarchyMetrics) -> None:
-        """Takes over directory and mover."""
+    def __init__(
+        self,
+        directory: Directory,
+        mover: Mover,
+        planner: Planner,
+        metrics: HierarchyMetrics,
+        *,
+        settle_s: float = 10.0,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """Takes over directory and mover.
+
+        :param settle_s: how long `close` may take to start writing down what `write_back` owes.
+        """
         self._directory, self._mover, self._planner, self._metrics = directory, mover, planner, metrics
+        self._settle_s, self._clock = settle_s, clock
         self._pump()
 
     def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -46,6 +60,26 @@ class Hierarchy:
         job_id = self._directory.start_save(blocks)
         self._pump()
         return job_id
+
+    def save_full(self, blocks: Sequence[Block]) -> int | None:
+        """See `Directory.save_full`."""
+        job_id = self._directory.save_full(blocks)
+        self._pump()
+        return job_id
+
+    def note_hits(self, blocks: Sequence[Block]) -> int | None:
+        """See `Directory.note_hits`."""
+        return self._directory.note_hits(blocks)
+
+    def worth_saving(self, chain_hash: ChainHash) -> bool:
+        """See `Directory.worth_saving`."""
+        return self._directory.worth_saving(chain_hash)
+
+    def reset(self) -> None:
+        """See `Directory.reset`."""
+        self._pump()
+        self._directory.reset()
+        self._pump()
 
     def cancel(self, job_id: int) -> None:
         """See `Directory.cancel`."""
@@ -84,8 +118,16 @@ class Hierarchy:
         self._directory.check()
 
     def close(self) -> None:
-        """Ends after the writes to the tiers below that are under way; tiers and device stay the caller's."""
+        """Ends after the writes to the tiers below that are under way; tiers and device stay the caller's.
+
+        What `write_back` owes is written within `settle_s`; the rest is forgotten.
+        """
         self._pump()
+        deadline = self._clock() + self._settle_s
+        while self._directory.settle() and self._clock() < deadline:
+            self._pump()
+            self._mover.wait(0.05)
+            self._pump()
         self._mover.close()
         self._directory.close()
 

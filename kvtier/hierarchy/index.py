@@ -1,6 +1,6 @@
 """What is where: the slots of the arenas, and mirrors of the tiers that the movers keep for themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.eviction import LRU
 from kvtier.hierarchy.messages import HOST, Inventory
@@ -13,8 +13,14 @@ from kvtier.tiers.slot_index import Entry, SlotIndex
 class BlockIndex:
     """Answers for all ranks at once: slot ids are the same in every arena. Scheduler thread only."""
 
-    def __init__(self, num_slots: int, num_ranks: int, local_tiers: Sequence[str]) -> None:
-        """:param local_tiers: tiers below the arena that belong to each mover alone, in order of preference."""
+    def __init__(
+        self, num_slots: int, num_ranks: int, local_tiers: Sequence[str], on_evict: Callable[[ChainHash], None]
+    ) -> None:
+        """
+        :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
+        :param on_evict: told which block lost its slot to another one.
+        """
+        self._on_evict = on_evict
         self.slots: SlotIndex[ChainHash] = SlotIndex(num_slots, LRU())
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
 
@@ -31,7 +37,20 @@ class BlockIndex:
     def prepare(self, chain_hash: ChainHash) -> Entry[ChainHash] | None:
         """A slot to write this block to; None when it has one already or all are in use."""
         prepared = self.slots.prepare(chain_hash)
-        return None if isinstance(prepared, WriteStatus) else prepared.entry
+        if isinstance(prepared, WriteStatus):
+            return None
+        if prepared.evicted is not None:
+            self._on_evict(prepared.evicted)
+        return prepared.entry
+
+    def near_eviction(self, depth: int) -> list[ChainHash]:
+        """Ready blocks that the next `depth` new ones would evict. O(depth)."""
+        at_risk = depth - self.slots.num_free
+        return self.slots.coldest(at_risk) if at_risk > 0 else []
+
+    def in_local_tier(self, tier: str) -> set[ChainHash]:
+        """Blocks that some rank has in this tier."""
+        return {ChainHash(h) for mirror in self._mirrors[tier] for h in mirror}
 
     def apply(self, rank: int, changes: Inventory) -> None:
         """Takes in what one mover's tier has gained and lost."""

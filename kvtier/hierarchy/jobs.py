@@ -1,12 +1,15 @@
 """What the directory keeps of work under way. Scheduler thread only, like the directory itself."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvtier.keys import ChainHash
 from kvtier.tiers.slot_index import Entry
+from kvtier.tiers.write_policy import WritePolicy
+
+_Item = TypeVar("_Item")
 
 Block = tuple[ChainHash, int]
 """A block to move: chain hash, device slot."""
@@ -29,6 +32,17 @@ class DirectorySettings:
     """Lookups of the shared tier under way; beyond, local tiers answer alone."""
     lookup_threads: int = 2
     """Threads that ask the shared tier."""
+    host_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    """When the device's blocks are copied to host memory."""
+    tier_policies: Mapping[str, WritePolicy] = field(default_factory=dict)
+    """When blocks in host memory are copied to the tier of this name; tiers not named get them at once."""
+    selective_uses: int = 2
+    """The use at which `write_through_selective` copies a block. Computing it is the first."""
+    write_back_blocks: int = 256
+    """How many of the coldest blocks in host memory `write_back` keeps written; never more than a quarter of it.
+    Small forgets blocks in bursts, large writes some that are used again."""
+    max_counted_uses: int = 262_144
+    """Blocks whose uses are remembered, about 150 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,16 @@ class Job:
 
 
 @dataclass(slots=True)
+class Store:
+    """Blocks of the arenas on their way to a tier below. Over when `on_arena` is empty."""
+
+    entries: list[Entry[ChainHash]]
+    """Pinned."""
+    on_arena: set[int]
+    """Ranks that may still read the arena slots."""
+
+
+@dataclass(slots=True)
 class Batch:
     """What the movers were given. Over when `on_arena` is empty."""
 
@@ -79,6 +103,8 @@ class Batch:
     """Ranks that may still touch the arena slots."""
     cancelled: bool = False
     """A rank gave up on the device copy."""
+    forget: bool = False
+    """The arenas were reset meanwhile: what it brings is not kept."""
 
     def columns(self) -> tuple[list[bytes], list[int], list[int]]:
         """Chain hashes, arena slots and device slots, as messages want them."""
@@ -86,7 +112,7 @@ class Batch:
         return [h for h, _ in blocks], [e.slot for e in self.entries], [device_slot for _, device_slot in blocks]
 
 
-def chunks(indexes: Sequence[int], size: int) -> Iterator[list[int]]:
-    """`indexes` in lists of at most `size`."""
-    for start in range(0, len(indexes), size):
-        yield list(indexes[start : start + size])
+def chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
+    """`items` in lists of at most `size`."""
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])

@@ -1,9 +1,14 @@
-"""Asking the shared tier in the background, so that a step never waits for a network."""
+"""Where blocks are. The shared tier is asked in the background, so that a step never waits for a network."""
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+from kvtier.clock import Clock
+from kvtier.hierarchy.index import BlockIndex
+from kvtier.hierarchy.metrics import HierarchyMetrics
+from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
 from kvtier.keys import ChainHash, NamespaceId, TenantId, store_key
 from kvtier.tiers.base import Status, Tier
 
@@ -58,6 +63,77 @@ class SharedLookups:
             return [Status.MISS] * len(hashes)
         per_rank = [answers[start : start + len(hashes)] for start in range(0, len(answers), len(hashes))]
         return [_weakest(statuses) for statuses in zip(*per_rank, strict=True)]
+
+
+@dataclass(slots=True)
+class _Lookup:
+    statuses: list[BlockStatus]
+    asked: list[int]
+    """Indexes that the shared tier is asked about."""
+    future: Future[list[Status]] | None
+    deadline: float
+
+
+class Lookups:
+    """Lookups by ticket: the index answers at once, the shared tier when it is polled. Scheduler thread only."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        shared: SharedLookups | None,
+        metrics: HierarchyMetrics,
+        *,
+        deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        """
+        :param shared: closed with this.
+        :param deadline_s: after which what the shared tier was asked for counts as missing.
+        """
+        self._index, self._shared, self._metrics = index, shared, metrics
+        self._deadline_s, self._clock = deadline_s, clock
+        self._open: dict[int, _Lookup] = {}
+        """By ticket."""
+
+    def start(self, ticket: int, hashes: Sequence[ChainHash]) -> None:
+        """Asks where these blocks are."""
+        lookup = _Lookup([self._index.locate(h) for h in hashes], [], None, self._clock() + self._deadline_s)
+        if self._shared is not None:
+            lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
+            if lookup.asked:
+                lookup.future = self._shared.ask([hashes[i] for i in lookup.asked])
+                if lookup.future is None:
+                    self._metrics.lookups_skipped.inc()
+        self._open[ticket] = lookup
+
+    def poll(self, ticket: int) -> list[BlockStatus] | None:
+        """A status per hash, in order, which ends the ticket; None while the shared tier is being asked."""
+        lookup = self._open[ticket]
+        if lookup.future is not None and self._shared is not None:
+            if lookup.future.done():
+                for index, status in zip(lookup.asked, lookup.future.result(), strict=True):
+                    lookup.statuses[index] = _found(status, self._shared.name)
+            elif self._clock() < lookup.deadline:
+                return None
+            else:
+                self._metrics.deadlines_missed.labels("lookup").inc()
+        del self._open[ticket]
+        return lookup.statuses
+
+    def cancel(self, ticket: int) -> None:
+        """Ends the ticket without an answer."""
+        del self._open[ticket]
+
+    def close(self) -> None:
+        """Stops the threads that ask."""
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _found(status: Status, tier: str) -> BlockStatus:
+    if status is Status.HIT:
+        return BlockStatus(Status.HIT, tier)
+    return PENDING if status is Status.PENDING else MISSING
 
 
 def _weakest(statuses: tuple[Status, ...]) -> Status:

@@ -29,12 +29,31 @@ class LoadBatch:
 
 @dataclass(frozen=True, slots=True)
 class SaveBatch:
-    """Copy `device_slots` to `arena_slots`, then write the arena slots to every tier below."""
+    """Copy `device_slots` to `arena_slots`, then write the arena slots to `tiers`."""
 
     batch_id: int
+    tiers: list[str]
     hashes: list[bytes]
     arena_slots: list[int]
     device_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBatch:
+    """Write `arena_slots`, which hold the blocks already, to `tier`. Answered by `Stored`."""
+
+    batch_id: int
+    tier: str
+    hashes: list[bytes]
+    arena_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardBatch:
+    """Forget these blocks in `tier`, after the saves and stores that came before. Not answered."""
+
+    tier: str
+    hashes: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +88,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A save is over: every tier below has answered or was skipped. The arena slots are no longer read."""
+    """A save or store is over: its tiers have answered or were skipped. The arena slots are no longer read."""
 
     batch_id: int
 
@@ -87,10 +106,12 @@ class Inventory:
     removed: list[bytes]
 
 
-ToMover = LoadBatch | SaveBatch | CancelBatch
+ToMover = LoadBatch | SaveBatch | StoreBatch | DiscardBatch | CancelBatch
 ToDirectory = Loaded | Cancelled | Copied | Stored | Inventory
 
-_KINDS: tuple[type[Any], ...] = (LoadBatch, SaveBatch, CancelBatch, Loaded, Cancelled, Copied, Stored, Inventory)
+_KINDS: tuple[type[Any], ...] = (
+    LoadBatch, SaveBatch, StoreBatch, DiscardBatch, CancelBatch, Loaded, Cancelled, Copied, Stored, Inventory,
+)  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -22,4 +22,7 @@ class HierarchyMetrics:
         self.device_evictions = counter(
             "device_evictions", "Blocks evicted from the device: 'clean' were copied before, 'dropped' not", "state"
         )
+        self.evicted_unwritten = counter(
+            "evicted_unwritten", "Blocks that host memory lost before a tier with write_back had them", "tier"
+        )
         self.evictions_waited = counter("evictions_waited", "Allocations that had to wait because blocks were copied")

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.hierarchy.inventory import InventoryLog
@@ -19,9 +19,11 @@ from kvtier.hierarchy.messages import (
     CancelBatch,
     Cancelled,
     Copied,
+    DiscardBatch,
     LoadBatch,
     Loaded,
     SaveBatch,
+    StoreBatch,
     Stored,
     ToDirectory,
     decode,
@@ -43,11 +45,11 @@ class _LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class _Save:
-    """A save between its copy and the answer of the last tier. `waiting` is guarded by Mover._lock."""
+    """Blocks in the arena on their way to tiers below. `waiting` is guarded by Mover._lock."""
 
     batch_id: int
     items: list[tuple[StoreKey, memoryview]]
-    waiting: set[str] = field(default_factory=set)
+    waiting: set[str]
 
 
 class Mover:
@@ -68,7 +70,7 @@ class Mover:
         num_load_threads: int = 2,
     ) -> None:
         """
-        :param tiers: the tiers below the arena by name, in the order in which saves are written.
+        :param tiers: the tiers below the arena by name.
         :param inventory: listens to those of the tiers that belong to this mover alone.
         :param num_load_threads: batches read and copied at a time; 2 overlap a tier's read with the
             device copy, more help tiers with latency.
@@ -102,6 +104,11 @@ class Mover:
                 self._loads.submit(self._load, message)
             elif isinstance(message, SaveBatch):
                 self._copies.submit(self._save, message)
+            elif isinstance(message, StoreBatch):
+                self._hand_down(message, [message.tier])
+            elif isinstance(message, DiscardBatch):
+                # By way of the copies: what is being copied at this moment is written first, then forgotten.
+                self._copies.submit(self._discard, message)
             elif isinstance(message, CancelBatch):
                 self._cancel(message.batch_id)
             else:
@@ -193,13 +200,20 @@ class Mover:
             _log.exception("copying %d blocks from the device failed", len(batch.hashes))
             ok = bytes(len(batch.hashes))
         self._post(Copied(batch.batch_id, ok))
-        if not self._tiers or not any(ok):
+        if not batch.tiers or not any(ok):
             self._post(Stored(batch.batch_id))
             return
+        self._hand_down(batch, batch.tiers)
+
+    def _hand_down(self, batch: SaveBatch | StoreBatch, tiers: Sequence[str]) -> None:
+        """Queues the batch's arena slots for these tiers."""
         items = list(zip(self._keys(batch.hashes), map(self._view, batch.arena_slots), strict=True))
-        save = _Save(batch.batch_id, items, waiting=set(self._tiers))
-        for name, writer in self._writers.items():
-            writer.submit(self._write, name, save)
+        save = _Save(batch.batch_id, items, waiting=set(tiers))
+        for name in tiers:
+            self._writers[name].submit(self._write, name, save)
+
+    def _discard(self, batch: DiscardBatch) -> None:
+        self._writers[batch.tier].submit(self._tiers[batch.tier].discard, self._keys(batch.hashes))
 
     def _write(self, name: str, save: _Save) -> None:
         try:

@@ -8,49 +8,33 @@ class TestMyTier(TierContract):
 TestMyTierStates = tier_state_machine(lambda capacity_bytes: MyTier(capacity_bytes)).TestCase
 """
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
+from kvtier.keys import NamespaceId, StoreKey, TenantId, tenant_id
+from kvtier.testing.blocks import TENANT, make_key, make_payload, payload_maker, read_blocks
+from kvtier.testing.states import tier_state_machine
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
+
+__all__ = [
+    "MakeTier",
+    "TierContract",
+    "make_key",
+    "make_payload",
+    "read_blocks",
+    "tier_state_machine",
+]
 
 MakeTier = Callable[[int], Tier]
 """Makes an open tier of about so many bytes of payload. Called again, it may reopen the same medium."""
 
-TENANT = tenant_id("red")
-NAMESPACE = NamespaceId(b"namespace-number")
 _WAIT_S = 30.0
 """Bound on everything a test waits for; never reached when the tier works."""
-
-_NUM_LABELS = 40
-"""Blocks the state machine knows; more than its tier holds."""
-
-
-def make_key(label: object, *, tenant: TenantId = TENANT, namespace: NamespaceId = NAMESPACE) -> StoreKey:
-    """The key of the block called `label`."""
-    return store_key(tenant, namespace, ChainHash(hashlib.sha256(repr(label).encode()).digest()))
-
-
-def make_payload(label: object, nbytes: int) -> bytes:
-    """Bytes that no other label has, without a pattern that would hide shifted or torn copies."""
-    return hashlib.shake_128(repr(label).encode()).digest(nbytes)
-
-
-def read_blocks(tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> list[bytes | None]:
-    """Payloads of `nbytes` each, None where the tier misses."""
-    into = [memoryview(bytearray(b"\xa5" * nbytes)) for _ in keys]
-    statuses = tier.read(keys, into)
-    assert all(status in (Status.HIT, Status.MISS) for status in statuses)
-    return [bytes(b) if s is Status.HIT else None for s, b in zip(statuses, into, strict=True)]
 
 
 class TierContract:
@@ -68,6 +52,8 @@ class TierContract:
     """Content survives `close` and a second `make_tier`."""
     evicts = True
     """Makes room by itself; False for a tier that answers FULL instead."""
+    packs = False
+    """May take less space than the payloads have, which can be packed then."""
 
     @pytest.fixture
     def make_tier(self) -> MakeTier:
@@ -84,7 +70,7 @@ class TierContract:
         return make_key(label, tenant=self.tenants[0])
 
     def payload(self, label: object) -> bytes:
-        return make_payload(label, self.payload_bytes)
+        return payload_maker(self.packs)(label, self.payload_bytes)
 
     def store(self, tier: Tier, labels: Sequence[object]) -> list[WriteStatus]:
         return tier.write([(self.key(label), self.payload(label)) for label in labels])
@@ -165,7 +151,7 @@ class TierContract:
 
     def test_namespaces_do_not_meet_and_have_lengths_of_their_own(self, tier: Tier) -> None:
         other = make_key("a", tenant=self.tenants[0], namespace=NamespaceId(b"namespace-other!"))
-        small = make_payload("small", self.payload_bytes // 2)
+        small = payload_maker(self.packs)("small", self.payload_bytes // 2)
         self.store(tier, ["a"])
         assert tier.lookup([other]) == [Status.MISS]
         assert tier.write([(other, small)]) == [WriteStatus.STORED]
@@ -176,7 +162,7 @@ class TierContract:
         self.store(tier, range(8))
         usage = tier.usage()
         assert usage.num_blocks == 8
-        assert usage.used_bytes >= 8 * self.payload_bytes
+        assert usage.used_bytes >= (4 if self.packs else 8) * self.payload_bytes
         assert not usage.capacity_bytes or usage.used_bytes <= usage.capacity_bytes
         tier.discard([self.key(i) for i in range(8)])
         assert tier.usage().num_blocks == 0
@@ -281,83 +267,3 @@ def _together(num_threads: int, run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(num_threads) as executor:
         futures: list[Future[Any]] = [executor.submit(wait_and_run, i) for i in range(num_threads)]
         return [future.result(_WAIT_S) for future in futures]
-
-
-def tier_state_machine(
-    make_tier: MakeTier,
-    *,
-    capacity_bytes: int = 256 * 1024,
-    payload_bytes: int = 16 * 1024,
-    persistent: bool = False,
-    max_examples: int = 50,
-) -> type[RuleBasedStateMachine]:
-    """A Hypothesis state machine that drives a tier against a dict: it may forget, but never lie.
-
-    :param make_tier: called at the start of each example and, for a `persistent` tier, also after a
-        close. It may open the same medium every time: an example begins by discarding all it knows.
-    """
-    labels = st.integers(min_value=0, max_value=_NUM_LABELS - 1)
-    batches = st.lists(labels, max_size=6)
-
-    class TierStateMachine(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stored: dict[int, bytes] = {}
-            """What was acknowledged as STORED and may still be there."""
-            self.tier = make_tier(capacity_bytes)
-            self.tier.discard([make_key(label) for label in range(_NUM_LABELS)])
-
-        @rule(batch=batches, version=st.integers(min_value=0, max_value=2))
-        def write(self, batch: list[int], version: int) -> None:
-            payloads = [make_payload((label, version), payload_bytes) for label in batch]
-            statuses = self.tier.write([(make_key(i), p) for i, p in zip(batch, payloads, strict=True)])
-            for label, payload, status in zip(batch, payloads, statuses, strict=True):
-                if status is WriteStatus.STORED:
-                    self.stored[label] = payload
-                elif status is WriteStatus.EXISTS:
-                    assert label in self.stored
-                else:
-                    assert status is WriteStatus.FULL
-
-        @rule(batch=batches)
-        def read(self, batch: list[int]) -> None:
-            loaded = read_blocks(self.tier, [make_key(label) for label in batch], payload_bytes)
-            for label, block in zip(batch, loaded, strict=True):
-                if block is None:
-                    self.stored.pop(label, None)
-                else:
-                    assert block == self.stored[label]
-
-        @rule(batch=batches)
-        def lookup(self, batch: list[int]) -> None:
-            for label, status in zip(batch, self.tier.lookup([make_key(i) for i in batch]), strict=True):
-                assert status is not Status.PENDING
-                if status is Status.HIT:
-                    assert label in self.stored
-                else:
-                    self.stored.pop(label, None)
-
-        @rule(batch=batches)
-        def discard(self, batch: list[int]) -> None:
-            assert self.tier.discard([make_key(label) for label in batch]) <= len(set(batch) & self.stored.keys())
-            for label in batch:
-                self.stored.pop(label, None)
-
-        @rule()
-        def reopen(self) -> None:
-            if persistent:
-                self.tier.close()
-                self.tier = make_tier(capacity_bytes)
-
-        @invariant()
-        def is_sound(self) -> None:
-            self.tier.check()
-            assert self.tier.usage().num_blocks <= len(self.stored)
-
-        def teardown(self) -> None:
-            self.tier.close()
-
-    TierStateMachine.TestCase.settings = settings(
-        max_examples=max_examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    return TierStateMachine

@@ -20,8 +20,9 @@ class FaultyFiles:
     def __init__(self, inner: FileLayer, *, seed: int = 0, probability: float = 0.0) -> None:
         print(f"FaultyFiles(seed={seed}, probability={probability})")
         self._inner = inner
-        self._probability = probability
         self._lock = threading.Lock()
+        self._probability = probability
+        """Guarded by _lock."""
         self._random = random.Random(seed)
         """Guarded by _lock."""
         self._planned: dict[str, list[int]] = defaultdict(list)
@@ -31,6 +32,11 @@ class FaultyFiles:
         """The next `times` calls of `write`, `read`, `rename`, `remove` or `free_bytes` raise errno `code`."""
         with self._lock:
             self._planned[op] += [code] * times
+
+    def fail_by_chance(self, probability: float) -> None:
+        """From now on, that often; 0 heals the disk of all but what is damaged already and of planned failures."""
+        with self._lock:
+            self._probability = probability
 
     def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
         code = self._fault("write", errno.ENOSPC, errno.EIO)
@@ -43,9 +49,9 @@ class FaultyFiles:
         _raise(self._fault("read", errno.EIO), path)
         num_read = self._inner.read(path, buffer)
         with self._lock:
-            if self._random.random() < self._probability:
+            if num_read and self._random.random() < self._probability:
                 buffer[self._random.randrange(num_read)] ^= 1 << self._random.randrange(8)
-            if self._random.random() < self._probability:
+            if num_read and self._random.random() < self._probability:
                 num_read = self._random.randrange(num_read)
         return num_read
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.codec import HEADER_BYTES, decode, encode_header
+from kvtier.codec import HEADER_BYTES, Codec, encode, parse_stored_header, unpack, verify
 from kvtier.errors import ConfigError, CorruptBlockError, InvalidInputError, InvariantError
 from kvtier.events import EventKind, EventSink, ignore_event
 from kvtier.keys import StoreKey, TenantId
@@ -68,6 +68,7 @@ class DiskTier:
         capacity_bytes: int,
         *,
         reserve_bytes: int,
+        codec: Codec,
         name: str,
         on_event: EventSink,
         metrics: Metrics,
@@ -79,6 +80,7 @@ class DiskTier:
         self._name = name
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
+        self._codec = codec
         self._metrics = metrics
         self._log = QuietLog(logging.getLogger(__name__))
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvtier-{name}")
@@ -96,6 +98,7 @@ class DiskTier:
         capacity_bytes: int,
         *,
         reserve_bytes: int = 2**30,
+        codec: Codec = Codec.RAW,
         name: str = "disk",
         on_event: EventSink = ignore_event,
         metrics: Metrics | None = None,
@@ -111,6 +114,9 @@ class DiskTier:
         :param capacity_bytes: disk space for blocks.
         :param reserve_bytes: free space that the tier leaves to others on the file system; below it, the
             tier shrinks. Too small, and neighbours see a full disk.
+        :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
+            saves a fifth of the space of bf16 KV, and time where the drive gives less than about 0.5 GB/s
+            (`kvtier bench codec`).
         :param on_event: called from the threads that use the tier, and with the keys found here; must
             not call `close`.
         :param num_threads: blocks on their way at once. One gives half the bandwidth of most disks.
@@ -127,6 +133,7 @@ class DiskTier:
                 files if files is not None else OsFiles(direct=supports_direct(folder.temp_folder)),
                 capacity_bytes,
                 reserve_bytes=reserve_bytes,
+                codec=codec,
                 name=name,
                 on_event=on_event,
                 metrics=metrics if metrics is not None else Metrics(),
@@ -163,7 +170,7 @@ class DiskTier:
         """See `Tier.write`. The batch's last block becomes the coldest of it, as tails should."""
         with self._gate:
             with self._lock:
-                claims = [self._index.claim(key, HEADER_BYTES + len(payload)) for key, payload in items]
+                claims = [self._index.claim(key) for key, _ in items]
             answers = self._run(self._store, claims, items)
             self._finish(
                 [
@@ -234,16 +241,19 @@ class DiskTier:
         self._outbox.flush()
 
     def _load(self, key: StoreKey, block: DiskBlock | None, into: memoryview) -> Status:
-        """Reads, verifies and copies out one block. An I/O thread."""
-        if block is None or block.nbytes != HEADER_BYTES + len(into):
+        """Reads, verifies and unpacks one block. An I/O thread."""
+        if block is None or block.nbytes > HEADER_BYTES + len(into):
             return Status.MISS
         buffer = self._buffer.sized(block.nbytes)
         try:
             num_read = self._files.read(self._folder.block_path(key, block.number), buffer)
             if num_read != block.nbytes:
                 raise CorruptBlockError(f"file of {num_read} bytes instead of {block.nbytes}")
-            payload = buffer[HEADER_BYTES : block.nbytes]
-            decode(buffer[:HEADER_BYTES], key, payload)
+            header, stored = parse_stored_header(buffer), buffer[HEADER_BYTES : block.nbytes]
+            verify(header, key, stored)
+            if header.raw_length != len(into):  # sound, but not what the caller takes it for
+                return Status.MISS
+            unpack(header, stored, into)
         except OSError as error:
             evicted_meanwhile = error.errno in _LOST_FILE_ERRNOS and not self._drop(key, block)
             if not evicted_meanwhile:
@@ -254,7 +264,6 @@ class DiskTier:
                 self._metrics.corrupt_blocks.labels(self._name).inc()
                 self._log.warning(f"tier {self._name}: dropped a corrupt block: {error}")
             return Status.MISS
-        copy_bytes(into, payload)
         return Status.HIT
 
     def _store(self, block: DiskBlock | None, item: tuple[StoreKey, ReadableBuffer]) -> WriteStatus:
@@ -264,12 +273,14 @@ class DiskTier:
             return WriteStatus.EXISTS
         temp, final = self._folder.temp_path(block.number), self._folder.block_path(key, block.number)
         try:
-            if not self._make_room(key, block):
+            header, stored = encode(key, payload, self._codec)
+            nbytes = HEADER_BYTES + len(stored)
+            if not self._make_room(key, block, nbytes):
                 return WriteStatus.FULL
-            buffer = self._buffer.sized(block.nbytes)
-            copy_bytes(buffer, encode_header(key, payload))
-            copy_bytes(buffer[HEADER_BYTES:], payload)
-            self._files.write(temp, buffer, block.nbytes)
+            buffer = self._buffer.sized(nbytes)
+            copy_bytes(buffer, header)
+            copy_bytes(buffer[HEADER_BYTES:], stored)
+            self._files.write(temp, buffer, nbytes)
             self._files.rename(temp, final)
         except OSError as error:
             self._note_error("write", error)
@@ -278,9 +289,9 @@ class DiskTier:
             return WriteStatus.FULL if error.errno in _NO_SPACE_ERRNOS else WriteStatus.FAILED
         return WriteStatus.STORED
 
-    def _make_room(self, key: StoreKey, block: DiskBlock) -> bool:
-        """Sets disk space aside for `block`, evicting what must go; False when there is not enough."""
-        needed_bytes = footprint_bytes(block.nbytes)
+    def _make_room(self, key: StoreKey, block: DiskBlock, nbytes: int) -> bool:
+        """Sets disk space aside for a file of `nbytes`, evicting what must go; False when there is not enough."""
+        needed_bytes = footprint_bytes(nbytes)
         while True:
             free_bytes = self._files.free_bytes(self._folder.path)
             with self._lock:
@@ -289,7 +300,7 @@ class DiskTier:
                 if needed_bytes > limit_bytes:
                     break
                 if used_bytes + needed_bytes <= limit_bytes:
-                    self._index.set_aside(key, block)
+                    self._index.set_aside(key, block, nbytes)
                     return True
                 coldest = self._index.take_coldest()
                 if coldest is None:

@@ -13,11 +13,11 @@ class DiskBlock:
 
     __slots__ = ("footprint_bytes", "nbytes", "number", "ready")
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         """Part of the file's name; no other file of this folder has it."""
-        self.nbytes = nbytes
-        """Length of the file: header and payload."""
+        self.nbytes = 0
+        """Length of the file: header and payload as stored. Known from `set_aside` on."""
         self.footprint_bytes = 0
         """Disk space set aside for it, in whole pages."""
         self.ready = False
@@ -72,24 +72,25 @@ class DiskIndex:
         self._policy.touch(key)
         return block
 
-    def claim(self, key: StoreKey, nbytes: int) -> DiskBlock | None:
+    def claim(self, key: StoreKey) -> DiskBlock | None:
         """A block to be written by the caller, until `commit` or `take_out`; None when the key is there."""
         if key in self._blocks:
             return None
-        block = self._blocks[key] = DiskBlock(self._next_number, nbytes)
+        block = self._blocks[key] = DiskBlock(self._next_number)
         self._next_number += 1
         return block
 
     def adopt(self, key: StoreKey, number: int, nbytes: int) -> None:
         """Takes over a file that is there; the key is not."""
-        block = self._blocks[key] = DiskBlock(number, nbytes)
+        block = self._blocks[key] = DiskBlock(number)
         self._next_number = max(self._next_number, number + 1)
-        self.set_aside(key, block)
+        self.set_aside(key, block, nbytes)
         self.commit(key, block)
 
-    def set_aside(self, key: StoreKey, block: DiskBlock) -> None:
-        """Counts the block's footprint from now on. Once per block."""
-        block.footprint_bytes = footprint_bytes(block.nbytes)
+    def set_aside(self, key: StoreKey, block: DiskBlock, nbytes: int) -> None:
+        """The block's file will have `nbytes`: counts its footprint from now on. Once per block."""
+        block.nbytes = nbytes
+        block.footprint_bytes = footprint_bytes(nbytes)
         self._used_bytes += block.footprint_bytes
         if self._blocks.get(key) is not block:
             self._hidden_bytes += block.footprint_bytes

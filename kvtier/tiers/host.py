@@ -1,6 +1,7 @@
 """The host tier: blocks in this process's memory."""
 
 import logging
+import math
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -181,13 +182,25 @@ class HostTier:
             self._outbox.post(EventKind.CLEARED)
         self._outbox.flush()
 
-    def acquire(self, keys: Sequence[StoreKey]) -> list[Lease | None]:
+    def acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[Lease | None]:
         """Holds committed blocks in place for reading without a copy; None where `read` would miss.
 
-        Counts as a use. Every lease goes back by `release`; until then its slot serves no other block.
+        Counts as a use unless `touch` is off. Every lease goes back by `release`; until then its slot serves no
+        other block.
         """
         with self._gate:
-            return self._acquire(keys)
+            return self._acquire(keys, touch=touch)
+
+    def near_eviction(self, share: float) -> list[StoreKey]:
+        """The blocks that are evicted next: of each size class that cannot grow, the coldest `share` of its slots.
+
+        :param share: from 0 to 1; slots that are free already count as part of it. O(blocks returned).
+        """
+        with self._gate, self._lock:
+            room_bytes = self._capacity_bytes - self._slabs_total_bytes
+            full = [c.index for c in self._classes.values() if c.slab_bytes(1) > room_bytes]
+            at_risk = [(index, math.ceil(index.num_slots * share) - index.num_free) for index in full]
+            return [key for index, most in at_risk if most > 0 for key in index.coldest(most)]
 
     def release(self, leases: Iterable[Lease | None]) -> None:
         """Gives leases back. Ignores None and what was released before. Allowed after `close`."""
@@ -227,7 +240,7 @@ class HostTier:
             return Status.MISS
         return Status.HIT if entry.ready else Status.PENDING
 
-    def _acquire(self, keys: Sequence[StoreKey]) -> list[Lease | None]:
+    def _acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[Lease | None]:
         leases: list[Lease | None] = []
         with self._lock:
             for key in reversed(keys):
@@ -236,8 +249,9 @@ class HostTier:
                 if size_class is None or entry is None:
                     leases.append(None)
                     continue
-                self._uses += 1
-                size_class.note_use(entry, self._uses)
+                if touch:
+                    self._uses += 1
+                    size_class.note_use(entry, self._uses)
                 leases.append(Lease(size_class.view(entry, entry.nbytes).toreadonly(), entry, size_class))
         leases.reverse()
         return leases

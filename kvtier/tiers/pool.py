@@ -1,19 +1,19 @@
 """The pool tier: the cache pool service seen from an engine. A pool that fails is a pool that misses."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import decode
-from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnavailableError
+from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
+from kvtier.tiers.remote import RemoteCalls
 
 _log = logging.getLogger(__name__)
 
@@ -85,12 +85,18 @@ class PoolTier:
         self._transport = transport
         self._tenant = tenant
         self._metrics = metrics
-        self._breaker = breaker
         self._call_timeout_s = call_timeout_s
-        self._max_batch_bytes = max_batch_bytes
-        self._max_batch_blocks = max_batch_blocks
         self._name = name
-        self._clock = clock
+        self._calls = RemoteCalls(
+            name,
+            metrics=metrics,
+            breaker=breaker,
+            log=_log,
+            call_timeout_s=call_timeout_s,
+            max_batch_bytes=max_batch_bytes,
+            max_batch_blocks=max_batch_blocks,
+            clock=clock,
+        )
         self._gate = CallGate(f"tier {name}")
         self._dropped = QuietLog(_log)
 
@@ -107,7 +113,7 @@ class PoolTier:
             statuses[batch] = self._transport.lookup(keys[batch], timeout_s)
 
         with self._gate:
-            self._in_batches("lookup", [0] * len(keys), ask)
+            self._calls.in_batches("lookup", [0] * len(keys), ask)
         return statuses
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
@@ -128,7 +134,7 @@ class PoolTier:
                     statuses[i] = Status.HIT
 
         with self._gate:
-            self._in_batches("read", [len(buffer) for buffer in into], ask)
+            self._calls.in_batches("read", [len(buffer) for buffer in into], ask)
         return statuses
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
@@ -140,7 +146,7 @@ class PoolTier:
             statuses[batch] = self._transport.write(items[batch], timeout_s)
 
         with self._gate:
-            self._in_batches("write", [len(payload) for _, payload in items], ask)
+            self._calls.in_batches("write", [len(payload) for _, payload in items], ask)
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
@@ -152,14 +158,14 @@ class PoolTier:
             counts.append(self._transport.discard(keys[batch], timeout_s))
 
         with self._gate:
-            self._in_batches("discard", [0] * len(keys), ask)
+            self._calls.in_batches("discard", [0] * len(keys), ask)
         return sum(counts)
 
     def usage(self) -> Usage:
         """See `Tier.usage`. All zero when the pool does not answer."""
         answers: list[Usage] = []
         with self._gate:
-            self._attempt("usage", lambda: answers.append(self._transport.usage(self._call_timeout_s)))
+            self._calls.attempt("usage", lambda: answers.append(self._transport.usage(self._call_timeout_s)))
         return answers[0] if answers else Usage(0, 0, 0)
 
     def check(self) -> None:
@@ -171,46 +177,6 @@ class PoolTier:
         """See `Tier.close`. Waits for calls in flight, at most their deadline."""
         if self._gate.close():
             self._transport.close()
-
-    def _in_batches(self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None]) -> None:
-        """Calls `ask(batch, timeout_s)` on slices within the budgets, until one fails or time is up."""
-        deadline = self._clock() + self._call_timeout_s
-
-        def ask_in_time(batch: slice) -> None:
-            remaining_s = deadline - self._clock()
-            if remaining_s <= 0:
-                raise UnavailableError(f"no time left for blocks {batch.start} and after")
-            ask(batch, remaining_s)
-
-        for batch in self._batches(sizes):
-            if not self._attempt(op, partial(ask_in_time, batch)):
-                return
-
-    def _batches(self, sizes: Sequence[int]) -> Iterator[slice]:
-        start = num_bytes = 0
-        for i, size in enumerate(sizes):
-            if i > start and (num_bytes + size > self._max_batch_bytes or i - start == self._max_batch_blocks):
-                yield slice(start, i)
-                start, num_bytes = i, 0
-            num_bytes += size
-        if start < len(sizes):
-            yield slice(start, len(sizes))
-
-    def _attempt(self, op: str, call: Callable[[], None]) -> bool:
-        """Whether `call` came back with an answer; without, the pool failed or is left alone at the moment."""
-        if not self._breaker.allow():
-            self._metrics.io_errors.labels(self._name, op, "BreakerOpen").inc()
-            return False
-        try:
-            call()
-        except KvtierError as error:
-            self._metrics.io_errors.labels(self._name, op, type(error).__name__).inc()
-            if self._breaker.failure():
-                _log.warning("tier %s: left alone for now, everything misses: %s", self._name, error)
-            return False
-        if self._breaker.success():
-            _log.warning("tier %s: answers again", self._name)
-        return True
 
     def _require_own(self, keys: Sequence[StoreKey]) -> None:
         if any(key[:TENANT_ID_BYTES] != self._tenant for key in keys):

@@ -24,7 +24,7 @@ class Entry(Generic[K]):
         self.nbytes = 0
         self.checksum = 0
         self._visible = True
-        """Found under its key. False after discard or clear; the slot is freed by the last holder."""
+        """Found under its key. False after discard; the slot is freed by the last holder."""
         self._parked = False
         """Was chosen as a victim while pinned; the policy gets it back at the last unpin."""
 
@@ -157,6 +157,10 @@ class SlotIndex(Generic[K]):
         if entry is not None and entry.ready and not entry._parked:
             self._policy.touch(key)
 
+    def coldest(self, most: int) -> list[K]:
+        """Ready keys that would be evicted first, pinned ones among them, at most so many. O(most)."""
+        return self._policy.coldest(most)
+
     def discard(self, key: K) -> bool:
         """Hides a key at once and frees its slot as soon as nobody holds it. False when it is not there."""
         entry = self._entries.get(key)
@@ -167,9 +171,9 @@ class SlotIndex(Generic[K]):
         self._hide(entry)
         return True
 
-    def clear(self) -> None:
-        """Discards every key. O(slots)."""
-        for key in list(self._entries):
+    def discard_ready(self) -> None:
+        """Discards every key that is ready; those being written stay. O(slots)."""
+        for key in [key for key, entry in self._entries.items() if entry.ready]:
             self.discard(key)
 
     def add_slots(self, slots: range) -> None:

@@ -1,111 +1,143 @@
-"""The OpenAI-compatible wire format: `/v1/completions` and `/v1/chat/completions`, not streamed.
+"""What requests to `/v1/completions` and `/v1/chat/completions` may say.
 
-Beyond OpenAI's, requests may say `return_prompt_token_ids`, and responses hold
-
-    usage.prompt_tokens_details.cached_tokens            prompt tokens whose KV was not computed
-    usage.prompt_tokens_details.cached_tokens_by_tier    the same by where it was: device, host, disk, pool
-    kvtier.ttft_s                                        arrival of the request (before tokenisation) to first token
-    kvtier.token_ids                                     the answer, with the end-of-text token that ended it
-    kvtier.prompt_token_ids                              on demand
-
-Parameters that this engine does not honour are refused unless they ask for nothing, so that an answer is
-never silently of another kind than what was asked for.
+Parameters that this engine does not honour are refused unless they ask for nothing, so that an answer is never
+silently of another kind than what was asked for. `null` is the same as leaving a parameter out. Beyond OpenAI's,
+requests may say `return_prompt_token_ids`.
 """
 
-import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from kvtier_engine.request import Completion
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of `/v1/completions`."""
-TIERS = ("device", "host", "disk", "pool")
+_MOST_STOP_SEQUENCES = 4
+_LONGEST_STOP_SEQUENCE = 1024
+"""Characters. What is held back while it may be the beginning of a stop sequence is no longer."""
 
 TokenLimit = Annotated[int, Field(ge=1)]
+# Only the first error is told: without `fail_fast`, a long list of wrong items costs seconds of the event loop.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+StopSequence = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP_SEQUENCE)]
+StopSequences = Annotated[list[StopSequence], Field(max_length=_MOST_STOP_SEQUENCES)]
 
 
-class _SamplingBody(BaseModel):
+class _Only:
+    """Accepts the values of a parameter that ask for nothing."""
+
+    def __init__(self, *neutral: Any) -> None:
+        self._neutral = neutral
+
+    def __call__(self, value: Any) -> Any:
+        if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in self._neutral):
+            return value
+        known = " or ".join(map(repr, self._neutral)) or "no value"
+        raise PydanticCustomError("unsupported", "this engine supports {known} only; leave it out", {"known": known})
+
+
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    """One more chunk before the end, with the usage and no choice."""
+    include_obfuscation: bool | None = None
+    """Accepted and ignored: chunks are never padded."""
+
+
+class SamplingBody(BaseModel):
     """What both kinds of requests share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: TokenLimit | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Seed | None = None
-    return_prompt_token_ids: bool = False
-    user: str | None = None
-    """Accepted and ignored."""
-    n: Literal[1] = 1
-    stream: Literal[False] = False
-    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    stop: StopSequence | StopSequences | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_prompt_token_ids: bool | None = None
+
+    user: Any = None
+    """Accepted and ignored, as all of this block."""
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    service_tier: Any = None
+
+    n: Annotated[Any, AfterValidator(_Only(1))] = None
+    frequency_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
+    presence_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
+    logit_bias: Annotated[Any, AfterValidator(_Only({}))] = None
+
+    @property
+    def stop_sequences(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class CompletionBody(_SamplingBody):
+class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int]
+    prompt: str | TokenIds
     """Text, or token ids."""
+
+    best_of: Annotated[Any, AfterValidator(_Only(1))] = None
+    echo: Annotated[Any, AfterValidator(_Only(False))] = None
+    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
+    suffix: Annotated[Any, AfterValidator(_Only(""))] = None
 
 
 class Message(BaseModel):
     """One turn."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class ChatBody(_SamplingBody):
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: TokenLimit | None = None
     """OpenAI's newer name of `max_tokens`; counts when both are given."""
 
+    parallel_tool_calls: Any = None
+    """Ignored: there are no tools."""
 
-def completion_response(request_id: str, model: str, text: str, done: Completion) -> dict[str, Any]:
-    """The answer to `/v1/completions`."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": done.finish_reason}
-    return _response(f"cmpl-{request_id}", "text_completion", model, choice, done)
-
-
-def chat_response(request_id: str, model: str, text: str, done: Completion) -> dict[str, Any]:
-    """The answer to `/v1/chat/completions`."""
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.finish_reason}
-    return _response(f"chatcmpl-{request_id}", "chat.completion", model, choice, done)
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _response(response_id: str, kind: str, model: str, choice: dict[str, Any], done: Completion) -> dict[str, Any]:
-    return {
-        "id": response_id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": _usage(done),
-        "kvtier": {"ttft_s": done.ttft_s, "token_ids": list(done.token_ids)},
-    }
+    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
+    top_logprobs: Annotated[Any, AfterValidator(_Only(0))] = None
+    tools: Annotated[Any, AfterValidator(_Only([]))] = None
+    tool_choice: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
+    functions: Annotated[Any, AfterValidator(_Only([]))] = None
+    function_call: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
+    response_format: Annotated[Any, AfterValidator(_Only({"type": "text"}))] = None
+    modalities: Annotated[Any, AfterValidator(_Only(["text"]))] = None
+    audio: Annotated[Any, AfterValidator(_Only())] = None
+    prediction: Annotated[Any, AfterValidator(_Only())] = None
+    reasoning_effort: Annotated[Any, AfterValidator(_Only("none"))] = None
+    verbosity: Annotated[Any, AfterValidator(_Only())] = None
+    web_search_options: Annotated[Any, AfterValidator(_Only())] = None
 
 
-def _usage(done: Completion) -> dict[str, Any]:
-    num_answer_tokens = len(done.token_ids)
-    by_tier = dict.fromkeys(TIERS, 0) | dict(done.cached_by_tier)
-    return {
-        "prompt_tokens": done.num_prompt_tokens,
-        "completion_tokens": num_answer_tokens,
-        "total_tokens": done.num_prompt_tokens + num_answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(by_tier.values()), "cached_tokens_by_tier": by_tier},
-    }
+class ResetBody(BaseModel):
+    """`POST /v1/cache/reset`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    scope: Annotated[Any, AfterValidator(_Only("engine"))] = None
+    """What forgets: this engine's device and its own tiers. The cache pool is not an engine's to empty."""

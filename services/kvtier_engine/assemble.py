@@ -16,9 +16,9 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import PrefixHasher
-from kvtier.transfer import HostMemoryKV
+from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
-from kvtier_engine.llama import LlamaModel
+from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
@@ -55,9 +55,10 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
     folder = open_model(config.resolve_path(section.model), cache_dir)
     torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
-    dtype = _DTYPES[section.dtype]
-    kv = _allocate(config, folder, dtype)
-    model = LlamaModel(folder.config, load_weights(folder.weight_files, folder.config, dtype))
+    dtype, device = _DTYPES[section.dtype], engine_device(section.device)
+    kv = _allocate(config, folder, dtype, device)
+    weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
+    model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
     with contextlib.ExitStack() as stack:
         hasher: PrefixHasher | None = None
@@ -68,8 +69,8 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=HostMemoryKV(kv.byte_rows().numpy()),
-                    namespace=kv_namespace(folder.config, folder.weights_digest, dtype),
+                    device=stack.enter_context(device_kv(kv)),
+                    namespace=kv_namespace(folder.config, folder.weights_digest, dtype, device),
                     registry=registry,
                 )
             )
@@ -81,6 +82,8 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
         scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
         engine = Engine(scheduler, _limits(folder, kv), hasher=hasher, hierarchy=hierarchy)
+        if device.type == "cuda":
+            _compile_for_long_sequences(model, kv, folder)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()
@@ -88,7 +91,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
         yield AssembledEngine(engine, folder, registry)
 
 
-def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype) -> PagedKV:
+def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> PagedKV:
     block_bytes = bytes_per_block(folder.config, config.cache.tokens_per_block, dtype)
     num_blocks = int(config.engine.kv_bytes) // block_bytes
     if num_blocks < 1:
@@ -96,11 +99,19 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype) -> PagedK
             f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes do not hold one block of {block_bytes:,}; "
             f"give at least the {block_bytes * 64:,} of 64 blocks"
         )
-    log.info("%d blocks of %d tokens, %d bytes each", num_blocks, config.cache.tokens_per_block, block_bytes)
+    log.info(
+        "%d blocks of %d tokens, %d bytes each, on %s", num_blocks, config.cache.tokens_per_block, block_bytes, device
+    )
     try:
-        return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype)
+        return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device)
     except (RuntimeError, TypeError) as error:  # what torch raises for no memory, and for more than 2**63 blocks
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
+
+
+def _compile_for_long_sequences(model: LlamaModel, kv: PagedKV, folder: ModelFolder) -> None:
+    """Attention to a long sequence takes kernels that `warm_up`, with its short one, does not meet: a second each."""
+    last = min(folder.config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block) - 1
+    model.forward([Chunk([0], last, range(kv.num_blocks))], kv)
 
 
 def _limits(folder: ModelFolder, kv: PagedKV) -> EngineLimits:

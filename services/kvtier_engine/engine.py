@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvtier.errors import ClosedError, InvalidInputError, KvtierError, LimitExceededError
 from kvtier.hierarchy import Hierarchy
 from kvtier.keys import PrefixHasher
-from kvtier_engine.request import DoneCallback, FinishReason, Request, Sampling
+from kvtier_engine.request import DoneCallback, FinishReason, Request, Sampling, TokenCallback
 from kvtier_engine.scheduler import Scheduler
 
 _STUCK_WAIT_S = 0.005
@@ -29,13 +29,29 @@ class EngineLimits:
     vocab_size: int
 
 
+ResetCallback = Callable[[int | None], None]
+"""Called once, in the engine's thread, with the number of blocks that the device forgot; None when the engine ended
+before. Must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    request_id: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    on_done: ResetCallback
+
+
 class Engine:
     """Feeds a scheduler.
 
     `warm_up`, `run`, `run_until` and `close` are for one thread, which should be the process's first:
     OpenMP lets the threads of a parallel region wait actively only as long as there are no more of them than
     cores, and it always counts the first one. A warm request on 2 cores takes 75 ms there, 110 in any other thread.
-    `submit`, `cancel`, `stop` and `healthy` are for any thread.
+    `submit`, `cancel`, `reset_cache`, `stop` and `healthy` are for any thread.
     """
 
     def __init__(
@@ -56,7 +72,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._inbox: list[Request | int] = []  # guarded by _lock; requests to add and ids to cancel, in order
+        self._inbox: list[Request | _Ending | _Reset] = []  # guarded by _lock; what to do next, in order
         self._stopping = False  # guarded by _lock
         self._failed = False  # guarded by _lock
 
@@ -66,12 +82,20 @@ class Engine:
         with self._lock:
             return not self._failed
 
-    def submit(self, tokens: Sequence[int], sampling: Sampling, arrived_at: float, on_done: DoneCallback) -> int:
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        arrived_at: float,
+        on_done: DoneCallback,
+        on_token: TokenCallback | None = None,
+    ) -> int:
         """Queues a request; returns its id for `cancel`. Does not block.
 
         :param tokens: the prompt, at least one.
         :param arrived_at: `MONOTONIC` time from which its TTFT counts.
         :param on_done: called exactly once in the engine's thread, unless this method raises.
+        :param on_token: called before that with each new token; None is the cheapest.
         :raises LimitExceededError: more tokens than one request may have.
         :raises InvalidInputError: no token, or one that the model does not have.
         :raises ClosedError: the engine is stopping or has failed.
@@ -84,19 +108,29 @@ class Engine:
             hasher=self._hasher,
             on_done=on_done,
             arrived_at=arrived_at,
+            on_token=on_token,
         )
-        with self._lock:
-            if self._stopping or self._failed:
-                raise ClosedError("the engine has failed" if self._failed else "the engine is stopping")
-            self._inbox.append(request)
-        self._nudge()
+        self._send(request)
         return request.request_id
 
-    def cancel(self, request_id: int) -> None:
-        """Ends a request early; its `on_done` is called with what there is. Ended ones are ignored."""
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
+        """Ends a request after the present step; its `on_done` is called with what there is. Ended ones are ignored.
+
+        :param reason: what `on_done` is told: `stop` when the requester has found the answer complete.
+        """
         with self._lock:
-            self._inbox.append(request_id)
+            self._inbox.append(_Ending(request_id, reason))
         self._nudge()
+
+    def reset_cache(self, on_done: ResetCallback) -> None:
+        """Makes the engine forget all cached blocks after the present step: the device's and those of its own tiers.
+
+        Running requests go on with the blocks that they have. The tiers forget in the background. What other engines
+        share (the cache pool) stays.
+
+        :raises ClosedError: the engine is stopping or has failed.
+        """
+        self._send(_Reset(on_done))
 
     def stop(self) -> None:
         """Lets `run` end after its present step."""
@@ -136,6 +170,13 @@ class Engine:
             self._scheduler.end_all()
         self._abandon("cancelled")
 
+    def _send(self, item: Request | _Reset) -> None:
+        with self._lock:
+            if self._stopping or self._failed:
+                raise ClosedError("the engine has failed" if self._failed else "the engine is stopping")
+            self._inbox.append(item)
+        self._nudge()
+
     def _check_limits(self, tokens: Sequence[int], sampling: Sampling) -> None:
         if not tokens:
             raise InvalidInputError("the prompt is empty: give at least one token")
@@ -154,12 +195,23 @@ class Engine:
             if self._stopping or self._failed:
                 return False
             self._inbox, items = [], self._inbox
-        for item in items:
-            if isinstance(item, Request):
-                self._scheduler.add(item)
-            else:
-                self._scheduler.cancel(item)
+        for index, item in enumerate(items):
+            try:
+                self._take(item)
+            except Exception:
+                # Whoever sent it and those behind must hear of it too.
+                with self._lock:
+                    self._inbox[:0] = items[index:]
+                raise
         return True
+
+    def _take(self, item: Request | _Ending | _Reset) -> None:
+        if isinstance(item, Request):
+            self._scheduler.add(item)
+        elif isinstance(item, _Ending):
+            self._scheduler.cancel(item.request_id, item.reason)
+        else:
+            item.on_done(self._scheduler.reset_cache())
 
     def _wait(self) -> None:
         """Until there may be something to do."""
@@ -178,10 +230,12 @@ class Engine:
             self._arrived.notify()
 
     def _abandon(self, reason: FinishReason) -> None:
-        """Tells all requesters that it is over, those of the inbox too."""
+        """Tells all callers that it is over, those of the inbox too."""
         self._scheduler.abandon_all(reason)
         with self._lock:
             self._inbox, left = [], self._inbox
         for item in left:
             if isinstance(item, Request):
                 item.on_done(item.completion(reason))
+            elif isinstance(item, _Reset):
+                item.on_done(None)

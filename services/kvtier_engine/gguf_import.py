@@ -80,7 +80,8 @@ def import_gguf(path: Path, cache_dir: Path) -> Path:
 def _config(metadata: Mapping[str, Any], tensors: list[ReaderTensor], path: Path) -> dict[str, Any]:
     if metadata.get("general.architecture") != "llama":
         raise ConfigError(
-            f"{path}: architecture {metadata.get('general.architecture')!r}; this engine computes 'llama'"
+            f"{path}: architecture {metadata.get('general.architecture')!r}; this engine reads 'llama' from GGUF. "
+            "Give it the model's Hugging Face folder instead"
         )
     missing = [key for key in _CONFIG_NAMES.values() if f"llama.{key}" not in metadata]
     if missing:

@@ -1,4 +1,4 @@
-"""The forward pass of a Llama model over paged KV."""
+"""The forward pass of a Llama, Qwen2 or Qwen3 model over paged KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ class _Batch:
     block_tables: Tensor
     query_starts: Tensor
     seq_lens: Tensor
+    max_seq_len: int
+    """The largest of `seq_lens`, known without asking the device."""
 
 
 class LlamaModel:
@@ -45,7 +47,8 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self._config = config
         self._weights = weights
-        self._rope = RopeTable(config, weights.embedding.dtype)
+        with torch.device(weights.embedding.device):  # what it allocates, it allocates there
+            self._rope = RopeTable(config, weights.embedding.dtype)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
@@ -55,11 +58,11 @@ class LlamaModel:
         long as the chunks beside it have the same lengths.
 
         :param chunks: of distinct sequences, at least one.
-        :param kv: of this model's geometry and dtype. Only the blocks of new tokens change.
-        :returns: float32 `[len(chunks), vocab_size]`: logits after the last token of each chunk.
+        :param kv: of this model's geometry and dtype, on the weights' device. Only the blocks of new tokens change.
+        :returns: float32 `[len(chunks), vocab_size]`, on that device: logits after the last token of each chunk.
         """
         weights, config = self._weights, self._config
-        batch = _gather_batch(chunks, kv.tokens_per_block)
+        batch = _gather_batch(chunks, kv.tokens_per_block, kv.tensor.device)
         cos, sin = self._rope.at(batch.positions)
         hidden = F.embedding(batch.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):
@@ -78,8 +81,11 @@ class LlamaModel:
             self._config.num_key_value_heads,
             self._config.head_dim,
         )
-        fused = F.linear(normed, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
-        rotated = rotate(fused[:, : heads + kv_heads], cos, sin)
+        fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
+        query_key = fused[:, : heads + kv_heads]
+        if layer.qk_norm is not None:
+            query_key = _rms_norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
+        rotated = rotate(query_key, cos, sin)
         kv_write(kv_layer, rotated[:, heads:], fused[:, heads + kv_heads :], batch.block_ids, batch.offsets)
         attended = paged_attention(
             rotated[:, :heads],
@@ -88,6 +94,7 @@ class LlamaModel:
             batch.query_starts,
             batch.seq_lens,
             scale=head_dim**-0.5,
+            max_seq_len=batch.max_seq_len,
         )
         return F.linear(attended.flatten(1), layer.attention_output)
 
@@ -105,7 +112,7 @@ def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(hidden.dtype).mul_(weight)
 
 
-def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int) -> _Batch:
+def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int, device: torch.device) -> _Batch:
     lengths = [len(chunk.token_ids) for chunk in chunks]
     widest = max(len(chunk.block_table) for chunk in chunks)
     tables = torch.zeros((len(chunks), widest), dtype=torch.int64)
@@ -116,12 +123,18 @@ def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int) -> _Batch:
         positions.append(where)
         block_ids.append(tables[row].index_select(0, where // tokens_per_block))
     all_positions = torch.cat(positions)
+    seq_lens = [chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)]
+
+    def there(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
     return _Batch(
-        token_ids=torch.cat([torch.as_tensor(chunk.token_ids, dtype=torch.int64) for chunk in chunks]),
-        positions=all_positions,
-        block_ids=torch.cat(block_ids),
-        offsets=all_positions % tokens_per_block,
-        block_tables=tables,
-        query_starts=torch.tensor([0, *lengths]).cumsum(0),
-        seq_lens=torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)]),
+        token_ids=there(torch.cat([torch.as_tensor(chunk.token_ids, dtype=torch.int64) for chunk in chunks])),
+        positions=there(all_positions),
+        block_ids=there(torch.cat(block_ids)),
+        offsets=there(all_positions % tokens_per_block),
+        block_tables=there(tables),
+        query_starts=there(torch.tensor([0, *lengths]).cumsum(0)),
+        seq_lens=there(torch.tensor(seq_lens)),
+        max_seq_len=max(seq_lens),
     )

@@ -1,4 +1,4 @@
-"""What `config.json` says about a Llama model, checked."""
+"""What `config.json` says about a Llama, Qwen2 or Qwen3 model, checked."""
 
 import json
 from collections.abc import Mapping
@@ -19,9 +19,24 @@ class RopeScaling:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How the attention of a `model_type` differs from Llama's."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(qk_norm=True),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Geometry of a Llama model. Names as in Hugging Face's `LlamaConfig`."""
+    """Geometry of a model. Names as in Hugging Face's `LlamaConfig`."""
 
     vocab_size: int
     hidden_size: int
@@ -36,17 +51,21 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    """Query, key and value have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Every head of query and key is normed before it is rotated (Qwen3)."""
 
 
 def load_model_config(folder: Path) -> ModelConfig:
     """Reads `config.json` and, where there is one, `generation_config.json` of `folder`.
 
     :raises ConfigError: a file cannot be read, a value is missing or impossible, or the model is not one that this
-        engine computes (another family, biases, another rope scaling).
+        engine computes (another family, other biases, a sliding window, another rope scaling).
     """
     path = folder / "config.json"
     raw = _read_json(path)
-    _refuse_other_models(path, raw)
+    family = _family(path, raw)
     try:
         heads = int(raw["num_attention_heads"])
         config = ModelConfig(
@@ -63,6 +82,8 @@ def load_model_config(folder: Path) -> ModelConfig:
             rope_scaling=_rope_scaling(path, _rope(raw)),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_eos_token_ids(folder, raw),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
         )
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing; take the file from the model's publisher") from None
@@ -76,18 +97,22 @@ def load_model_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _refuse_other_models(path: Path, raw: Mapping[str, Any]) -> None:
-    expected = {
-        "model_type": ("llama", "llama"),
-        "hidden_act": ("silu", "silu"),
-        "attention_bias": (False, False),
-        "mlp_bias": (False, False),
-    }
-    for key, (want, default) in expected.items():
-        if raw.get(key, default) != want:
-            raise ConfigError(
-                f"{path}: {key} is {raw[key]!r}; this engine computes Llama models with {key} = {want!r} only"
-            )
+def _family(path: Path, raw: Mapping[str, Any]) -> _Family:
+    kind = raw.get("model_type", "llama")
+    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise ConfigError(f"{path}: model_type is {kind!r}; this engine computes {', '.join(_FAMILIES)}")
+    expected = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+    if not family.qkv_bias:  # Qwen2 has its bias without saying so; that of the others is on the output too
+        expected["attention_bias"] = False
+    for key, want in expected.items():
+        if raw.get(key, want) != want:
+            raise ConfigError(f"{path}: {key} is {raw[key]!r}; this engine computes {kind} with {key} = {want!r} only")
+    layers = raw.get("layer_types")
+    others = sorted({str(layer) for layer in layers} - {"full_attention"}) if isinstance(layers, list) else []
+    if others:
+        raise ConfigError(f"{path}: layer_types has {', '.join(others)}; this engine computes 'full_attention' only")
+    return family
 
 
 def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,9 @@
 """The engine's KV memory: one tensor of blocks."""
 
+import hashlib
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +13,9 @@ from kvtier_engine.model_config import ModelConfig
 
 PHYSICAL_LAYOUT = "L2NHD"
 """Inside a block: layer, key or value, token, KV head, head dimension."""
-BACKEND = "torch-cpu"
+BACKENDS = {"cpu": "torch-cpu", "cuda": "torch-cuda"}
+"""By type of device. The two round differently, in every matrix product before a key or value is there."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,12 @@ class PagedKV:
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
 
-def allocate_kv(config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype) -> PagedKV:
+def allocate_kv(
+    config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype, device: torch.device = _CPU
+) -> PagedKV:
     """Zeroed, and thereby pre-faulted: a first touch inside a step would cost ten times a copy."""
     shape = (num_blocks, *_block_shape(config, tokens_per_block))
-    return PagedKV(torch.empty(shape, dtype=dtype).zero_())
+    return PagedKV(torch.empty(shape, dtype=dtype, device=device).zero_())
 
 
 def bytes_per_block(config: ModelConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
@@ -62,15 +68,26 @@ def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
     return (config.num_hidden_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
 
 
-def kv_namespace(config: ModelConfig, weights_digest: bytes, dtype: torch.dtype) -> Namespace:
+def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
+    """Of the weights and of what is done with them: an edited rope or epsilon gives other KV from the same weights."""
+    arithmetic = asdict(config)
+    for beside in ("eos_token_ids", "max_position_embeddings"):
+        del arithmetic[beside]
+    packed = json.dumps(arithmetic, sort_keys=True).encode()
+    return hashlib.sha256(b"kvtier.model.v1" + weights_digest + packed).digest()
+
+
+def kv_namespace(
+    config: ModelConfig, weights_digest: bytes, dtype: torch.dtype, device: torch.device = _CPU
+) -> Namespace:
     """Which bytes the blocks of this engine hold."""
     name = str(dtype).removeprefix("torch.")
     return Namespace(
-        weights_digest=weights_digest,
+        weights_digest=_model_digest(config, weights_digest),
         dtype=name,
         kv_dtype=name,
         physical_layout=PHYSICAL_LAYOUT,
-        backend=BACKEND,
+        backend=BACKENDS[device.type],
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

@@ -5,7 +5,8 @@ load (polled) -> running. After each step, full blocks get their keys and go dow
 """
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from kvtier.block_pool import BlockPool
 from kvtier.clock import MONOTONIC, Clock
@@ -43,6 +44,8 @@ class _Load:
     request: Request
     first_block: int
     blocks: list[Block]
+    findable: bool = True
+    """Whether what arrives gets its keys."""
 
 
 class PrefixCache:
@@ -68,7 +71,7 @@ class PrefixCache:
         self._loads: dict[int, _Load] = {}
         """By job."""
         self._loading: set[ChainHash] = set()
-        """All blocks of `_loads`."""
+        """All blocks of `_loads` that will be findable."""
         self._saves: dict[int, list[int]] = {}
         """Blocks referenced for the sake of a copy, by job."""
         self._unsaved: list[Block] = []
@@ -103,6 +106,9 @@ class PrefixCache:
         request.refused_at = None
         request.block_ids = hits + fresh
         self._count_hits(request, len(hits))
+        if hits and self._hierarchy is not None:
+            used = list(zip(request.hashes, hits, strict=False))
+            self._hold(self._hierarchy.note_hits(used), used)
         if not num_fetched or self._hierarchy is None:
             request.counted = True
             return Admission.RUNNING
@@ -141,10 +147,7 @@ class PrefixCache:
             self._unsaved.clear()
             return
         if self._unsaved:
-            job_id = self._hierarchy.start_save(self._unsaved)
-            if job_id is not None:
-                self._saves[job_id] = [block_id for _, block_id in self._unsaved]
-                self._block_pool.acquire(self._saves[job_id])
+            self._hold(self._hierarchy.save_full(self._unsaved), self._unsaved)
             self._unsaved = []
         if self._cleaner is not None:
             self._cleaner.step()
@@ -180,6 +183,27 @@ class PrefixCache:
         """Asks for the end of a load. `poll` returns the request as soon as its blocks are left alone."""
         if self._hierarchy is not None and request.job_id is not None:
             self._hierarchy.cancel(request.job_id)
+
+    def reset(self, begun: Iterable[Request]) -> int:
+        """Forgets every block, here and in the engine's own tiers; returns how many were findable here.
+
+        :param begun: all requests that have blocks. They keep them, but nothing that they compute from now on is
+            published: it follows from what is to be forgotten.
+        """
+        for request in begun:
+            request.hasher = None
+            request.hashes.clear()
+        self._loads = {job_id: replace(load, findable=False) for job_id, load in self._loads.items()}
+        self._loading.clear()
+        if self._hierarchy is not None:
+            self._hierarchy.reset()
+        return self._block_pool.reset()
+
+    def _hold(self, save_id: int | None, blocks: list[Block]) -> None:
+        """Keeps the blocks of a save as they are until it has read them."""
+        if save_id is not None:
+            self._saves[save_id] = [block_id for _, block_id in blocks]
+            self._block_pool.acquire(self._saves[save_id])
 
     def _max_hits(self, request: Request) -> int:
         return min(len(request.hashes), (len(request.tokens) - 1) // self.tokens_per_block)
@@ -230,9 +254,10 @@ class PrefixCache:
         load = self._loads.pop(result.job_id)
         request = load.request
         num_good = min(result.failed, default=len(load.blocks))
-        for chain_hash, block_id in load.blocks[:num_good]:
-            self._block_pool.assign_key(block_id, chain_hash)
-        self._loading.difference_update(chain_hash for chain_hash, _ in load.blocks)
+        if load.findable:
+            for chain_hash, block_id in load.blocks[:num_good]:
+                self._block_pool.assign_key(block_id, chain_hash)
+            self._loading.difference_update(chain_hash for chain_hash, _ in load.blocks)
         request.job_id = None
         request.num_published = load.first_block + num_good
         request.num_computed = request.num_published * self.tokens_per_block

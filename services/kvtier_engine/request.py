@@ -23,6 +23,8 @@ class Sampling:
     """At most so many new tokens, from 1."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together are at least so likely are drawn; above 0, 1 draws from all."""
     seed: int | None = None
     """The same seed gives the same draws; None seeds from the system."""
     eos_token_ids: tuple[int, ...] = ()
@@ -45,6 +47,8 @@ class Completion:
 
 DoneCallback = Callable[[Completion], None]
 """Called once, in the engine's thread; must not block."""
+TokenCallback = Callable[[int], None]
+"""Called with each new token, in the engine's thread and within its steps: must be cheap and not block."""
 
 
 class Stage(enum.Enum):
@@ -84,6 +88,8 @@ class Request:
     on_done: DoneCallback
     arrived_at: float
     """On the scheduler's clock."""
+    on_token: TokenCallback | None = None
+    """None when nobody reads along: then tokens cost nothing before the end."""
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
     hashes: list[ChainHash] = field(default_factory=list)

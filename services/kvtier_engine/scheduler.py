@@ -80,11 +80,17 @@ class Scheduler:
         self._waiting.append(request)
         self._count_time(time.perf_counter() - started)
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
         """Ends a request early. Unknown ones have ended already."""
         for request in (*self._waiting, *self._loading, *self._running):
             if request.request_id == request_id:
-                self._end(request, "cancelled")
+                self._end(request, reason)
+
+    def reset_cache(self) -> int:
+        """Forgets all cached blocks (`PrefixCache.reset`); those that wait ask again. Returns the device's number."""
+        for request in self._waiting:
+            self._cache.cancel_lookup(request)
+        return self._cache.reset((*self._loading, *self._running))
 
     def end_all(self) -> None:
         """Ends every request early."""
@@ -195,6 +201,8 @@ class Scheduler:
                 request.tokens.append(sample(logits[row], request))
                 if request.ttft_s is None:
                     request.ttft_s = self._clock() - request.arrived_at
+                if request.on_token is not None:
+                    request.on_token(request.tokens[-1])
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens

@@ -9,9 +9,10 @@ import jinja2
 import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from kvtier.errors import ConfigError, InvalidInputError
+from kvtier_engine.detokenizer import ByteLevelDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, special_tokens
 
 
 class ChatTokenizer:
@@ -26,6 +27,9 @@ class ChatTokenizer:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read: {error}; download it again") from error
+        byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._token_bytes = TokenBytes(self._tokenizer) if byte_level else None
+        self._special = special_tokens(self._tokenizer)
         config = _read_tokenizer_config(folder)
         self._special_texts = {
             name: _token_text(config[name]) for name in ("bos_token", "eos_token") if config.get(name) is not None
@@ -55,9 +59,15 @@ class ChatTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of an answer, special tokens left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        """The text of an answer, special tokens left out: what `detokenizer` makes of one token after the other."""
+        detokenizer = self.detokenizer()
+        return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
+
+    def detokenizer(self) -> Detokenizer:
+        """For the text of one answer while it comes."""
+        if self._token_bytes is not None:
+            return ByteLevelDetokenizer(self._token_bytes)
+        return WindowDetokenizer(self._tokenizer, self._special)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

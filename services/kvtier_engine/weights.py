@@ -30,6 +30,10 @@ class LayerWeights:
     gate_up: Tensor
     """`[2 * intermediate, hidden]`: gate, then up."""
     down: Tensor
+    qkv_bias: Tensor | None = None
+    """`[(heads + 2 * kv_heads) * head_dim]`, Qwen2's."""
+    qk_norm: Tensor | None = None
+    """`[heads + kv_heads, head_dim]`, Qwen3's: the weight of the norm over each head of query and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +47,47 @@ class LlamaWeights:
 
 
 def load_weights(files: Sequence[Path], config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
-    """Reads the tensors of a Llama model, converted to `dtype`, on CPU.
+    """Reads the tensors of a model, converted to `dtype`, on CPU.
 
     :raises ConfigError: a file is torn, or a tensor is missing or of another shape than `config` says.
     """
     with ExitStack() as stack:
-        readers = _TensorReader(files, dtype, stack)
+        reader = _TensorReader(files, dtype, stack)
         hidden, vocab = config.hidden_size, config.vocab_size
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        wide = config.intermediate_size
-
-        def layer(index: int) -> LayerWeights:
-            read, base = readers.read, f"model.layers.{index}."
-            attention, mlp = base + "self_attn.", base + "mlp."
-            return LayerWeights(
-                input_norm=read(base + "input_layernorm.weight", hidden),
-                qkv=torch.cat(
-                    (
-                        read(attention + "q_proj.weight", query, hidden),
-                        read(attention + "k_proj.weight", kv, hidden),
-                        read(attention + "v_proj.weight", kv, hidden),
-                    )
-                ),
-                attention_output=read(attention + "o_proj.weight", hidden, query),
-                post_attention_norm=read(base + "post_attention_layernorm.weight", hidden),
-                gate_up=torch.cat(
-                    (read(mlp + "gate_proj.weight", wide, hidden), read(mlp + "up_proj.weight", wide, hidden))
-                ),
-                down=read(mlp + "down_proj.weight", hidden, wide),
-            )
-
-        embedding = readers.read("model.embed_tokens.weight", vocab, hidden)
+        embedding = reader.read("model.embed_tokens.weight", vocab, hidden)
         return LlamaWeights(
             embedding=embedding,
-            layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
-            final_norm=readers.read("model.norm.weight", hidden),
-            lm_head=embedding if config.tie_word_embeddings else readers.read("lm_head.weight", vocab, hidden),
+            layers=tuple(_read_layer(reader, config, i) for i in range(config.num_hidden_layers)),
+            final_norm=reader.read("model.norm.weight", hidden),
+            lm_head=embedding if config.tie_word_embeddings else reader.read("lm_head.weight", vocab, hidden),
         )
+
+
+def _read_layer(reader: "_TensorReader", config: ModelConfig, index: int) -> LayerWeights:
+    read, base = reader.read, f"model.layers.{index}."
+    attention, mlp = base + "self_attn.", base + "mlp."
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    qkv_bias = qk_norm = None
+    if config.qkv_bias:
+        qkv_bias = torch.cat([read(f"{attention}{name}_proj.bias", n) for name, n in rows.items()])
+    if config.qk_norm:
+        norms = [
+            read(f"{attention}{name}_norm.weight", head_dim).expand(n, -1)
+            for name, n in (("q", heads), ("k", kv_heads))
+        ]
+        qk_norm = torch.cat(norms)
+    return LayerWeights(
+        input_norm=read(base + "input_layernorm.weight", hidden),
+        qkv=torch.cat([read(f"{attention}{name}_proj.weight", n, hidden) for name, n in rows.items()]),
+        attention_output=read(attention + "o_proj.weight", hidden, heads * head_dim),
+        post_attention_norm=read(base + "post_attention_layernorm.weight", hidden),
+        gate_up=torch.cat([read(f"{mlp}{name}_proj.weight", wide, hidden) for name in ("gate", "up")]),
+        down=read(mlp + "down_proj.weight", hidden, wide),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
 
 
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:

@@ -13,8 +13,9 @@ import typer
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.malloc import keep_freed_memory
+from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolSettings
+from kvtier_pool.settings import PoolSettings, RedisSettings
 
 _LOOK_S = 0.2
 """Between looks at whether a signal has come."""
@@ -41,13 +42,16 @@ def serve(
     memory_bytes: Annotated[str | None, typer.Option(help="Memory tier, e.g. 4GiB.")] = None,
     disk_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier; without: memory only.")] = None,
     disk_bytes: Annotated[str | None, typer.Option(help="Disk tier, e.g. 100GiB.")] = None,
-    shutdown_grace_s: Annotated[float | None, typer.Option(help="Seconds a stop may take to write to disk.")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis or Valkey below memory and disk, e.g. redis://127.0.0.1:6379/0.")
+    ] = None,
+    shutdown_grace_s: Annotated[float | None, typer.Option(help="Seconds a stop may take to write down.")] = None,
     tenant: Annotated[
         list[str] | None,
         typer.Option(help="NAME=SHA256 of its token in hex, instead of the file's tenants. Repeatable."),
     ] = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then writes to disk what is queued and exits with 0.
+    """Serves until SIGTERM or SIGINT, then writes down what waits and exits with 0.
 
     Prints `ready block=ADDRESS[,ADDRESS...] grpc=ADDRESS[,ADDRESS...] http=ADDRESS` when it can be used. Flags win
     over the file.
@@ -59,6 +63,7 @@ def serve(
         "memory_bytes": memory_bytes,
         "disk_dir": disk_dir,
         "disk_bytes": disk_bytes,
+        "redis_url": redis_url,
         "shutdown_grace_s": shutdown_grace_s,
     }
     settings = _settings(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])
@@ -98,12 +103,23 @@ def _settings(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> P
     merged = parse_config(
         {"pool_service": section, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
     )
-    return settings_of(merged, (merged if tenants else base).accepted_tokens())
+    return settings_of(merged, (merged if tenants else base).accepted_tokens(), base.redis_password())
 
 
-def settings_of(config: Config, tenants: dict[str, str]) -> PoolSettings:
+def settings_of(config: Config, tenants: dict[str, str], redis_password: str | None = None) -> PoolSettings:
     """What `config` says of the pool service; `tenants` as from `Config.accepted_tokens`."""
     section = config.pool_service
+    redis: RedisSettings | None = None
+    if section.redis_url:  # empty: none, so that an environment can take it away
+        redis = RedisSettings(
+            url=section.redis_url,
+            username=section.redis_username,
+            password=redis_password,
+            ttl_s=section.redis_ttl_s,
+            timeout_s=section.redis_timeout_s,
+            write_policy=WritePolicy(section.redis_write_policy),
+            codec=section.redis_codec,
+        )
     return PoolSettings(
         tenants=tenants,
         memory_bytes=int(section.memory_bytes),
@@ -113,6 +129,10 @@ def settings_of(config: Config, tenants: dict[str, str]) -> PoolSettings:
         disk_dir=section.disk_dir,
         disk_bytes=int(section.disk_bytes),
         disk_reserve_bytes=int(section.disk_reserve_bytes),
+        disk_write_policy=WritePolicy(section.disk_write_policy),
+        disk_codec=section.disk_codec,
+        redis=redis,
+        selective_uses=section.selective_uses,
         socket_mode=section.socket_mode,
         max_connections=section.max_connections,
         num_threads=section.num_threads,

@@ -1,7 +1,7 @@
-"""Blocks that memory lost and the disk still has."""
+"""Blocks that memory does not have and a tier below does."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.codec import checksum, header_from_checksum
@@ -20,7 +20,7 @@ class Block:
     lease: Lease | None
     """Holds the payload in memory; None when it lies in a buffer of its own."""
     source: str
-    """Where it was found, for the counter: `memory`, `disk`, `disk_private`."""
+    """Where it was found, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
 
 
 def block_of(key: StoreKey, lease: Lease, source: str) -> Block:
@@ -29,25 +29,27 @@ def block_of(key: StoreKey, lease: Lease, source: str) -> Block:
 
 
 class ColdReads:
-    """Reads blocks from disk into slots of the memory tier, each block once, however many ask for it.
+    """Reads blocks from one tier into slots of the memory tier, each block once, however many ask for it.
 
     Where memory has no slot to spare, a block is served from a buffer of its own. Any thread; blocks on
-    the disk. Two calls never wait for each other: each finishes its own blocks before it waits.
+    the tier. Two calls never wait for each other: each finishes its own blocks before it waits.
     """
 
-    def __init__(self, memory: HostTier, disk: Tier) -> None:
+    def __init__(self, memory: HostTier, tier: Tier, on_admitted: Callable[[StoreKey], None]) -> None:
+        """:param on_admitted: told of every block that memory got from the tier."""
         self._memory = memory
-        self._disk = disk
+        self._tier = tier
+        self._on_admitted = on_admitted
         self._lock = threading.Lock()
         self._flights: dict[StoreKey, threading.Event] = {}
         """Keys being read, with what is set when the reader is done. Guarded by _lock."""
 
     def fetch(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
-        """Adds to `found` those of `keys` that the disk has with payloads of `nbytes`.
+        """Adds to `found` those of `keys` that the tier has with payloads of `nbytes`.
 
         The caller releases the leases of `found`, also after an exception.
         """
-        statuses = self._disk.lookup(keys)
+        statuses = self._tier.lookup(keys)
         wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
         done = threading.Event()
         with self._lock:
@@ -66,7 +68,7 @@ class ColdReads:
             self._load([key], nbytes, found)
 
     def _load(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
-        """Adds what memory has by now, and the rest from disk."""
+        """Adds what memory has by now, and the rest from the tier."""
         slots: dict[StoreKey, WriteSlot] = {}
         buffers: dict[StoreKey, memoryview] = {}
         try:
@@ -75,10 +77,10 @@ class ColdReads:
                 if isinstance(slot, WriteSlot):
                     slots[key], buffers[key] = slot, slot.view
                 elif slot is WriteStatus.EXISTS and (lease := self._memory.acquire([key])[0]) is not None:
-                    found[key] = block_of(key, lease, "disk")
+                    found[key] = block_of(key, lease, self._tier.name)
                 else:
                     buffers[key] = memoryview(bytearray(nbytes))
-            statuses = self._disk.read(list(buffers), list(buffers.values()))
+            statuses = self._tier.read(list(buffers), list(buffers.values()))
             for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
                 if status is Status.HIT:
                     block = self._admit(key, buffer, slots.pop(key, None))
@@ -93,7 +95,10 @@ class ColdReads:
         payload_checksum = checksum(key, payload)
         if slot is None:
             header = header_from_checksum(key, len(payload), payload_checksum)
-            return Block(header, payload, None, "disk_private")
+            return Block(header, payload, None, f"{self._tier.name}_private")
         self._memory.commit(slot, payload_checksum)
         (lease,) = self._memory.acquire([key])
-        return block_of(key, lease, "disk") if lease is not None else None
+        if lease is None:
+            return None
+        self._on_admitted(key)
+        return block_of(key, lease, self._tier.name)

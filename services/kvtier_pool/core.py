@@ -2,20 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+from kvtier.clock import MONOTONIC
 from kvtier.codec import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
-from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier, WriteSlot
 from kvtier_pool.cold_reads import Block, ColdReads, block_of
 from kvtier_pool.event_hub import EventHub, Subscription
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.write_through import DrainReport, WriteThrough
+from kvtier_pool.write_down import DrainReport, WriteDown, WriteDownSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,21 @@ class TierShare:
     """Of the capacity, by all tenants."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowerTier:
+    """A tier below memory, and how blocks get there."""
+
+    tier: Tier
+    settings: WriteDownSettings
+
+
 class PoolCore:
-    """Blocks in memory, and below it on disk when there is one.
+    """Blocks in memory, and below it in as many tiers as there are: on disk, in Redis.
 
     A store key names its tenant, so whoever builds keys from the authenticated tenant and from nothing
     else can reach that tenant's blocks only. A write is acknowledged when memory has the block, and goes
-    to disk in the background. A read finds it in memory, or on disk and then in memory.
+    down in the background as each tier's policy says. A read finds it in memory, or in the first tier
+    that has it and then in memory; tiers that did not have it are offered it as if it were new.
 
     Any thread. Nothing is locked while a transport waits for its peer; what it holds meanwhile is bounded:
     the write slots of one piece that is coming in, the leases of one answer that is going out.
@@ -46,44 +57,39 @@ class PoolCore:
         self,
         *,
         memory_bytes: int,
-        disk: DiskTier | None,
+        below: Sequence[LowerTier],
         hub: EventHub,
         metrics: PoolMetrics,
-        queue_bytes: int,
-        write_threads: int,
     ) -> None:
         """
         :param memory_bytes: capacity of the memory tier, taken as it is used.
-        :param disk: owned from now on; its events go to `hub` already.
+        :param below: from the fastest to the slowest; owned from now on. Their events go to `hub` already.
         :param hub: receives the memory tier's events, and is closed with the core.
-        :param queue_bytes: bound of the write-through queue.
-        :param write_threads: threads that write to disk.
         """
         self._hub = hub
         self._metrics = metrics
         self._memory = HostTier(memory_bytes, name="memory", on_event=self._on_memory_event)
-        self._disk = disk
-        self._tiers: tuple[HostTier | DiskTier, ...] = (self._memory,) if disk is None else (self._memory, disk)
-        """From the fastest to the slowest."""
-        self._cold_reads = ColdReads(self._memory, disk) if disk is not None else None
-        self._write_through: WriteThrough | None = None
-        if disk is not None:
-            self._write_through = WriteThrough(
-                self._memory, disk, metrics, queue_bytes=queue_bytes, num_threads=write_threads
-            )
+        self._below = [lower.tier for lower in below]
+        self._ways = [WriteDown(self._memory, lower.tier, metrics, lower.settings) for lower in below]
+        self._cold_reads = [
+            ColdReads(self._memory, lower.tier, partial(self._note_entered, source=lower.tier)) for lower in below
+        ]
+        for lower in below:
+            metrics.prepare_tier(lower.tier.name)
 
     def start(self) -> None:
         """Starts the background writers. Once, before the first write."""
-        if self._write_through is not None:
-            self._write_through.start()
+        for way in self._ways:
+            way.start()
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """A status per key, in order. Not a use."""
         statuses = self._memory.lookup(keys)
-        missing = [i for i, status in enumerate(statuses) if status is Status.MISS]
-        if self._disk is not None and missing:
-            for i, status in zip(missing, self._disk.lookup([keys[i] for i in missing]), strict=True):
-                statuses[i] = status
+        for tier in self._below:
+            missing = [i for i, status in enumerate(statuses) if status is Status.MISS]
+            if missing:
+                for i, status in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
+                    statuses[i] = status
         return statuses
 
     @contextmanager
@@ -99,9 +105,11 @@ class PoolCore:
                     self._memory.release([lease])
                 elif lease is not None:
                     blocks[key] = block_of(key, lease, "memory")
-            cold = [key for key in dict.fromkeys(keys) if key not in blocks]
-            if self._cold_reads is not None and cold:
-                self._cold_reads.fetch(cold, payload_bytes, blocks)
+            for way in self._ways:
+                way.used(blocks)
+            for reads in self._cold_reads:
+                if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
+                    reads.fetch(cold, payload_bytes, blocks)
             found = [blocks.get(key) for key in keys]
             answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
             self._count_read(answer)
@@ -132,8 +140,7 @@ class PoolCore:
         except CorruptBlockError:
             return self.abort_write(slot)
         self._memory.commit(slot, header.checksum)
-        if self._write_through is not None:
-            self._write_through.submit(slot.key)
+        self._note_entered(slot.key, source=None)
         self._count_write(WriteStatus.STORED, header.stored_length)
         return WriteStatus.STORED
 
@@ -144,23 +151,25 @@ class PoolCore:
         return WriteStatus.FAILED
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """Forgets blocks everywhere; returns how many were there. May wait for a disk write under way.
+        """Forgets blocks everywhere; returns how many were there. May wait for a write under way.
 
-        From below to above, so that no copy on its way down or up outlives the call: the queue first,
-        then the disk, then memory, which also refuses what a cold read is about to commit.
+        From below to above, so that no copy on its way down or up outlives the call: the queues first,
+        then the lower tiers, then memory, which also refuses what a cold read is about to commit.
         """
         distinct = list(dict.fromkeys(keys))
         num_there = sum(status is Status.HIT for status in self.lookup(distinct))
-        if self._write_through is not None:
-            self._write_through.cancel(distinct)
-        if self._disk is not None:
-            self._disk.discard(distinct)
-        self._memory.discard(distinct)
+        with ExitStack() as stack:
+            for way in self._ways:
+                stack.enter_context(way.without(distinct))
+            for tier in reversed(self._below):
+                tier.discard(distinct)
+            self._memory.discard(distinct)
         return num_there
 
     def usage(self, tenant: TenantId) -> list[TierShare]:
-        """What the tenant has in each tier, from the fastest to the slowest."""
-        return [_share(tier.name, tier.usage_of(tenant), tier.usage()) for tier in self._tiers]
+        """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
+        tiers = [tier for tier in (self._memory, *self._below) if isinstance(tier, (HostTier, DiskTier))]
+        return [_share(tier.name, tier.usage_of(tenant), tier.usage()) for tier in tiers]
 
     def subscribe(self, tenant: TenantId) -> Subscription:
         """The tenant's events from now on; the caller closes the subscription."""
@@ -168,37 +177,42 @@ class PoolCore:
 
     def problem(self) -> str | None:
         """What keeps the pool from doing its work, None when nothing does."""
-        if self._write_through is not None and not self._write_through.alive:
-            return "a write-through thread is gone"
-        return None
+        gone = [tier.name for tier, way in zip(self._below, self._ways, strict=True) if not way.alive]
+        return f"a thread that writes to {gone[0]} is gone" if gone else None
 
     def end_event_streams(self) -> None:
         """Ends all subscriptions, and takes no new ones."""
         self._hub.close()
 
-    def drain(self, grace_s: float) -> DrainReport:
-        """Gives the disk up to `grace_s` seconds to take what is queued; what comes now is not queued."""
-        if self._write_through is None:
-            return DrainReport(num_memory_only=self._memory.usage().num_blocks)
-        return self._write_through.drain(grace_s)
+    def drain(self, grace_s: float) -> list[DrainReport]:
+        """Gives the lower tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
+        deadline = MONOTONIC() + grace_s
+        return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
 
     def check(self) -> None:
         """Verifies the bookkeeping of all tiers; raises `InvariantError`."""
-        for tier in self._tiers:
+        for tier in (self._memory, *self._below):
             tier.check()
 
     def close(self) -> None:
         """Abandons what is queued and closes the tiers. Idempotent."""
         self._hub.close()
-        if self._write_through is not None:
-            self._write_through.close()
-        for tier in self._tiers:
+        for way in self._ways:
+            way.close()
+        for tier in (self._memory, *self._below):
             tier.close()
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)
-        if event.kind is EventKind.REMOVED and self._write_through is not None:
-            self._write_through.note_removed(event.keys)
+        if event.kind is EventKind.REMOVED:
+            for way in self._ways:
+                way.note_removed(event.keys)
+
+    def _note_entered(self, key: StoreKey, source: Tier | None) -> None:
+        """Memory got a block: from a client, or from the tier `source`."""
+        for tier, way in zip(self._below, self._ways, strict=True):
+            if tier is not source:
+                way.entered(key)
 
     def _count_read(self, blocks: Sequence[Block | None]) -> None:
         for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():

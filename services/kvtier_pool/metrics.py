@@ -2,8 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-WRITE_THROUGH_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
-READ_SOURCES = ("memory", "disk", "disk_private", "miss")
+WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
 
 
 class PoolMetrics:
@@ -32,7 +31,7 @@ class PoolMetrics:
         )
         self.read_blocks = Counter(
             "kvtier_pool_read_blocks",
-            "Blocks asked for, by where they were found; disk_private: read from disk with no room in memory.",
+            "Blocks asked for, by where they were found; TIER_private: read from TIER with no room in memory.",
             ["source"],
             registry=registry,
         )
@@ -41,21 +40,32 @@ class PoolMetrics:
             "kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"], registry=registry
         )
         self.received_bytes = Counter("kvtier_pool_received_bytes", "Payload bytes stored.", registry=registry)
-        self.write_through_blocks = Counter(
-            "kvtier_pool_write_through_blocks",
-            "Blocks on their way from memory to disk, by end; dropped: the queue was full.",
-            ["result"],
+        self.written_down_blocks = Counter(
+            "kvtier_pool_written_down_blocks",
+            "Blocks on their way from memory to a tier below, by end; dropped: the queue was full.",
+            ["tier", "result"],
             registry=registry,
         )
-        self.write_through_queue_bytes = Gauge(
-            "kvtier_pool_write_through_queue_bytes", "Payload bytes pinned until the disk has them.", registry=registry
+        self.write_down_queue_bytes = Gauge(
+            "kvtier_pool_write_down_queue_bytes",
+            "Payload bytes pinned until the tier has them.",
+            ["tier"],
+            registry=registry,
         )
         self.evicted_unwritten = Counter(
             "kvtier_pool_evicted_unwritten",
-            "Blocks that left memory while the disk did not have them: forgotten.",
+            "Blocks that left memory while a tier that should have had them did not: forgotten by it.",
+            ["tier"],
             registry=registry,
         )
-        for result in WRITE_THROUGH_RESULTS:
-            self.write_through_blocks.labels(result)
-        for source in READ_SOURCES:
+        for source in ("memory", "miss"):
             self.read_blocks.labels(source)
+
+    def prepare_tier(self, tier: str) -> None:
+        """Makes the samples of a tier below memory, so that they read 0 before anything happened."""
+        for result in WRITE_DOWN_RESULTS:
+            self.written_down_blocks.labels(tier, result)
+        for source in (tier, f"{tier}_private"):
+            self.read_blocks.labels(source)
+        self.write_down_queue_bytes.labels(tier)
+        self.evicted_unwritten.labels(tier)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.keys import tenant_id
+from kvtier.tiers.write_policy import WritePolicy
 
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -33,6 +34,26 @@ class PoolLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RedisSettings:
+    """A Redis or Valkey below the pool, shared with the other pools of the site."""
+
+    url: str
+    """See `kvtier.tiers.redis.address`; without credentials."""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ttl_s: float = 86_400.0
+    """A block that nobody uses for so long is forgotten; 0 leaves that to the server's `maxmemory-policy`."""
+    timeout_s: float = 1.0
+    """Deadline of one call."""
+    breaker_failures: int = 3
+    """Failures in a row after which it is left alone for `breaker_open_s`."""
+    breaker_open_s: float = 2.0
+    """Then one call probes it."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    codec: str = "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
     """One cache pool process."""
 
@@ -52,19 +73,27 @@ class PoolSettings:
     """Size of the disk tier; needed with `disk_dir`."""
     disk_reserve_bytes: int = 1 << 30
     """Free space left to others on the disk's file system; below it the disk tier shrinks."""
+    disk_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    """When blocks in memory are copied to disk."""
+    disk_codec: str = "raw"
+    """How payloads are packed on disk: `raw` or `lz4`."""
+    redis: RedisSettings | None = None
+    """Redis below memory and disk; None: no such tier."""
+    selective_uses: int = 2
+    """At which use `write_through_selective` copies a block; writing it is the first."""
     socket_mode: int = 0o600
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
     """Of the block protocol, one thread each; more are refused. An engine needs one per transfer at a time."""
     num_threads: int = 16
     """gRPC calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
-    write_through_threads: int = 2
-    """Threads that copy new blocks to disk."""
-    write_through_queue_bytes: int | None = None
-    """Payload bytes waiting for the disk, pinned in memory meanwhile. None: a quarter of `memory_bytes`.
-    Too small: bursts are kept in memory only. Too large: writers hear FULL while the disk catches up."""
+    write_down_threads: int = 2
+    """Threads that copy blocks to a tier below, for each of them."""
+    write_down_queue_bytes: int | None = None
+    """Payload bytes waiting for a tier below, pinned in memory meanwhile. None: a quarter of `memory_bytes`.
+    Too small: bursts are kept in memory only. Too large: writers hear FULL while the tier catches up."""
     shutdown_grace_s: float = 30.0
-    """How long a stop may take to finish calls and write the queue to disk. What is left is counted and logged."""
+    """How long a stop may take to finish calls and to write down what waits. What is left is counted and logged."""
     limits: PoolLimits = field(default_factory=PoolLimits)
 
     def __post_init__(self) -> None:

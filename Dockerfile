@@ -1,0 +1,41 @@
+# The cache pool service: what `kvtier pool serve` needs and no more; no torch, no compiler, no pip.
+# docs/deployment.md says how to run it. A package index other than pip's default: --build-arg PIP_INDEX_URL=...
+
+FROM python:3.11-slim-bookworm AS dependencies
+ARG PIP_INDEX_URL
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/kvtier
+# From the list in pyproject.toml alone, so that a change of the source does not download them again.
+COPY pyproject.toml deploy/base_requirements.py /build/
+RUN python /build/base_requirements.py /build/pyproject.toml > /build/requirements.txt \
+    && pip --python /opt/kvtier/bin/python install --no-compile --only-binary :all: -r /build/requirements.txt \
+    && find /opt/kvtier -type d -name tests -prune -exec rm -r {} +
+
+FROM dependencies AS build
+COPY . /build
+# Beside the environment, so that the final image has a layer of dependencies and a small one of kvtier.
+RUN pip --python /opt/kvtier/bin/python install --no-compile --no-deps --prefix /build/installed /build \
+    && cp -a /build/installed/. /opt/kvtier
+# The base image comes without bytecode of the standard library, and compiling costs a start most of its time.
+# One start leaves here the bytecode of exactly what a start imports.
+RUN PYTHONPYCACHEPREFIX=/build/bytecode /opt/kvtier/bin/python /build/deploy/first_start.py
+
+FROM python:3.11-slim-bookworm
+# A volume takes over the owner that its mount point has here.
+RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/kvtier /run/kvtier
+COPY --from=dependencies /opt/kvtier /opt/kvtier
+COPY --from=build /build/installed /opt/kvtier
+COPY --from=build /build/bytecode /opt/kvtier/bytecode
+COPY deploy/health.py /opt/kvtier/health.py
+COPY deploy/pool.toml /etc/kvtier/kvtier.toml
+ENV PATH=/opt/kvtier/bin:$PATH \
+    PYTHONPYCACHEPREFIX=/opt/kvtier/bytecode \
+    PYTHONDONTWRITEBYTECODE=1 \
+    OPENBLAS_NUM_THREADS=1
+# A number: an orchestrator can see that it is not root, and engines that share the Unix socket take the same.
+USER 10001:10001
+EXPOSE 7600 7601 7602
+VOLUME /var/lib/kvtier
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["python", "/opt/kvtier/health.py"]
+ENTRYPOINT ["kvtier"]
+CMD ["pool", "serve", "--config", "/etc/kvtier/kvtier.toml"]

@@ -1,0 +1,62 @@
+"""What all Triton launchers share: where a kernel may run, and on what chip."""
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile
+
+_INTERPRETED_CAPABILITY = (9, 0)
+_INTERPRETED_MULTIPROCESSORS = 4
+
+
+def check_launchable(name: str, tensor: Tensor, kernel: Any) -> None:
+    """The kernel can run where `tensor` is: on CUDA, or on CPU when Triton interprets its kernels.
+
+    :raises ValueError: it cannot.
+    """
+    interpreted = not isinstance(kernel, triton.JITFunction)
+    if tensor.device.type != ("cpu" if interpreted else "cuda"):
+        raise ValueError(
+            f"{name} is on {tensor.device}: Triton kernels run on CUDA, "
+            "or on CPU tensors in a process started with TRITON_INTERPRET=1"
+        )
+
+
+def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
+    """A tile can hold heads of this size, and groups this wide. Shapes have been checked before."""
+    if query.size(2) > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {query.size(2)}: at most {MAX_HEAD_DIM}")
+    if query.size(1) // kv_layer.size(3) > MAX_GROUP:
+        raise ValueError(f"{query.size(1)} query heads for {kv_layer.size(3)} KV heads: at most {MAX_GROUP} each")
+
+
+def check_tile(tile: Tile, group: int) -> None:
+    """A tile that the caller chose: powers of two that `tl.dot` takes, with a row for each head of a group."""
+    for name, size in (("rows", tile.rows), ("keys", tile.keys)):
+        if size < MIN_DOT or size & (size - 1):
+            raise ValueError(f"tile.{name} is {size}: needs a power of two from {MIN_DOT} on")
+    if tile.rows < group:
+        raise ValueError(f"tile.rows is {tile.rows}: needs at least the {group} query heads of a KV head")
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of the chip; what the interpreter stands for, on CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _INTERPRETED_CAPABILITY
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

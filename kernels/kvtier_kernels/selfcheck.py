@@ -1,0 +1,169 @@
+"""Every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck`.
+
+Prints a line per check. Exits with 0 when all pass, 1 when one fails, 2 when there is no GPU. Needs torch and triton
+and nothing else of kvtier. Takes about a minute, most of it compiling.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.accuracy import attention_bound, lse_bound
+from kvtier_kernels.reference import block_copy_reference, kv_write_reference, paged_attention_reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
+"""Query heads, KV heads, head dimension."""
+BLOCK_SIZES = (16, 1, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Paged attention's arguments on CPU. What no key occupies is NaN."""
+
+    query: Tensor
+    kv_layer: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    scale: float
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        # Made on the device, since a copy of the view would be contiguous: the block stride must stay.
+        kv = torch.full((self.kv_layer.size(0), 2, *self.kv_layer.shape[1:]), math.nan, dtype=self.kv_layer.dtype)
+        kv[:, 1] = self.kv_layer
+        index = (self.block_tables, self.query_starts, self.seq_lens)
+        tables, starts, lens = (tensor.to(device) for tensor in index)
+        return self.query.to(device), kv.to(device)[:, 1], tables, starts, lens
+
+
+def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[str, str]]:
+    """Name and failure of each check, the latter empty when it passed.
+
+    :param device: CUDA; CPU where Triton interprets its kernels, which then takes minutes unless `longest` is small.
+    :param longest: keys of the longest sequence.
+    """
+    lengths = [longest, 1, longest // 3 + 1, 64, 65, 63]
+    prefill = list(zip([longest // 10, 1, longest // 3 + 1, 7, 65, 1], lengths, strict=True))
+    decode = [(1, length) for length in lengths]
+    for dtype, (index, heads) in itertools.product(DTYPES, enumerate(HEADS)):
+        tokens_per_block = BLOCK_SIZES[index % len(BLOCK_SIZES)]
+        name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
+        yield f"prefix_prefill {name}", _check_prefill(_make(prefill, heads, tokens_per_block, dtype), device)
+        batch = _make(decode, heads, tokens_per_block, dtype)
+        for num_splits in (1, 5, None):
+            yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
+        yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
+    for row_bytes in (1, 50, 4096, 2**16 + 16, 2**16 + 4):
+        yield f"block_copy rows of {row_bytes} bytes", _check_copy(row_bytes, device)
+
+
+def _make(
+    lengths: Sequence[tuple[int, int]], heads: tuple[int, int, int], tokens_per_block: int, dtype: torch.dtype
+) -> _Batch:
+    """:param lengths: queries and keys of each sequence."""
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(len(lengths) + head_dim)
+    blocks = [-(-keys // tokens_per_block) for _, keys in lengths]
+    order = torch.randperm(sum(blocks) + 2, generator=generator)
+    layer = torch.full((len(order), 2, tokens_per_block, num_kv_heads, head_dim), math.nan, dtype=dtype)
+    tables = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int64)
+    for seq, (num_blocks, (_, keys)) in enumerate(zip(blocks, lengths, strict=True)):
+        mine, order = order[:num_blocks], order[num_blocks:]
+        tables[seq, :num_blocks] = mine
+        rows = torch.randn(2, keys, num_kv_heads, head_dim, generator=generator).to(dtype)
+        position = torch.arange(keys)
+        layer[mine[position // tokens_per_block], :, position % tokens_per_block] = rows.transpose(0, 1)
+    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lengths)])
+    query = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator).to(dtype)
+    return _Batch(query, layer, tables, starts, torch.tensor([keys for _, keys in lengths]), head_dim**-0.5)
+
+
+def _check_prefill(batch: _Batch, device: torch.device) -> str:
+    from kvtier_kernels.prefix_prefill import prefix_prefill
+
+    arguments, lse = batch.on(device), torch.full(batch.query.shape[:2], math.nan, device=device)
+    return _compare(batch, prefix_prefill(*arguments, scale=batch.scale, lse=lse), lse)
+
+
+def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -> str:
+    from kvtier_kernels.paged_decode import paged_decode
+
+    query, kv_layer, tables, _, lens = batch.on(device)
+    lse = torch.full(batch.query.shape[:2], math.nan, device=device)
+    out = paged_decode(query, kv_layer, tables, lens, scale=batch.scale, num_splits=num_splits, lse=lse)
+    return _compare(batch, out, lse)
+
+
+def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
+    tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
+    expected_lse = torch.full(batch.query.shape[:2], math.nan)
+    expected = paged_attention_reference(*tensors, scale=batch.scale, lse=expected_lse)
+    bounded = (batch.query, batch.kv_layer, batch.seq_lens)
+    for name, got, want, bound in (
+        ("output", out, expected, attention_bound(*bounded, scale=batch.scale)),
+        ("log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale)),
+    ):
+        worst = (got.float().cpu() - want).abs().max().item()
+        if not worst <= bound:  # a NaN is not
+            return f"{name} is off by {worst:.3g}, allowed are {bound:.3g}"
+    return ""
+
+
+def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torch.dtype, device: torch.device) -> str:
+    from kvtier_kernels.slot_write import write_slots
+
+    _, kv_heads, head_dim = heads
+    as_int = torch.int32 if dtype.itemsize == 4 else torch.int16
+    kv = _random_bits((40, 2, 2, tokens_per_block, kv_heads, head_dim), as_int)
+    fused = _random_bits((37, 2 * kv_heads + 1, head_dim), as_int)
+    key, value = fused[:, :kv_heads], fused[:, kv_heads + 1 :]
+    places = torch.randperm(40 * tokens_per_block)[:37]
+    index = places // tokens_per_block, places % tokens_per_block
+    there, fused_there = kv.to(device, copy=True).view(dtype), fused.to(device).view(dtype)
+    write_slots(
+        there[:, 1], fused_there[:, :kv_heads], fused_there[:, kv_heads + 1 :], *(tensor.to(device) for tensor in index)
+    )
+    kv_write_reference(kv[:, 1], key, value, *index)
+    return "" if torch.equal(there.view(as_int).cpu(), kv) else "bits differ"
+
+
+def _check_copy(row_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.block_copy import block_copy
+
+    source, target = _random_bits((50, row_bytes), torch.uint8), _random_bits((40, row_bytes), torch.uint8)
+    rows = torch.randperm(50)[:33], torch.randperm(40)[:33]
+    there = target.to(device, copy=True)
+    block_copy(source.to(device), rows[0].to(device), there, rows[1].to(device))
+    block_copy_reference(source, rows[0], target, rows[1])
+    return "" if torch.equal(there.cpu(), target) else "bytes differ"
+
+
+def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
+
+
+def main(write: Callable[[str], None] = print) -> int:
+    """The exit status."""
+    if not torch.cuda.is_available():
+        write("no CUDA device: nothing was checked")
+        return 2
+    import triton
+
+    write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    num_failed = 0
+    for name, failure in run_checks(torch.device("cuda", torch.cuda.current_device())):
+        write(f"{'FAILED' if failure else 'ok':6} {name}{': ' if failure else ''}{failure}")
+        num_failed += bool(failure)
+    write(f"{num_failed} failed" if num_failed else "all passed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

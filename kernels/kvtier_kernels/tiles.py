@@ -1,0 +1,93 @@
+"""How much of the work one Triton program takes: pure functions of shapes and chip.
+
+Nothing is tuned at run time: a first request must not wait for a search. What the functions return is compiled ahead
+of time by the tests, which hold that it fits into the chip's shared memory.
+"""
+
+from dataclasses import dataclass
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 256
+MIN_DOT = 16
+"""`tl.dot` takes no side below this."""
+MAX_SPLITS = 64
+"""Their results are merged in one tile, whatever their number: a kernel less to compile for each."""
+_KEYS_PER_SPLIT = 256
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_COPY_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of an attention kernel holds at a time. All powers of two."""
+
+    rows: int
+    """Rows of queries: tokens times the query heads of one KV head."""
+    keys: int
+    """Keys per iteration."""
+    num_warps: int
+    num_stages: int
+    """How many iterations' keys and values are in flight."""
+
+
+def next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The columns of a tile. Those beyond `head_dim` are masked."""
+    return max(MIN_DOT, next_power_of_two(head_dim))
+
+
+def prefill_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
+    """For `prefix_prefill`.
+
+    :param group: query heads per KV head; a tile has a row for each of them.
+    :param capability: of the chip, e.g. (9, 0). Those of 8.6, 8.9 and 12 have half the shared memory.
+    """
+    least_rows = max(MIN_DOT, next_power_of_two(group))
+    columns = padded_head_dim(head_dim)
+    if element_bytes == 4:
+        return _float32_tile(least_rows, columns)
+    roomy = capability in ((8, 0), (9, 0)) or capability[0] in (10, 11)
+    # With 4 warps the accumulator of 128 rows leaves too few registers for the rest.
+    if columns <= 64:
+        return Tile(rows=max(128, least_rows), keys=64, num_warps=8, num_stages=3)
+    if columns <= 128:
+        return Tile(rows=max(128 if roomy else 64, least_rows), keys=64, num_warps=8, num_stages=2)
+    return Tile(rows=max(64, least_rows), keys=32, num_warps=8, num_stages=2 if roomy else 1)
+
+
+def decode_tile(head_dim: int, element_bytes: int, group: int) -> Tile:
+    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead."""
+    rows = max(MIN_DOT, next_power_of_two(group))
+    columns = padded_head_dim(head_dim)
+    if element_bytes == 4:
+        return _float32_tile(rows, columns)
+    num_warps = 4 if columns <= 128 and rows <= 32 else 8
+    return Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
+
+
+def _float32_tile(least_rows: int, columns: int) -> Tile:
+    """Float32 products run outside the tensor cores, with their operands in registers: those must fit."""
+    return Tile(rows=max(32 if columns <= 128 else 16, least_rows), keys=16, num_warps=4, num_stages=1)
+
+
+def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
+    """Into how many runs of keys `paged_decode` cuts each sequence.
+
+    As many as fill the chip twice, but none shorter than is worth merging.
+
+    :param num_programs: sequences times KV heads: what there is to do without any split.
+    """
+    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs))
+    return max(1, min(wanted, -(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+
+
+def copy_words(unit_bytes: int, row_bytes: int) -> tuple[int, int]:
+    """For `block_copy`: bytes of a word, and words per program.
+
+    :param unit_bytes: 1, 2, 4, 8 or 16: what divides all addresses and lengths.
+    """
+    word_bytes = min(unit_bytes, 4)
+    return word_bytes, min(_COPY_BYTES // 4, next_power_of_two(-(-row_bytes // word_bytes)))

@@ -1,0 +1,133 @@
+"""`kvtier bench codec`: what packing bf16 KV saves and costs, and below which link speed it pays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from kvtier.bench.report import Case, Spread, interleave, ratios, report
+from kvtier.codec import HEADER_BYTES, Codec, decode_into, encode, parse_stored_header, unpack, verify
+from kvtier.errors import CorruptBlockError, KvtierError
+from kvtier.keys import STORE_KEY_BYTES, StoreKey
+from kvtier.malloc import keep_freed_memory
+from kvtier.tiers.memory import copy_bytes, map_memory
+
+NUM_BLOCKS = 64
+_KEY = StoreKey(bytes(STORE_KEY_BYTES))
+_HEAD_DIM = 64
+
+
+def bench_codec(
+    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block of the stand-in.")] = 1 << 20,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder of a disk tier: take blocks from there, which are real KV.")
+    ] = None,
+) -> None:
+    """Encode and decode 64 blocks in one thread, raw and packed, checksums included, beside a memcpy of the same bytes.
+
+    Without --disk the blocks are a stand-in: bf16 values that differ by channel, which pack about as well as the
+    KV of a small model does.
+    """
+    keep_freed_memory()
+    blocks = _Blocks(_from_disk(disk) if disk is not None else [_stand_in(i, payload_bytes) for i in range(NUM_BLOCKS)])
+    cases: dict[str, Callable[[], None]] = {"memcpy": blocks.copy}
+    for codec in Codec:
+        name = codec.name.lower()
+        cases[f"{name} in"] = lambda codec=codec: blocks.encode(codec)  # type: ignore[misc]
+        cases[f"{name} out"] = lambda codec=codec: blocks.decode(codec)  # type: ignore[misc]
+    seconds = interleave(cases, label="codec")
+    rows = []
+    for name in list(cases)[1:]:
+        beside = ratios(seconds["memcpy"], seconds[name])
+        median_s = Spread.of(seconds[name]).median_s
+        what = f"{len(blocks)} blocks, {blocks.nbytes / 1e6:,.0f} MB, {blocks.nbytes / median_s / 1e9:.2f} GB/s"
+        spread = f"{beside.min_s:.2f} .. {beside.max_s:.2f}"
+        rows.append(Case(name, what, median_s * 1e6, "batch", "memcpy", beside.median_s, spread))
+    report("Codecs", rows, as_json=json, notes=_notes(blocks, seconds))
+
+
+def _notes(blocks: "_Blocks", seconds: dict[str, list[float]]) -> list[str]:
+    """Ratio, and the link speed at which the bytes saved take as long as packing or unpacking does."""
+    saved = blocks.nbytes - blocks.packed_nbytes
+    notes = [f"lz4 packs {blocks.nbytes / blocks.packed_nbytes:.3f} to 1: {saved / blocks.nbytes:.1%} saved."]
+    if not saved:
+        return notes
+    speeds = []
+    for way in ("in", "out"):
+        costs = [packed - raw for packed, raw in zip(seconds[f"lz4 {way}"], seconds[f"raw {way}"], strict=True)]
+        speeds.append(saved / max(Spread.of(costs).median_s, 1e-9) / 1e9)
+    both = 1 / sum(1 / speed for speed in speeds)
+    notes.append(
+        f"Break-even with one thread and nothing overlapped: a link of {speeds[0]:.2f} GB/s for writes, "
+        f"{speeds[1]:.2f} GB/s for reads, {both:.2f} GB/s for a block written and read once. Slower links gain."
+    )
+    return notes
+
+
+class _Blocks:
+    """Blocks, packed and raw, and memory of their own to decode each into."""
+
+    def __init__(self, payloads: list[bytes]) -> None:
+        self.nbytes = sum(map(len, payloads))
+        self._sources = [_touched(payload) for payload in payloads]
+        self._into = [map_memory(len(payload), prefault=True) for payload in payloads]
+        self._encoded = {codec: [encode(_KEY, source, codec) for source in self._sources] for codec in Codec}
+        self.packed_nbytes = sum(len(stored) for _, stored in self._encoded[Codec.LZ4])
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def copy(self) -> None:
+        """The floor: what moving these bytes costs at the least."""
+        for into, source in zip(self._into, self._sources, strict=True):
+            copy_bytes(into, source)
+
+    def encode(self, codec: Codec) -> None:
+        for source in self._sources:
+            encode(_KEY, source, codec)
+
+    def decode(self, codec: Codec) -> None:
+        for (header, stored), into in zip(self._encoded[codec], self._into, strict=True):
+            decode_into(header, _KEY, stored, into)
+
+
+def _touched(payload: bytes) -> memoryview:
+    memory = map_memory(len(payload), prefault=True)
+    copy_bytes(memory, payload)
+    return memory
+
+
+def _stand_in(seed: int, nbytes: int) -> bytes:
+    """bf16: half of it keys, whose channels have a mean, half values, whose channels differ in size only."""
+    channels = np.random.default_rng(0)
+    mean = np.where(np.arange(2 * _HEAD_DIM) < _HEAD_DIM, channels.normal(0, 1, 2 * _HEAD_DIM), 0)
+    size = channels.lognormal(-1, 0.6, 2 * _HEAD_DIM)
+    shape = (-(-nbytes // (4 * _HEAD_DIM)), 2 * _HEAD_DIM)
+    noise = np.random.default_rng(seed + 1).standard_normal(shape, dtype=np.float32)
+    floats = mean.astype(np.float32) + size.astype(np.float32) * noise
+    keys, values = np.split((floats.view(np.uint32) >> 16).astype("<u2"), 2, axis=1)
+    return (keys.tobytes() + values.tobytes())[:nbytes]
+
+
+def _from_disk(folder: Path) -> list[bytes]:
+    """The first blocks of a disk tier. Its process need not stop; files that it removes meanwhile are skipped."""
+    payloads: list[bytes] = []
+    for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")):
+        try:
+            file = path.read_bytes()
+            header = parse_stored_header(file)
+            stored = file[HEADER_BYTES:]
+            verify(header, header.key, stored)
+            into = bytearray(header.raw_length)
+            unpack(header, stored, memoryview(into))
+        except (OSError, CorruptBlockError):
+            continue
+        payloads.append(bytes(into))
+        if len(payloads) == NUM_BLOCKS:
+            break
+    if not payloads:
+        raise KvtierError(f"no blocks in {folder}: name the folder of a disk tier that has some")
+    return payloads

@@ -1,0 +1,91 @@
+"""What the tiers below host memory have not been given yet, by each tier's write policy."""
+
+from collections.abc import Iterable, Mapping
+
+from kvtier.keys import ChainHash
+from kvtier.tiers.write_policy import UseCounts, WritePolicy
+
+
+class OwedWrites:
+    """Decides which tiers get a block when it enters host memory, and keeps a list of what others get later.
+
+    A tier with `write_through_selective` is owed a block at its n-th use, one with `write_back` from the
+    start; a debt becomes due at once, or when the block comes close to eviction. Scheduler thread only.
+    """
+
+    def __init__(self, policies: Mapping[str, WritePolicy], uses: UseCounts[ChainHash]) -> None:
+        """
+        :param policies: by name of the tier below.
+        :param uses: shared with the device's boundary; noted by the directory.
+        """
+        self._uses = uses
+        self.at_once = [name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH]
+        """Tiers that get a block in the same batch that copies it from the device."""
+        self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
+        self._late: dict[str, dict[ChainHash, None]] = {
+            name: {} for name, policy in policies.items() if policy is WritePolicy.WRITE_BACK
+        }
+        """By tier with write_back: blocks that it gets before host memory forgets them. Oldest first."""
+        self._due: dict[str, dict[ChainHash, None]] = {name: {} for name in (*self._selective, *self._late)}
+        """By tier: blocks that it gets now."""
+
+    @property
+    def by_uses(self) -> bool:
+        """Whether some tier wants its blocks at their n-th use."""
+        return bool(self._selective)
+
+    @property
+    def late(self) -> int:
+        """Blocks that wait for their eviction to come close."""
+        return sum(map(len, self._late.values()))
+
+    def entered(self, chain_hash: ChainHash, source: str) -> None:
+        """Host memory has the block from now on; the tier `source` has it too."""
+        for tier, blocks in self._late.items():
+            if tier != source:
+                blocks[chain_hash] = None
+        for tier in self._selective:
+            if tier != source and self._uses.is_enough(chain_hash):
+                self._due[tier][chain_hash] = None
+
+    def used_enough(self, chain_hash: ChainHash) -> None:
+        """The block, in host memory, had its n-th use just now."""
+        for tier in self._selective:
+            self._due[tier][chain_hash] = None
+
+    def evicting(self, chain_hashes: Iterable[ChainHash]) -> None:
+        """These blocks come close to eviction."""
+        for chain_hash in chain_hashes:
+            for tier, blocks in self._late.items():
+                if chain_hash in blocks:
+                    del blocks[chain_hash]
+                    self._due[tier][chain_hash] = None
+
+    def settle_all(self) -> None:
+        """Everything that waits for its eviction is due now."""
+        for blocks in self._late.values():
+            self.evicting(list(blocks))
+
+    def evicted(self, chain_hash: ChainHash) -> list[str]:
+        """Host memory has lost the block. Returns the tiers that had to get it and did not."""
+        unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if chain_hash in b]
+        for _, blocks in unpaid:
+            del blocks[chain_hash]
+        return [tier for tier, _ in unpaid]
+
+    def take_due(self, most: int) -> list[tuple[str, list[ChainHash]]]:
+        """At most `most` blocks that are due now, by tier."""
+        taken: list[tuple[str, list[ChainHash]]] = []
+        for tier, blocks in self._due.items():
+            hashes = list(blocks)[:most] if len(blocks) > most else list(blocks)
+            for chain_hash in hashes:
+                del blocks[chain_hash]
+            most -= len(hashes)
+            if hashes:
+                taken.append((tier, hashes))
+        return taken
+
+    def clear(self) -> None:
+        """Nobody is owed anything: host memory was emptied on purpose."""
+        for blocks in (*self._due.values(), *self._late.values()):
+            blocks.clear()

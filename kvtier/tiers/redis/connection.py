@@ -1,0 +1,241 @@
+"""One connection to a Redis: commands out of the buffers they lie in, payloads straight into theirs.
+
+redis-py connects (TCP, Unix socket, TLS, AUTH, SELECT); what comes after goes over its socket directly,
+because its own packer and parser copy a payload two and four times. Short answers are parsed by hiredis;
+a bulk string's length is read here and its bytes are received where they belong.
+
+The socket blocks in the kernel, with SO_RCVTIMEO and SO_SNDTIMEO, so that one system call moves a block
+and takes the GIL back once. TLS does not go without Python's own timeouts.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import hiredis
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
+from kvtier.tiers.base import ReadableBuffer
+
+_TIMEVAL = struct.Struct("ll")
+_MAX_VECTORS = 1024
+"""IOV_MAX of Linux and macOS."""
+_SEND_SLICE_S = 0.05
+_SEND_PIECE_BYTES = 2 << 20
+"""Between two looks at the clock: a server that takes a little just in time cannot stretch one call."""
+_AHEAD_BYTES = 16 << 10
+"""Received before it is known what it is; what turns out to be payload is copied from there."""
+_SKIP_BYTES = 64 << 10
+_NOTHING = object()
+"""Not enough has come for an answer yet."""
+_MAX_ANSWER_BYTES = 64
+"""For one answer that is no payload, on average; a pipeline gets 1 MiB besides."""
+_TOO_LONG_BYTES = 1 << 20
+_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM")
+
+
+class ReplyError(Exception):
+    """The server's refusal of one command: a value among the answers, not raised by this module."""
+
+    @property
+    def code(self) -> str:
+        """The first word: OOM, MOVED, READONLY, ..."""
+        return str(self).partition(" ")[0]
+
+    def translated(self) -> KvtierError:
+        """As the exception that says what to do."""
+        if self.code in _REFUSED:
+            return UnauthenticatedError(f"the Redis refuses: {self}; check username and password and their rights")
+        return UnavailableError(f"the Redis refuses: {self}")
+
+
+class RedisPyConnection(Protocol):
+    """What is needed of a connected `redis.Connection` of any kind."""
+
+    def disconnect(self) -> None:
+        """Closes it."""
+
+
+class RedisConnection:
+    """A connection that redis-py has made. One thread at a time.
+
+    `OSError`: it failed or was late. `InvalidInputError`: what came is no answer of a Redis. After either,
+    only `close` makes sense: a late answer must never be taken for another's.
+    """
+
+    def __init__(self, connection: RedisPyConnection) -> None:
+        """:param connection: connected, with nothing unread; owned from now on."""
+        self._connection = connection
+        # redis-py has no public way to the socket; its parsers take the same one.
+        self._socket = cast(socket.socket, connection._sock)  # type: ignore[attr-defined]
+        self._deadline = 0.0
+        """Of the exchange under way, monotonic."""
+        self._reader = hiredis.Reader(protocolError=InvalidInputError, replyError=ReplyError, notEnoughData=_NOTHING)
+        self._buffer = bytearray(_AHEAD_BYTES)
+        self._ahead = memoryview(self._buffer)
+        self._start = self._end = 0
+        """What of `_ahead` is received and not used."""
+        self._over_tls = isinstance(self._socket, ssl.SSLSocket)
+        if not self._over_tls:
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_SLICE_S))
+
+    def is_quiet(self) -> bool:
+        """Whether it may serve another call: the server has neither closed it nor said anything unasked."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, parts: Sequence[ReadableBuffer], deadline: float) -> None:
+        """Sends commands that are packed already. The buffers are the caller's again on return.
+
+        All of the exchange, until the last answer is received, keeps to `deadline`.
+        """
+        self._deadline = deadline
+        views = [memoryview(part) for part in parts if len(part)]
+        start = 0
+        # A server that refuses and closes while we are still sending: its reason is there to be read.
+        with contextlib.suppress(ConnectionError):
+            while start < len(views):
+                start = _skip(views, start, self._send_some(views, start))
+                if start < len(views) and MONOTONIC() >= deadline:
+                    raise TimeoutError("the Redis did not receive in time")
+
+    def receive_answers(self, count: int) -> list[object]:
+        """The next `count` answers, all that are outstanding: int, bytes, None, list or `ReplyError`."""
+        answers: list[object] = []
+        budget = _TOO_LONG_BYTES + count * _MAX_ANSWER_BYTES
+        gets = self._reader.gets
+        while len(answers) < count:
+            answer = gets()
+            if answer is not _NOTHING:
+                answers.append(answer)
+                continue
+            received = self._receive_some(self._ahead, wait_for_all=False)
+            budget -= received
+            if budget < 0:
+                raise InvalidInputError("the answer of the Redis is longer than any that was asked for")
+            self._reader.feed(self._ahead[:received])  # type: ignore[arg-type]
+        if self._reader.has_data():
+            raise InvalidInputError("the Redis answers more than it was asked")
+        return answers
+
+    def receive_bulk_length(self) -> int | ReplyError | None:
+        """How long the bulk string is that comes next; None for nil. Its bytes and `end_bulk` are to follow."""
+        line = self._receive_line()
+        kind, text = line[:1], line[1:]
+        if kind == b"-":
+            return ReplyError(text.decode(errors="replace"))
+        if kind != b"$" or not text.removeprefix(b"-").isdigit():
+            raise InvalidInputError(f"the Redis answers {line[:40]!r} where a string belongs")
+        length = int(text)
+        return length if length >= 0 else None
+
+    def receive_into(self, into: memoryview) -> None:
+        """Fills `into` with the next bytes."""
+        ahead = min(len(into), self._end - self._start)
+        into[:ahead] = self._ahead[self._start : self._start + ahead]
+        self._start += ahead
+        while ahead < len(into):
+            ahead += self._receive_some(into[ahead:], wait_for_all=True)
+
+    def skip(self, nbytes: int) -> None:
+        """Receives bytes that nobody wants."""
+        room = memoryview(bytearray(min(nbytes, _SKIP_BYTES)))
+        while nbytes:
+            self.receive_into(room[: min(nbytes, len(room))])
+            nbytes -= min(nbytes, len(room))
+
+    def end_bulk(self) -> None:
+        """Receives what ends a bulk string."""
+        if self._receive_line():
+            raise InvalidInputError("the Redis sends a string that is longer than it said")
+
+    def require_end(self) -> None:
+        """Raises `InvalidInputError` when something was received that nobody asked for."""
+        if self._start != self._end:
+            raise InvalidInputError("the Redis answers more than it was asked")
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.disconnect()
+
+    def _receive_line(self) -> bytes:
+        """Up to the next CRLF, which is not part of it."""
+        while True:
+            end = self._buffer.find(b"\r\n", self._start, self._end)
+            if end >= 0:
+                line = bytes(self._ahead[self._start : end])
+                self._start = end + 2
+                return line
+            rest = bytes(self._ahead[self._start : self._end])
+            if len(rest) == len(self._ahead):
+                raise InvalidInputError(f"the Redis answers {rest[:40]!r} and never ends")
+            self._ahead[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+            self._end += self._receive_some(self._ahead[self._end :], wait_for_all=False)
+
+    def _send_some(self, views: list[memoryview], start: int) -> int:
+        """How many bytes went; 0 when there is no room yet."""
+        try:
+            if self._over_tls:
+                self._socket.settimeout(self._remaining_s())
+                return self._socket.send(views[start][:_SEND_PIECE_BYTES])
+            return self._socket.sendmsg(_piece(views, start))
+        except BlockingIOError:
+            return 0
+
+    def _receive_some(self, into: memoryview, *, wait_for_all: bool) -> int:
+        """At least one byte, or an `OSError`."""
+        while True:
+            try:
+                if self._over_tls:
+                    self._socket.settimeout(self._remaining_s())
+                    count = self._socket.recv_into(into)
+                else:
+                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._remaining_s()))
+                    count = self._socket.recv_into(into, 0, socket.MSG_WAITALL if wait_for_all else 0)
+            except BlockingIOError:
+                continue
+            if not count:
+                raise ConnectionResetError("the Redis closed the connection")
+            return count
+
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline - MONOTONIC()
+        if remaining_s <= 0:
+            raise TimeoutError("the Redis did not answer in time")
+        return remaining_s
+
+
+def _piece(views: list[memoryview], start: int) -> list[memoryview]:
+    """What one system call may take: views from `start` on, the last one cut to fit."""
+    room = _SEND_PIECE_BYTES
+    piece: list[memoryview] = []
+    for view in views[start : start + _MAX_VECTORS]:
+        piece.append(view[:room])
+        room -= len(view)
+        if room <= 0:
+            break
+    return piece
+
+
+def _skip(views: list[memoryview], start: int, count: int) -> int:
+    """Where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
+    while count and count >= len(views[start]):
+        count -= len(views[start])
+        start += 1
+    if count:
+        views[start] = views[start][count:]
+    return start
+
+
+def _timeval(seconds: float) -> bytes:
+    """Zero means no timeout to the kernel, so what is left of a deadline is rounded up."""
+    microseconds = -int(-seconds * 1e6 // 1)
+    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))

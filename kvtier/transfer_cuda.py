@@ -1,0 +1,209 @@
+"""Moving blocks between a CUDA device and arena slots: one kernel and few large copies per batch.
+
+Blocks lie anywhere on the device, slots anywhere in the arena. A kernel brings the blocks together in a staging
+buffer on the device, and runs of adjacent slots are then one DMA each; on the way up the other way round.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import InvalidInputError
+from kvtier.transfer import Arena
+from kvtier_kernels.block_copy import block_copy
+
+_log = logging.getLogger(__name__)
+_HOST_REGISTER_PORTABLE = 1
+"""Pinned for whichever device a thread of ours has current (CUDA runtime, cudaHostRegisterPortable)."""
+
+Pairs = list[tuple[int, int]]
+"""(arena slot, device slot), by arena slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What one copy at a time works with."""
+
+    stream: Any
+    staging: Tensor
+    """uint8 `[blocks, block_bytes]` on the device. Touched on `stream` only, which keeps its users apart."""
+    staging_rows: Tensor
+    """int64 0, 1, 2, ... on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Adjacent staging rows that belong into adjacent arena slots."""
+
+    staging_row: int
+    arena_slot: int
+    length: int
+
+
+class CudaKV:
+    """`DeviceKV` for KV on a CUDA device. `gather` and `scatter` may be called from several threads at a time.
+
+    Copies run on streams of their own, beside the engine's kernels, and start when what the engine's stream held at
+    the call is done: they see what it wrote, and overwrite nothing that it still reads. The caller waits without
+    holding the GIL. Arenas are pinned at their first copy and stay so until `close`.
+    """
+
+    def __init__(
+        self, blocks: Tensor, *, staging_bytes: int = 64 * 2**20, num_lanes: int = 3, cuda: Any = torch.cuda
+    ) -> None:
+        """Call it in the engine's thread: the stream that is current there is taken for the engine's.
+
+        Allocates `num_lanes * staging_bytes` on the device, and compiles the kernel: a second, the first time.
+
+        :param blocks: uint8 `[num_blocks, block_bytes]` on the device, rows contiguous: a view, nothing is copied.
+        :param staging_bytes: of one lane; larger batches go in several parts. At least one block is taken.
+        :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
+        :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
+        """
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.stride(1) != 1:
+            raise InvalidInputError(
+                f"KV of shape {list(blocks.shape)}, {blocks.dtype}, strides {list(blocks.stride())}: "
+                "need a uint8 view of [num_blocks, block_bytes] with contiguous rows"
+            )
+        self._blocks, self._cuda = blocks, cuda
+        self._engine_stream = cuda.current_stream(blocks.device)
+        self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()  # its own lock; holds those not in use
+        rows = max(1, min(staging_bytes // self.block_bytes, self.num_blocks))
+        for _ in range(num_lanes):
+            self._lanes.put(self._new_lane(rows))
+        self._lock = threading.Lock()
+        self._pinned: dict[Arena, Tensor] = {}  # guarded by _lock; all bytes of the arena as rows
+        self._registered: list[int] = []  # guarded by _lock; addresses to give back
+        with self._lane() as lane:
+            first = lane.staging_rows[:1]
+            block_copy(self._blocks, first, lane.staging, first)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.size(0)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._blocks.size(1)
+
+    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
+        pairs, host = self._checked(arena, arena_slots, device_slots), self._host_rows(arena)
+        with self._lane() as lane:
+            for part in _parts(pairs, lane.staging.size(0)):
+                block_copy(self._blocks, self._device_slots(part), lane.staging, lane.staging_rows[: len(part)])
+                for run in _runs(part, adjacent=host.is_contiguous()):
+                    _host_run(host, run).copy_(_staged(lane, run), non_blocking=True)
+
+    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        """Arena to device. On return the engine's next forward pass sees the bytes."""
+        pairs, host = self._checked(arena, arena_slots, device_slots), self._host_rows(arena)
+        with self._lane() as lane:
+            for part in _parts(pairs, lane.staging.size(0)):
+                for run in _runs(part, adjacent=host.is_contiguous()):
+                    _staged(lane, run).copy_(_host_run(host, run), non_blocking=True)
+                block_copy(lane.staging, lane.staging_rows[: len(part)], self._blocks, self._device_slots(part))
+
+    def close(self) -> None:
+        """Unpins the arenas. Call it when no copy is under way and none will come. Idempotent."""
+        with self._lock:
+            for address in self._registered:
+                self._cuda.cudart().cudaHostUnregister(address)
+            self._registered.clear()
+            self._pinned.clear()
+
+    def _new_lane(self, rows: int) -> _Lane:
+        device = self._blocks.device
+        return _Lane(
+            stream=self._cuda.Stream(device),
+            staging=torch.empty((rows, self.block_bytes), dtype=torch.uint8, device=device),
+            staging_rows=torch.arange(rows, device=device),
+        )
+
+    @contextlib.contextmanager
+    def _lane(self) -> Iterator[_Lane]:
+        """A lane for this caller, its stream behind the engine's and current. Everything is done when it ends."""
+        lane = self._lanes.get()
+        try:
+            written = self._cuda.Event()
+            written.record(self._engine_stream)
+            lane.stream.wait_event(written)
+            done = self._cuda.Event(blocking=True)
+            with self._cuda.stream(lane.stream):
+                try:
+                    yield lane
+                finally:
+                    # After a failure too: the caller will give the slots to others.
+                    done.record(lane.stream)
+                    done.synchronize()
+        finally:
+            self._lanes.put(lane)
+
+    def _checked(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> Pairs:
+        """The kernel leaves out slots that do not exist, and so does a slice of a tensor, without a word."""
+        for name, slots, number in (
+            ("device", device_slots, self.num_blocks),
+            ("arena", arena_slots, arena.num_slots),
+        ):
+            for slot in slots:
+                if not 0 <= slot < number:
+                    raise InvalidInputError(f"{name} slot {slot}: there are {number}")
+        return sorted(zip(arena_slots, device_slots, strict=True))
+
+    def _device_slots(self, part: Pairs) -> Tensor:
+        slots = torch.tensor([device_slot for _, device_slot in part], dtype=torch.int64)
+        return slots.to(self._blocks.device, non_blocking=True)
+
+    def _host_rows(self, arena: Arena) -> Tensor:
+        """uint8 `[num_slots, block_bytes]`, pinned if the system lets us."""
+        rows = arena.rows
+        # Held while pinning: whoever comes second needs it pinned as well.
+        with self._lock:
+            if arena not in self._pinned:
+                every = torch.from_numpy(rows)
+                self._pin(every)
+                self._pinned[arena] = every
+            return self._pinned[arena][:, : self.block_bytes]
+
+    def _pin(self, rows: Tensor) -> None:
+        """Caller holds _lock. Takes about 0.2 s per GiB."""
+        status = self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _HOST_REGISTER_PORTABLE)
+        if int(status) == 0:
+            self._registered.append(rows.data_ptr())
+        else:
+            _log.warning(
+                "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as long; "
+                "raise the limit on locked memory (ulimit -l)", rows.nbytes, int(status),
+            )  # fmt: skip
+            # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._blocks.device)
+
+
+def _parts(pairs: Pairs, most: int) -> Iterator[Pairs]:
+    for start in range(0, len(pairs), most):
+        yield pairs[start : start + most]
+
+
+def _runs(part: Pairs, *, adjacent: bool) -> Iterator[_Run]:
+    """:param adjacent: the end of a slot is the start of the next; otherwise each is a run of its own."""
+    start = 0
+    for end in range(1, len(part) + 1):
+        if end == len(part) or not adjacent or part[end][0] != part[end - 1][0] + 1:
+            yield _Run(start, part[start][0], end - start)
+            start = end
+
+
+def _host_run(host: Tensor, run: _Run) -> Tensor:
+    return host[run.arena_slot : run.arena_slot + run.length]
+
+
+def _staged(lane: _Lane, run: _Run) -> Tensor:
+    return lane.staging[run.staging_row : run.staging_row + run.length]

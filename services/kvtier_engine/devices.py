@@ -1,0 +1,74 @@
+"""What differs between an engine on CPU and one on CUDA: where tensors are, and who moves blocks."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import ConfigError
+from kvtier.transfer import DeviceKV, HostMemoryKV
+from kvtier_engine.paged_kv import PagedKV
+from kvtier_engine.weights import LayerWeights, LlamaWeights
+
+
+def engine_device(name: str) -> torch.device:
+    """The device that `engine.device` means.
+
+    :param name: `cpu`, `cuda` (the first that the process may use) or `auto`: CUDA where it can be used.
+    :raises ConfigError: CUDA is asked for and cannot be used.
+    """
+    lacking = _lacking_for_cuda()
+    if name == "cuda" and lacking is not None:
+        raise ConfigError(f'engine.device: "cuda", but {lacking}; or set it to "cpu"')
+    return torch.device("cpu") if name == "cpu" or lacking is not None else torch.device("cuda", 0)
+
+
+def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
+    """The same weights on `device`; what is there already is not copied. Tied tensors stay one."""
+    embedding = weights.embedding.to(device)
+    return LlamaWeights(
+        embedding=embedding,
+        layers=tuple(_layer_on(layer, device) for layer in weights.layers),
+        final_norm=weights.final_norm.to(device),
+        lm_head=embedding if weights.lm_head is weights.embedding else weights.lm_head.to(device),
+    )
+
+
+@contextlib.contextmanager
+def device_kv(kv: PagedKV) -> Iterator[DeviceKV]:
+    """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
+
+    Takes up to 192 MiB of a CUDA device beside `engine.kv_bytes`, for staging.
+    """
+    if kv.tensor.device.type == "cpu":
+        yield HostMemoryKV(kv.byte_rows().numpy())
+        return
+    # Imported here: it needs triton, and engines on CPU do not.
+    from kvtier.transfer_cuda import CudaKV
+
+    cuda_kv = CudaKV(kv.byte_rows())
+    try:
+        yield cuda_kv
+    finally:
+        cuda_kv.close()
+
+
+def _lacking_for_cuda() -> str | None:
+    """What keeps us from CUDA, and the remedy."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device: install a driver and a build of torch with CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is missing: pip install triton"
+    return None
+
+
+def _layer_on(layer: LayerWeights, device: torch.device) -> LayerWeights:
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(layer):
+        tensor: Tensor | None = getattr(layer, field.name)
+        moved[field.name] = None if tensor is None else tensor.to(device)
+    return dataclasses.replace(layer, **moved)

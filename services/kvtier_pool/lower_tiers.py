@@ -1,0 +1,70 @@
+"""The tiers below the pool's memory, as the settings ask for them."""
+
+from contextlib import ExitStack
+
+from kvtier.codec import Codec
+from kvtier.metrics import Metrics
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.metered import Metered
+from kvtier.tiers.write_policy import WritePolicy
+from kvtier_pool.core import LowerTier
+from kvtier_pool.event_hub import EventHub
+from kvtier_pool.settings import PoolSettings, RedisSettings
+from kvtier_pool.write_down import WriteDownSettings
+
+
+def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
+    """From the fastest to the slowest; the caller closes them.
+
+    :raises ConfigError: the disk folder cannot be used, or the Redis address is none. A Redis that does not
+        answer is no error: it misses until it does.
+    """
+    below: list[LowerTier] = []
+    with ExitStack() as undo:
+        if settings.disk_dir is not None:
+            disk = DiskTier.open(
+                settings.disk_dir,
+                settings.disk_bytes,
+                reserve_bytes=settings.disk_reserve_bytes,
+                on_event=hub.publish,
+                metrics=metrics,
+                codec=Codec.parse(settings.disk_codec),
+            )
+            undo.callback(disk.close)
+            below.append(_lower(disk, settings.disk_write_policy, settings))
+        if settings.redis is not None:
+            redis = Metered(_redis_tier(settings.redis, metrics), metrics)
+            below.append(_lower(redis, settings.redis.write_policy, settings))
+        undo.pop_all()
+    return below
+
+
+def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
+    # Imported here: a pool without Redis starts a tenth of a second sooner.
+    from kvtier.tiers.redis import RedisTier
+
+    return RedisTier(
+        redis.url,
+        username=redis.username,
+        password=redis.password,
+        ttl_s=redis.ttl_s,
+        codec=Codec.parse(redis.codec),
+        metrics=metrics,
+        breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
+        call_timeout_s=redis.timeout_s,
+        connect_timeout_s=min(1.0, redis.timeout_s),
+    )
+
+
+def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings) -> LowerTier:
+    return LowerTier(
+        tier,
+        WriteDownSettings(
+            policy=policy,
+            selective_uses=settings.selective_uses,
+            queue_bytes=settings.write_down_queue_bytes or settings.memory_bytes // 4,
+            num_threads=settings.write_down_threads,
+        ),
+    )

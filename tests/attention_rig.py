@@ -1,0 +1,102 @@
+"""Inputs of paged attention for tests, and how far two right answers to them may lie apart."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.accuracy import attention_bound, lse_bound
+
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and keys per sequence, and the geometry."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    tokens_per_block: int = 16
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+
+
+CASES = {
+    "one token alone": Case((1,), (1,)),
+    "decode": Case((1,), (33,)),
+    "prefill": Case((37,), (37,)),
+    "prefill over a cached prefix": Case((5,), (133,)),
+    "prefix ends inside a block": Case((40,), (1047,)),
+    "decode and prefill together": Case((1, 70, 1, 3), (17, 70, 256, 67)),
+    "block of one token": Case((3, 1), (7, 5), tokens_per_block=1),
+    "odd block, one head": Case((11, 2), (29, 2), tokens_per_block=7, num_heads=1, num_kv_heads=1, head_dim=24),
+    "no grouping": Case((9,), (31,), num_heads=4, num_kv_heads=4, head_dim=32),
+    "wide group": Case((13, 1), (300, 19), num_heads=8, num_kv_heads=1, head_dim=128),
+}  # fmt: skip
+
+
+@dataclass
+class Inputs:
+    query: Tensor
+    kv_layer: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.query, self.kv_layer, self.block_tables, self.query_starts, self.seq_lens
+
+    def swapped(self, **changed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`args` with some of them replaced."""
+        return Inputs(**{**self.__dict__, **changed}).args()
+
+
+def make_inputs(case: Case, dtype: torch.dtype, *, block_seed: int = 0, poison: float = math.nan) -> Inputs:
+    """Values depend on the case alone; which physical blocks hold them depends on `block_seed`."""
+    values = torch.Generator().manual_seed(1)
+    shape = (case.num_kv_heads, case.head_dim)
+    blocks_per_seq = [-(-n // case.tokens_per_block) for n in case.seq_lens]
+    num_blocks = sum(blocks_per_seq) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_seed)).tolist()
+    kv = torch.full((num_blocks, 2, 2, case.tokens_per_block, *shape), poison, dtype=dtype)
+    layer = kv[:, 1]
+    # -1: an entry that is read although it is beyond the sequence must not go unnoticed.
+    tables = torch.full((len(case.seq_lens), max(blocks_per_seq) + 1), -1, dtype=torch.int32)
+    for seq, seq_len in enumerate(case.seq_lens):
+        mine = [order.pop() for _ in range(blocks_per_seq[seq])]
+        tables[seq, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        for position in range(seq_len):
+            block, offset = mine[position // case.tokens_per_block], position % case.tokens_per_block
+            layer[block, :, offset] = torch.randn((2, *shape), generator=values).to(dtype)
+    # Rows of query, key and value side by side, as a fused projection leaves them.
+    fused = torch.randn(sum(case.query_lens), case.num_heads + 5, case.head_dim, generator=values).to(dtype)
+    starts = torch.tensor([0, *torch.tensor(case.query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    return Inputs(fused[:, : case.num_heads], layer, tables, starts, torch.tensor(case.seq_lens, dtype=torch.int32))
+
+
+def error_bound(inputs: Inputs, scale: float) -> float:
+    """How far the fast path on CPU and the reference may lie apart.
+
+    Scores are sums of D products in float32: each is off by at most (D + 2) u32 |q| |k| scale, which a softmax turns
+    into a relative error of twice that in every weight, plus (n + 8) u32 for exp and the two sums over n keys; the
+    reference has the same. In dtype u: weights, both partial results, the merge weight and the merged result are each
+    rounded once, and every one of these errors is at most u max|v|.
+    """
+    u32, unit = UNIT_ROUNDOFF[torch.float32], UNIT_ROUNDOFF[inputs.query.dtype]
+    keys = inputs.kv_layer[:, 0].float().nan_to_num(0)
+    largest_value = inputs.kv_layer[:, 1].float().nan_to_num(0).abs().max().item()
+    largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * keys.norm(dim=-1).max().item()
+    num_keys = int(inputs.seq_lens.max())
+    float32_part = 2 * (2 * (inputs.query.size(2) + 2) * largest_score + num_keys + 8) * u32
+    return (float32_part + 5 * unit) * largest_value
+
+
+def kernel_error_bound(inputs: Inputs, scale: float) -> float:
+    """How far the Triton kernels and the reference may lie apart."""
+    return attention_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale)
+
+
+def lse_error_bound(inputs: Inputs, scale: float) -> float:
+    return lse_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale)

@@ -1,0 +1,217 @@
+"""`CudaKV` with its kernel in the interpreter and streams that only take notes: what is copied, and in what order.
+
+Whether a GPU keeps the order is for a machine that has one; here it is asked for.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import transfer_cuda
+from kvtier.errors import ClosedError, InvalidInputError
+from kvtier.transfer import Arena, HostMemoryKV
+from kvtier.transfer_cuda import CudaKV
+
+NUM_BLOCKS, BLOCK_BYTES = 12, 80
+
+
+class Stream:
+    def __init__(self, notes: list[tuple[Any, ...]]) -> None:
+        self._notes = notes
+
+    def wait_event(self, event: "Event") -> None:
+        self._notes.append(("wait", self, event.recorded_on))
+
+
+class Event:
+    def __init__(self, notes: list[tuple[Any, ...]]) -> None:
+        self._notes = notes
+        self.recorded_on: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.recorded_on = stream
+
+    def synchronize(self) -> None:
+        self._notes.append(("synchronize", self.recorded_on))
+
+
+class Notes:
+    """What `torch.cuda` would have been asked for, in order."""
+
+    def __init__(self, register_status: int = 0) -> None:
+        self.notes: list[tuple[Any, ...]] = []
+        self.engine_stream = Stream(self.notes)
+        self.registered: dict[int, int] = {}
+        self._register_status = register_status
+
+    def current_stream(self, _device: torch.device) -> Stream:
+        return self.engine_stream
+
+    def Stream(self, _device: torch.device) -> Stream:
+        return Stream(self.notes)
+
+    def Event(self, blocking: bool = False) -> Event:
+        return Event(self.notes)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.notes.append(("enter", stream))
+        yield
+        self.notes.append(("leave", stream))
+
+    def cudart(self) -> "Notes":
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:
+        if self._register_status == 0:
+            assert address not in self.registered
+            self.registered[address] = num_bytes
+        return self._register_status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def random_rows(rows: int, row_bytes: int = BLOCK_BYTES, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
+
+
+def filled_arena(num_slots: int, slot_bytes: int = BLOCK_BYTES) -> Arena:
+    arena = Arena(num_slots, slot_bytes)
+    np.copyto(arena.rows, random_rows(num_slots, slot_bytes, seed=1).numpy())
+    return arena
+
+
+@pytest.mark.parametrize("slot_bytes", [BLOCK_BYTES, BLOCK_BYTES + 7], ids=["tight slots", "roomy slots"])
+@pytest.mark.parametrize("staged_blocks", [1, 3, 100])
+def test_copies_what_the_engine_on_cpu_copies(staged_blocks: int, slot_bytes: int) -> None:
+    """Batches larger and smaller than the staging buffer, arena slots in runs and alone."""
+    ours, theirs = random_rows(NUM_BLOCKS), random_rows(NUM_BLOCKS)
+    kv = CudaKV(ours, staging_bytes=staged_blocks * BLOCK_BYTES, cuda=Notes())
+    oracle = HostMemoryKV(theirs.numpy())
+    arena, expected = filled_arena(10, slot_bytes), filled_arena(10, slot_bytes)
+    assert (kv.num_blocks, kv.block_bytes) == (oracle.num_blocks, oracle.block_bytes)
+    device_slots, arena_slots = [7, 0, 11, 3, 4], [5, 2, 3, 9, 4]
+    kv.gather(device_slots, arena, arena_slots)
+    for device_slot, arena_slot in zip(device_slots, arena_slots, strict=True):
+        expected.rows[arena_slot][:BLOCK_BYTES] = theirs[device_slot].numpy()
+    assert np.array_equal(arena.rows, expected.rows)
+    kv.scatter(arena, [9, 0, 5, 6, 1], [1, 2, 9, 0, 10])
+    for device_slot, arena_slot in zip([1, 2, 9, 0, 10], [9, 0, 5, 6, 1], strict=True):
+        theirs[device_slot] = torch.from_numpy(expected.rows[arena_slot][:BLOCK_BYTES])
+    assert torch.equal(ours, theirs)
+    kv.gather([], arena, [])
+    kv.scatter(arena, [], [])
+    kv.close()
+
+
+def test_copies_come_after_the_engine_and_end_before_the_return() -> None:
+    notes = Notes()
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
+    arena = filled_arena(4)
+    for copy in (lambda: kv.gather([0], arena, [1]), lambda: kv.scatter(arena, [1], [0])):
+        notes.notes.clear()
+        copy()
+        wait, enter, synchronize, leave = notes.notes
+        lane_stream = enter[1]
+        assert lane_stream is not notes.engine_stream
+        assert wait == ("wait", lane_stream, notes.engine_stream)
+        assert synchronize == ("synchronize", lane_stream)
+        assert leave == ("leave", lane_stream)
+    kv.close()
+
+
+def test_a_copy_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots will be given to others. And the lane is there for the next caller."""
+    notes = Notes()
+    kv = CudaKV(random_rows(NUM_BLOCKS), num_lanes=1, cuda=notes)
+    arena = filled_arena(4)
+
+    def fail(*_args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer_cuda, "block_copy", fail)
+        notes.notes.clear()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            kv.gather([0], arena, [1])
+        assert [note[0] for note in notes.notes][:3] == ["wait", "enter", "synchronize"]
+    kv.gather([3], arena, [1])
+    assert bytes(arena.view(1)) == random_rows(NUM_BLOCKS)[3].numpy().tobytes()
+    kv.close()
+
+
+def test_threads_share_the_lanes() -> None:
+    blocks = random_rows(NUM_BLOCKS)
+    kv = CudaKV(blocks, staging_bytes=2 * BLOCK_BYTES, num_lanes=2, cuda=Notes())
+    arena = filled_arena(NUM_BLOCKS)
+
+    def copy(first: int) -> None:
+        slots = list(range(first, NUM_BLOCKS, 4))
+        for _ in range(3):
+            kv.gather(slots, arena, slots)
+            kv.scatter(arena, slots, slots)
+
+    threads = [threading.Thread(target=copy, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert np.array_equal(arena.rows, random_rows(NUM_BLOCKS).numpy())
+    assert torch.equal(blocks, random_rows(NUM_BLOCKS))
+    kv.close()
+
+
+def test_slots_that_do_not_exist_are_refused() -> None:
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes())
+    arena, before = filled_arena(4), filled_arena(4)
+    for slot in (-1, NUM_BLOCKS):
+        with pytest.raises(InvalidInputError, match=f"device slot {slot}"):
+            kv.gather([0, slot], arena, [0, 1])
+        with pytest.raises(InvalidInputError, match=f"device slot {slot}"):
+            kv.scatter(arena, [0, 1], [0, slot])
+    for slot in (-1, 4):
+        with pytest.raises(InvalidInputError, match=f"arena slot {slot}"):
+            kv.gather([0, 1], arena, [0, slot])
+    with pytest.raises(ValueError, match="argument"):
+        kv.gather([0, 1], arena, [0])
+    assert np.array_equal(arena.rows, before.rows)
+    arena.close()
+    with pytest.raises(ClosedError):
+        kv.gather([0], arena, [0])
+    with pytest.raises(InvalidInputError, match="need a uint8 view"):
+        CudaKV(random_rows(4).float(), cuda=Notes())
+    kv.close()
+
+
+def test_an_arena_is_pinned_once_and_until_close() -> None:
+    notes = Notes()
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
+    first, second = filled_arena(4), filled_arena(6)
+    for arena in (first, second, first):
+        kv.gather([0], arena, [0])
+    assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
+    kv.close()
+    kv.close()
+    assert notes.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status=2))
+    arena = filled_arena(4)
+    with caplog.at_level(logging.WARNING):
+        kv.gather([5], arena, [2])
+        kv.gather([6], arena, [3])
+    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "could not be pinned" in caplog.text
+    kv.close()

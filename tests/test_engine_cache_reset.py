@@ -1,0 +1,133 @@
+"""A reset makes the engine forget, whatever is under way; answers stay."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine_rig import PATIENCE_S, EngineRig, RunningEngine, judge, prompt, shared_tier
+from hierarchy_rig import Held
+from kvtier.errors import ClosedError
+from kvtier.tiers.base import Tier
+from kvtier_engine.engine import Engine, EngineLimits
+from kvtier_engine.request import Completion, Sampling
+
+MakeRig = Callable[..., EngineRig]
+TOKENS = prompt(41)
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    rigs: list[EngineRig] = []
+
+    def make(**settings: Any) -> EngineRig:
+        rigs.append(EngineRig(**settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Tier]:
+    tier = shared_tier()
+    yield tier
+    tier.close()
+
+
+def test_the_device_forgets(make_rig: MakeRig) -> None:
+    rig = make_rig(tiers=False)
+    rig.ask(TOKENS)
+    assert rig.scheduler.reset_cache() == 11
+    assert rig.scheduler.reset_cache() == 0
+    again = rig.ask(TOKENS)
+    assert again.cached_by_tier == {}
+    assert again.token_ids == judge(TOKENS)
+    assert rig.ask(TOKENS).cached_by_tier == {"device": 40}, "what comes after the reset is cached as ever"
+
+
+def test_host_memory_forgets_and_the_pool_does_not(make_rig: MakeRig, pool: Tier) -> None:
+    alone = make_rig(num_blocks=20)
+    alone.ask(TOKENS)
+    alone.ask(prompt(60, seed=1))  # pushes the first off the device
+    alone.scheduler.reset_cache()
+    assert alone.ask(TOKENS).cached_by_tier == {}
+    sharing = make_rig(shared=pool)
+    sharing.ask(TOKENS)
+    sharing.scheduler.reset_cache()
+    assert sharing.ask(TOKENS).cached_by_tier == {"pool": 40}
+
+
+@pytest.mark.parametrize("tiers", [False, True], ids=["device only", "with host memory"])
+def test_running_requests_go_on_and_leave_nothing(make_rig: MakeRig, tiers: bool) -> None:
+    rig = make_rig(tiers=tiers, max_batch_tokens=8)
+    told: list[int] = []
+    decoding = rig.add(TOKENS, 20, on_token=told.append)
+    rig.run_until(lambda: len(told) == 6)
+    prefilling = rig.add(prompt(30, seed=4), 8)
+    rig.step()
+    assert rig.scheduler.reset_cache() > 0
+    rig.run()
+    assert rig.done[decoding].token_ids == judge(TOKENS, 20)
+    assert rig.done[prefilling].token_ids == judge(prompt(30, seed=4), 8)
+    assert rig.ask(TOKENS).cached_by_tier == {}, "neither from before nor what followed from it"
+    assert rig.ask(prompt(30, seed=4)).cached_by_tier == {}
+
+
+def test_a_load_under_way_serves_its_request_and_nobody_else(make_rig: MakeRig, pool: Tier) -> None:
+    make_rig(shared=pool).ask(TOKENS)
+    held = Held(pool)
+    rig = make_rig(shared=held)
+    held.gate.clear()
+    before = rig.add(TOKENS)
+    rig.run_until(held.entered.is_set)
+    assert rig.scheduler.reset_cache() == 0
+    after = rig.add(TOKENS)  # does not wait for the load of the other
+    rig.step()
+    held.gate.set()
+    rig.run()
+    assert rig.done[before].token_ids == rig.done[after].token_ids == judge(TOKENS)
+    assert rig.done[before].cached_by_tier == {"pool": 40}
+    rig.scheduler.reset_cache()
+    assert rig.ask(TOKENS).cached_by_tier == {"pool": 40}
+
+
+def test_requests_that_wait_ask_again(make_rig: MakeRig, pool: Tier) -> None:
+    make_rig(shared=pool).ask(TOKENS)
+    held = Held(pool)
+    rig = make_rig(shared=held)
+    held.lookup_gate.clear()
+    waiting = rig.add(TOKENS)
+    rig.step()
+    rig.scheduler.reset_cache()
+    held.lookup_gate.set()
+    rig.run()
+    assert rig.done[waiting].cached_by_tier == {"pool": 40}
+    assert rig.done[waiting].token_ids == judge(TOKENS)
+    assert rig.ask(TOKENS).cached_by_tier == {"device": 40}, "it began after the reset"
+
+
+def test_any_thread_may_reset_a_running_engine(make_rig: MakeRig, pool: Tier) -> None:
+    rig = make_rig(shared=pool)
+    answers: list[Completion] = []
+    counts: list[int | None] = []
+    ended, forgotten = threading.Event(), threading.Event()
+    with RunningEngine(rig) as engine:
+        engine.submit(TOKENS, Sampling(max_tokens=6), 0.0, lambda c: (answers.append(c), ended.set())[0])
+        assert ended.wait(PATIENCE_S)
+        engine.reset_cache(lambda n: (counts.append(n), forgotten.set())[0])
+        assert forgotten.wait(PATIENCE_S)
+    assert counts == [11]
+    with pytest.raises(ClosedError, match="stopping"):
+        engine.reset_cache(counts.append)
+
+
+def test_an_engine_that_ends_first_says_so(make_rig: MakeRig) -> None:
+    rig = make_rig(tiers=False)
+    engine = Engine(rig.scheduler, EngineLimits(max_total_tokens=100, vocab_size=61), hasher=rig.hasher)
+    counts: list[int | None] = []
+    engine.reset_cache(counts.append)
+    engine.close()
+    assert counts == [None]

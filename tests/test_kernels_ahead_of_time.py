@@ -1,0 +1,179 @@
+"""Every kernel, as its launcher would launch it, compiled for chips that are not here; and what launchers leave to it.
+
+`launch_rig` records what the launchers pass, so that no signature is written down twice.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from kvtier_kernels import block_copy as block_copy_module  # noqa: E402
+from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
+from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
+from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
+from kvtier_kernels.attention import attend_with_triton  # noqa: E402
+from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
+
+CHIPS = [80, 90]
+CHIP_IDS = ["sm_80", "sm_90"]
+TOKENS_PER_BLOCK = 16
+NUM_SEQS = 5
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "triton")
+        yield
+
+
+def attention_arguments(
+    head_dim: int, dtype: torch.dtype, num_tokens: int, heads: int = 32, kv_heads: int = 8
+) -> tuple[torch.Tensor, ...]:
+    kv = torch.empty((64, 3, 2, TOKENS_PER_BLOCK, kv_heads, head_dim), dtype=dtype)
+    query = torch.empty((num_tokens, heads + 2 * kv_heads, head_dim), dtype=dtype)[:, :heads]
+    tables, starts, lens = (torch.zeros(shape, dtype=torch.int64) for shape in ((NUM_SEQS, 20), 6, 5))
+    return query, kv[:, 1], tables, starts, lens
+
+
+def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> Launch:
+    with recorded(prefix_prefill_module, divmod(chip, 10)) as launches:
+        arguments = attention_arguments(head_dim, dtype, 300, **geometry)
+        prefix_prefill_module.prefix_prefill(*arguments, scale=0.1)
+    (launch,) = launches
+    return launch
+
+
+def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> list[Launch]:
+    """The kernel without splits, the kernel with splits, and the merge."""
+    query, kv_layer, tables, _, lens = attention_arguments(head_dim, dtype, NUM_SEQS, **geometry)
+    with recorded(paged_decode_module, divmod(chip, 10)) as launches:
+        for num_splits in (1, 4):
+            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
+    assert len(launches) == 3
+    return launches
+
+
+def compiled(launch: Launch, chip: int, folder: Path) -> str:
+    """PTX. Shared memory is within the chip's limit, and no register is spilled."""
+    kernel = compile_launch(launch, chip)
+    usage = usage_of(kernel, folder)
+    print(f"{launch.kernel.__name__} sm_{chip}: {kernel.metadata.shared:,} bytes shared, {usage}")
+    assert kernel.metadata.shared <= SHARED_LIMIT_BYTES[chip]
+    assert (usage.stack_bytes, usage.local_bytes) == (0, 0)
+    ptx: str = kernel.asm["ptx"]
+    return ptx
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
+    for launch in [record_prefill(head_dim, torch.bfloat16, chip), *record_decode(head_dim, torch.bfloat16, chip)]:
+        ptx = compiled(launch, chip, tmp_path)
+        if launch.kernel.__name__ != "_merge_kernel":
+            assert re.search(r"mma\.\S*sync|wgmma", ptx), "products must run on tensor cores"
+            assert "cp.async" in ptx, "keys and values must be on their way before they are needed"
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.float16), (128, torch.float32), (96, torch.bfloat16), (256, torch.bfloat16)]
+)
+def test_other_heads_fit_the_chip(head_dim: int, dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
+    for launch in [record_prefill(head_dim, dtype, chip), *record_decode(head_dim, dtype, chip)]:
+        compiled(launch, chip, tmp_path)
+
+
+@pytest.mark.parametrize("chip", [89, 120])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_fits_chips_with_less_shared_memory(head_dim: int, chip: int) -> None:
+    kernel = compile_launch(record_prefill(head_dim, torch.bfloat16, chip), chip)
+    assert kernel.metadata.shared <= SHARED_LIMIT_BYTES[chip]
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (71, 1)], ids=["group of 7", "group of 71"])
+def test_odd_groups_compile(heads: int, kv_heads: int, chip: int, tmp_path: Path) -> None:
+    for launch in (
+        record_prefill(64, torch.bfloat16, chip, heads=heads, kv_heads=kv_heads),
+        *record_decode(64, torch.bfloat16, chip, heads=heads, kv_heads=kv_heads),
+    ):
+        compiled(launch, chip, tmp_path)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_kv_write_compiles(dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
+    query, kv_layer, *_ = attention_arguments(128, dtype, 7)
+    rows, index = query[:, :8], torch.zeros(7, dtype=torch.int64)
+    with recorded(slot_write_module, divmod(chip, 10)) as launches:
+        slot_write_module.write_slots(kv_layer, rows, rows, index, index)
+    ptx = compiled(launches[0], chip, tmp_path)
+    assert re.search(r"ld\.global\S*\.v[24]\.b", ptx)
+    assert re.search(r"st\.global\S*\.v[24]\.b", ptx)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize(("row_bytes", "wide"), [(2**20 + 16, True), (2**20 + 8, False), (51, False)])
+def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Path) -> None:
+    """Rows of an odd number of 16 bytes too move in accesses of 16 bytes."""
+    blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
+    index = torch.zeros(3, dtype=torch.int64)
+    with recorded(block_copy_module, divmod(chip, 10)) as launches:
+        block_copy_module.block_copy(blocks, index, staging, index)
+    ptx = compiled(launches[0], chip, tmp_path)
+    assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
+    assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide
+
+
+def test_batches_that_differ_share_compiled_kernels() -> None:
+    """Compiling takes about a second: a new length must not do it in the middle of a step."""
+    prefills, decodes, merges = set(), set(), set()
+    for num_tokens, width, num_splits in ((NUM_SEQS + 1, 1, 2), (16, 16, 16), (2000, 21, 63)):
+        query, kv_layer, _, starts, lens = attention_arguments(64, torch.bfloat16, num_tokens)
+        tables = torch.zeros((NUM_SEQS, width), dtype=torch.int64)
+        with recorded(prefix_prefill_module, (9, 0)) as launches:
+            attend_with_triton(query, kv_layer, tables, starts, lens, scale=0.1)
+        prefills.add(compile_launch(launches[0], 90).hash)
+        with recorded(paged_decode_module, (9, 0)) as launches:
+            paged_decode_module.paged_decode(query[:NUM_SEQS], kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
+        decodes.add(compile_launch(launches[0], 90).hash)
+        merges.add(compile_launch(launches[1], 90).hash)
+    assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
+
+
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
+    query, kv_layer, tables, starts, lens = attention_arguments(64, torch.float32, NUM_SEQS)
+    rows, index = query[:, :8], torch.zeros(NUM_SEQS, dtype=torch.int64)
+    for launch in (
+        lambda: prefix_prefill_module.prefix_prefill(query, kv_layer, tables, starts, lens, scale=1.0),
+        lambda: paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=1.0),
+        lambda: slot_write_module.write_slots(kv_layer, rows, rows, index, index),
+        lambda: block_copy_module.block_copy(torch.zeros(9, 4), index, torch.zeros(9, 4), index),
+    ):
+        with pytest.raises(ValueError, match=r"is on cpu: Triton kernels run on CUDA, or .* TRITON_INTERPRET=1"):
+            launch()
+
+
+def test_cpu_needs_no_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, kvtier_kernels, kvtier_kernels.tiles
+kv = torch.zeros(4, 2, 8, 2, 16)
+rows, index = torch.ones(3, 2, 16), torch.arange(3)
+kvtier_kernels.kv_write(kv, rows, rows, index * 0, index)
+tables, starts, lens = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 3]), torch.tensor([3])
+assert kvtier_kernels.paged_attention(rows, kv, tables, starts, lens, scale=1.0).allclose(rows)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,74 @@
+"""On a machine with a GPU: the kernels as they are compiled there, real streams, and the engine's forward pass."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
+from kvtier.transfer import Arena
+from kvtier_engine.devices import device_kv, weights_on
+from kvtier_engine.llama import Chunk, LlamaModel
+from kvtier_engine.paged_kv import allocate_kv
+from kvtier_kernels.selfcheck import run_checks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+HELD_BACK_CYCLES = 200_000_000
+"""About a tenth of a second: what the engine's stream holds is certainly not done when a copy is asked for."""
+SLOTS = [30, 2, 3, 4, 17, 0]
+
+
+def test_every_kernel_agrees_with_its_reference() -> None:
+    assert {name: failure for name, failure in run_checks(CUDA) if failure} == {}
+
+
+def test_blocks_come_back_as_they_went() -> None:
+    kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
+    kv.byte_rows().random_(0, 256)
+    before = kv.byte_rows().cpu()
+    arena = Arena(20, kv.block_bytes)
+    arena_slots = [9, 10, 11, 3, 19, 0]
+    with device_kv(kv) as mover_side:
+        mover_side.gather(SLOTS, arena, arena_slots)
+        assert np.array_equal(arena.rows[arena_slots], before[SLOTS].numpy())
+        kv.byte_rows().zero_()
+        mover_side.scatter(arena, arena_slots, SLOTS)
+        after = kv.byte_rows().cpu()
+    expected = torch.zeros_like(before)
+    expected[SLOTS] = before[SLOTS]
+    assert torch.equal(after, expected)
+
+
+def test_copies_wait_for_what_the_engine_has_under_way() -> None:
+    kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
+    arena = Arena(20, kv.block_bytes)
+    slots = list(range(len(SLOTS)))
+    with device_kv(kv) as mover_side:
+        mover_side.gather(SLOTS, arena, slots)
+        torch.cuda._sleep(HELD_BACK_CYCLES)
+        kv.byte_rows().fill_(7)
+        mover_side.gather(SLOTS, arena, slots)
+        assert (arena.rows[slots] == 7).all()
+
+        arena.rows[:] = 9
+        torch.cuda._sleep(HELD_BACK_CYCLES)
+        read_before = kv.byte_rows()[SLOTS]
+        mover_side.scatter(arena, slots, SLOTS)
+        assert (read_before == 7).all()
+        assert (kv.byte_rows()[SLOTS] == 9).all()
+
+
+def test_the_forward_pass_gives_what_it_gives_on_cpu() -> None:
+    """Prefill, prefill over a cached prefix, decode; two sequences."""
+    ids = torch.randint(0, CONFIG.vocab_size, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    tables = list(range(20)), list(range(39, 19, -1))
+    cuts = [(0, 17), (17, 45), (45, 46), (46, 60)]
+    logits = []
+    for device in (CPU, CUDA):
+        model = LlamaModel(CONFIG, weights_on(tiny_model()._weights, device))
+        kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.float32, device)
+        kv.tensor.fill_(float("nan"))
+        steps = [model.forward([Chunk(ids[a:b], a, table) for table in tables], kv).cpu() for a, b in cuts]
+        logits.append(torch.stack(steps))
+    assert (logits[0] - logits[1]).abs().max().item() < 1e-3

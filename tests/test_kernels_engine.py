@@ -1,0 +1,118 @@
+"""What an engine on CUDA does otherwise, as far as a machine without one can tell."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError
+from kvtier.transfer import HostMemoryKV
+from kvtier_engine import devices, llama
+from kvtier_engine.devices import device_kv, engine_device, weights_on
+from kvtier_engine.llama import Chunk, LlamaModel
+from kvtier_engine.paged_kv import allocate_kv, kv_namespace
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class OneDevice(TorchDispatchMode):
+    """Operations on tensors of two devices raise, as on CUDA; a meta tensor alone would let some of them pass."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 0]
+        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if not copies and len({tensor.device for tensor in tensors}) > 1:
+            raise AssertionError(f"{func} on {[str(tensor.device) for tensor in tensors]}")
+        return func(*args, **kwargs)
+
+
+def test_the_forward_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory stand for those of CUDA."""
+    there = torch.device("meta")
+
+    def attend(query: Tensor, kv_layer: Tensor, *index: Tensor, scale: float, max_seq_len: int) -> Tensor:
+        assert {tensor.device for tensor in (query, kv_layer, *index)} == {there}
+        assert max_seq_len == 9
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+    def write(*tensors: Tensor) -> None:
+        assert {tensor.device for tensor in tensors} == {there}
+
+    monkeypatch.setattr(llama, "paged_attention", attend)
+    monkeypatch.setattr(llama, "kv_write", write)
+    weights = weights_on(tiny_model()._weights, there)
+    kv = allocate_kv(CONFIG, 8, TOKENS_PER_BLOCK, torch.float32, there)
+    with OneDevice():
+        logits = LlamaModel(CONFIG, weights).forward([Chunk([1, 2], 7, [0, 1, 2]), Chunk([3], 0, [4])], kv)
+    assert logits.shape == (2, VOCABULARY)
+    assert logits.device == kv.tensor.device == there
+
+
+def test_the_guard_of_devices_notices() -> None:
+    with OneDevice(), pytest.raises(AssertionError, match=r"aten\.embedding"):
+        torch.nn.functional.embedding(torch.tensor([1]), torch.empty(3, 2, device="meta"))
+
+
+def test_weights_stay_the_same_and_tied() -> None:
+    weights = tiny_model()._weights
+    moved = weights_on(weights, CPU)
+    assert moved.lm_head is not moved.embedding
+    assert moved.layers[1].down is weights.layers[1].down
+    tied = weights_on(llama.LlamaWeights(weights.embedding, weights.layers, weights.final_norm, weights.embedding), CPU)
+    assert tied.lm_head is tied.embedding
+
+
+def test_engines_on_cpu_and_cuda_do_not_share() -> None:
+    ids = {kv_namespace(CONFIG, bytes(32), torch.bfloat16, device).id for device in (CPU, CUDA)}
+    assert len(ids) == 2
+    assert kv_namespace(CONFIG, bytes(32), torch.bfloat16).id in ids
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_theta": 5e5}, {"rms_norm_eps": 1e-6}, {"qk_norm": True}, {"num_attention_heads": 8}]
+)
+def test_the_same_weights_in_another_arithmetic_do_not_share(change: dict[str, Any]) -> None:
+    """Somebody edited config.json."""
+    before = kv_namespace(CONFIG, bytes(32), torch.bfloat16)
+    assert kv_namespace(replace(CONFIG, **change), bytes(32), torch.bfloat16).id != before.id
+    assert kv_namespace(replace(CONFIG, max_position_embeddings=77), bytes(32), torch.bfloat16).id == before.id
+
+
+def test_the_device_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [engine_device(name) for name in ("auto", "cpu")] == [CPU, CPU]
+    with pytest.raises(ConfigError, match=r'engine.device: "cuda", but torch sees no CUDA device'):
+        engine_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [engine_device(name) for name in ("auto", "cpu", "cuda")] == [CUDA, CPU, CUDA]
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda _name: None)
+    assert engine_device("auto") == CPU
+    with pytest.raises(ConfigError, match="triton is missing: pip install triton"):
+        engine_device("cuda")
+
+
+def test_the_device_is_configured() -> None:
+    def device(*lines: str) -> str:
+        return parse_config(
+            {"engine": dict(line.split("=") for line in lines)}, source="test", environ={}
+        ).engine.device
+
+    assert device() == "auto"
+    assert device("device=cuda") == "cuda"
+    with pytest.raises(ConfigError, match=r"engine.device"):
+        device("device=gpu")
+
+
+def test_blocks_in_host_memory_are_copied_by_numpy() -> None:
+    kv = allocate_kv(CONFIG, 3, TOKENS_PER_BLOCK, torch.float32)
+    with device_kv(kv) as mover_side:
+        assert isinstance(mover_side, HostMemoryKV)
+        assert (mover_side.num_blocks, mover_side.block_bytes) == (kv.num_blocks, kv.block_bytes)

@@ -1,0 +1,221 @@
+"""The pool over several tiers: who gets a block when, and what is left when one of them is lost."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtier.keys import StoreKey
+from kvtier.testing.contract import make_key, make_payload
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.write_policy import WritePolicy
+from pool_rig import BLOCK_BYTES, BLUE, MIB, WAIT_S, core_rig
+
+SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
+
+
+class Shared:
+    """A tier that outlives the pools over it, as a Redis does."""
+
+    def __init__(self, inner: HostTier) -> None:
+        self.inner = inner
+        self.fails = False
+
+    @property
+    def name(self) -> str:
+        return "redis"
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return [Status.MISS] * len(keys) if self.fails else self.inner.lookup(keys)
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        return [Status.MISS] * len(keys) if self.fails else self.inner.read(keys, into)
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+        return [WriteStatus.FAILED] * len(items) if self.fails else self.inner.write(items)
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        return self.inner.discard(keys)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        """The pool's end is not the server's."""
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    tier = HostTier(64 * MIB, name="redis")
+    yield Shared(tier)
+    tier.check()
+    tier.close()
+
+
+def keys(labels: Sequence[object]) -> list[StoreKey]:
+    return [make_key(label) for label in labels]
+
+
+def payloads(labels: Sequence[object]) -> list[bytes]:
+    return [make_payload(label, BLOCK_BYTES) for label in labels]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+def has(tier: Tier, labels: Sequence[object]) -> bool:
+    return tier.lookup(keys(labels)) == [Status.HIT] * len(labels)
+
+
+def test_a_block_goes_to_every_tier_and_comes_back_from_the_nearest(tmp_path: Path, shared: Shared) -> None:
+    labels = list(range(10))
+    with core_rig(tmp_path, remote=shared) as rig:
+        for i in labels:
+            assert rig.store(i) is WriteStatus.STORED
+        assert [(r.tier, r.num_abandoned, r.num_memory_only) for r in rig.core.drain(WAIT_S)] == [
+            ("disk", 0, 0),
+            ("redis", 0, 0),
+        ]
+    with core_rig(tmp_path, remote=shared) as rig:
+        assert rig.load(keys(labels)) == payloads(labels)
+        assert rig.count("kvtier_pool_read_blocks_total", source="disk") == 10
+
+
+def test_a_pool_with_an_empty_disk_reads_from_redis_and_keeps_copies(tmp_path: Path, shared: Shared) -> None:
+    labels = list(range(10))
+    with core_rig(tmp_path / "a", remote=shared) as rig:
+        for i in labels:
+            rig.store(i)
+        rig.core.drain(WAIT_S)
+    shutil.rmtree(tmp_path / "a")
+    with core_rig(tmp_path / "b", remote=shared) as rig:
+        assert rig.core.lookup(keys([*labels, "absent"])) == [Status.HIT] * 10 + [Status.MISS]
+        assert rig.load(keys([*labels, "absent"])) == [*payloads(labels), None]
+        assert rig.count("kvtier_pool_read_blocks_total", source="redis") == 10
+        until(lambda: rig.count("kvtier_pool_written_down_blocks_total", tier="disk", result="stored") == 10)
+    with core_rig(tmp_path / "b") as rig:
+        assert rig.load(keys(labels)) == payloads(labels), "the disk has them now"
+
+
+def test_a_redis_that_came_back_empty_is_filled_by_reads(tmp_path: Path, shared: Shared) -> None:
+    with core_rig(tmp_path, remote=shared) as rig:
+        rig.store("a")
+        rig.core.drain(WAIT_S)
+    shared.inner.discard(keys(["a"]))
+    with core_rig(tmp_path, remote=shared) as rig:
+        assert rig.load(keys(["a"])) == payloads(["a"])
+        until(lambda: has(shared, ["a"]))
+
+
+def test_a_redis_that_fails_takes_nothing_away(tmp_path: Path, shared: Shared) -> None:
+    shared.fails = True
+    with core_rig(tmp_path, remote=shared) as rig:
+        for i in range(10):
+            assert rig.store(i) is WriteStatus.STORED
+        disk, redis = rig.core.drain(WAIT_S)
+        assert (disk.num_memory_only, redis.num_memory_only) == (0, 10)
+        assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="failed") == 10
+        assert rig.load(keys(range(10))) == payloads(range(10))
+
+
+def test_discard_reaches_every_tier(tmp_path: Path, shared: Shared) -> None:
+    with core_rig(tmp_path, remote=shared) as rig:
+        rig.store("a")
+        rig.store("a", tenant=BLUE)
+        until(lambda: has(shared, ["a"]))
+        assert rig.core.discard(keys(["a", "absent"])) == 1
+        assert rig.core.lookup(keys(["a"])) == [Status.MISS]
+        assert shared.lookup(keys(["a"])) == [Status.MISS]
+        assert rig.core.lookup([make_key("a", tenant=BLUE)]) == [Status.HIT]
+
+
+def test_a_block_that_is_discarded_while_it_is_written_again_and_again_never_comes_back(
+    tmp_path: Path, shared: Shared
+) -> None:
+    with core_rig(tmp_path, remote=shared) as rig, ThreadPoolExecutor(1) as executor:
+        for i in range(300):
+            writing = executor.submit(rig.store, i)
+            until(lambda i=i: rig.core.discard(keys([i])) == 1 or rig.core.lookup(keys([i])) == [Status.HIT])  # type: ignore[misc]
+            writing.result(WAIT_S)
+            rig.core.discard(keys([i]))
+        rig.core.drain(WAIT_S)
+        assert rig.core.lookup(keys(range(300))) == [Status.MISS] * 300
+        assert shared.usage().num_blocks == 0
+
+
+def test_selective_writes_a_block_at_its_second_use(shared: Shared) -> None:
+    with core_rig(remote=shared, policy=SELECTIVE) as rig:
+        for i in range(4):
+            rig.store(i)
+        assert rig.load(keys([1, 3])) == payloads([1, 3])
+        until(lambda: has(shared, [1, 3]))
+        for _ in range(3):
+            rig.load(keys([1, 3]))
+        assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="stored") == 2
+        (report,) = rig.core.drain(WAIT_S)
+        assert (report.num_abandoned, report.num_memory_only) == (0, 0)
+        assert shared.lookup(keys(range(4))) == [Status.MISS, Status.HIT, Status.MISS, Status.HIT]
+
+
+def test_write_back_writes_what_is_about_to_be_evicted(shared: Shared) -> None:
+    """2 MiB of memory hold 32 blocks at the most; the coldest two are kept written."""
+    with core_rig(remote=shared, policy=WRITE_BACK, memory_bytes=2 * MIB) as rig:
+        for i in range(8):
+            rig.store(i)
+        assert shared.usage().num_blocks == 0
+        for i in range(8, 100):
+            rig.store(i)
+            coldest = range(i - 29) if i >= 31 else range(0)
+            until(lambda coldest=coldest: has(shared, coldest))  # type: ignore[misc]
+        assert rig.load(keys(range(100))) == payloads(range(100))
+        assert rig.count("kvtier_pool_evicted_unwritten_total", tier="redis") == 0
+        assert shared.usage().num_blocks < 100, "what memory keeps is not written"
+
+
+def test_write_back_does_not_count_its_own_reading_as_a_use(shared: Shared) -> None:
+    with core_rig(remote=shared, policy=WRITE_BACK, memory_bytes=2 * MIB) as rig:
+        stored = 0
+        while shared.usage().num_blocks == 0:
+            rig.store(stored)
+            stored += 1
+            time.sleep(0.005)
+        first = [i for i in range(stored) if has(shared, [i])]
+        assert first[0] == 0, "the coldest comes first"
+        before = rig.core.lookup(keys([0]))
+        rig.store(stored)
+        assert before == [Status.HIT]
+        assert rig.load(keys([0])) == payloads([0])
+
+
+def test_write_back_forgets_rather_than_waits(tmp_path: Path) -> None:
+    with core_rig(tmp_path, policy=WRITE_BACK, memory_bytes=MIB) as rig:
+        rig.files.may_write.clear()
+        assert [rig.store(i) for i in range(100)] == [WriteStatus.STORED] * 100
+        lost = rig.count("kvtier_pool_evicted_unwritten_total", tier="disk")
+        assert lost > 50
+        rig.files.may_write.set()
+        there = [block for block in rig.load(keys(range(100))) if block is not None]
+        assert len(there) >= 100 - lost
+        rig.core.drain(WAIT_S)
+
+
+def test_write_back_writes_everything_at_a_stop(tmp_path: Path) -> None:
+    with core_rig(tmp_path, policy=WRITE_BACK) as rig:
+        for i in range(40):
+            rig.store(i)
+        rig.core.discard(keys([7]))
+        (report,) = rig.core.drain(WAIT_S)
+        assert (report.num_written, report.num_abandoned, report.num_memory_only) == (39, 0, 0)
+    with core_rig(tmp_path) as rig:
+        assert rig.load(keys(range(40))) == [*payloads(range(7)), None, *payloads(range(8, 40))]
