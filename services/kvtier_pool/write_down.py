@@ -240,7 +240,11 @@ class WriteDown:
 
     def _more_to_write(self) -> bool:
         """Under _changed."""
-        return bool(self._queued or (self._owed and self._closing) or (self._later and self._works))
+        return bool(self._queued or (self._owed and self._closing) or self._is_time_for_later())
+
+    def _is_time_for_later(self) -> bool:
+        """Under _changed. Only when nothing else is pinned: what found the queue full must not lengthen it."""
+        return bool(self._later and self._works and not self._writing)
 
     def _take(self) -> dict[StoreKey, Lease | None]:
         """The next few blocks to write; empty when closing and nothing is left."""
@@ -265,7 +269,7 @@ class WriteDown:
         with self._changed:
             owed = self._owed if self._closing else (key for key in cold if key in self._owed)
             due = list(itertools.islice(owed, _BATCH_BLOCKS))
-            if not due and self._works:
+            if not due and self._is_time_for_later():
                 due = list(itertools.islice(self._later, _BATCH_BLOCKS))
             for key in due:
                 self._owed.pop(key, None)
