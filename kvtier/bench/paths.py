@@ -2,10 +2,10 @@
 
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
 import typer
@@ -17,25 +17,34 @@ from kvtier.keys import NamespaceId, PrefixHasher, StoreKey, store_key, tenant_i
 from kvtier.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
 from kvtier.processes import Service
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.memory import copy_bytes, map_memory
 from kvtier.tiers.pool import PoolTier, PoolTransport
 from kvtier.tiers.pool_grpc import GrpcTransport
 from kvtier.tiers.pool_socket import SocketTransport
 
+if TYPE_CHECKING:
+    import redis as redis_py
+
 TENANT = "bench"
+_NUM_KEY_SETS = 6
+"""One to read, one to write for each path."""
 
 
 def bench_paths(
     json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
     payload_bytes: Annotated[int, typer.Option(min=64, help="Bytes per block.")] = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per call.")] = 64,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="URL of a Redis with room for six batches: the pool's Redis tier, and redis-py, beside."),
+    ] = None,
 ) -> None:
     """Read and write a batch of blocks over TCP, Unix socket and gRPC, beside a memcpy of the same bytes.
 
-    Every block has memory of its own on both sides, touched before. Reads verify every block. Before a write the
-    pool is told to forget the blocks, which is a small part of the time.
+    Every block has memory of its own on both sides, touched before. Reads verify every block, but for redis-py's.
+    Before a write the pool is told to forget the blocks, which is a small part of the time.
     """
     keep_freed_memory()
     token = secrets.token_urlsafe(32)
@@ -48,11 +57,14 @@ def bench_paths(
             "unix": SocketTransport(unix, token, tenant),
             "grpc": GrpcTransport(ready["grpc"], token),
         }
-        paths: dict[str, Tier] = {}
+        paths: dict[str, _Path] = {}
         for name, transport in transports.items():
             breaker = CircuitBreaker(3, 1.0)
-            paths[name] = PoolTier(transport, tenant, metrics=Metrics(), breaker=breaker, call_timeout_s=30.0)
-            stack.callback(paths[name].close)
+            pool = PoolTier(transport, tenant, metrics=Metrics(), breaker=breaker, call_timeout_s=30.0)
+            stack.callback(pool.close)
+            paths[name] = pool
+        if redis is not None:
+            paths |= _redis_paths(redis, stack)
         blocks = _Blocks(payload_bytes, batch)
         cases: list[Case] = []
         for op, runs in (("read", blocks.reads(paths)), ("write", blocks.writes(paths))):
@@ -66,6 +78,16 @@ def bench_paths(
     report("Paths to the pool", cases, as_json=json)
 
 
+class _Path(Protocol):
+    """What is measured of a `Tier`."""
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]: ...
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]: ...
+
+    def discard(self, keys: Sequence[StoreKey]) -> int: ...
+
+
 class _Blocks:
     """A batch of random blocks, and memory to read it into."""
 
@@ -75,7 +97,7 @@ class _Blocks:
         for source in self._sources:
             copy_bytes(source, rng.bytes(payload_bytes))
         self._into = [map_memory(payload_bytes, prefault=True) for _ in range(batch)]
-        hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(4 * batch, dtype=np.int32))
+        hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(_NUM_KEY_SETS * batch, dtype=np.int32))
         keys = [store_key(tenant_id(TENANT), NamespaceId(bytes(16)), h) for h in hashes]
         self._key_sets = [keys[start : start + batch] for start in range(0, len(keys), batch)]
 
@@ -84,31 +106,74 @@ class _Blocks:
         for into, source in zip(self._into, self._sources, strict=True):
             copy_bytes(into, source)
 
-    def reads(self, paths: dict[str, Tier]) -> dict[str, Callable[[], None]]:
-        """Reads of blocks that the pool has in memory."""
-        self._write(next(iter(paths.values())), self._key_sets[0])
+    def reads(self, paths: dict[str, _Path]) -> dict[str, Callable[[], None]]:
+        """Reads of blocks that the server has in memory."""
+        for tier in paths.values():
+            tier.discard(self._key_sets[0])
+            self._write(tier, self._key_sets[0])
 
-        def read(tier: Tier) -> None:
+        def read(tier: _Path) -> None:
             if set(tier.read(self._key_sets[0], self._into)) != {Status.HIT}:
                 raise KvtierError("a read missed: the figures would mean nothing")
 
         return {name: lambda tier=tier: read(tier) for name, tier in paths.items()}  # type: ignore[misc]
 
-    def writes(self, paths: dict[str, Tier]) -> dict[str, Callable[[], None]]:
+    def writes(self, paths: dict[str, _Path]) -> dict[str, Callable[[], None]]:
         """Writes under keys of each path's own, which the pool forgets in between."""
         runs: dict[str, Callable[[], None]] = {}
-        for (name, tier), keys in zip(paths.items(), self._key_sets[1:], strict=True):
+        for (name, tier), keys in zip(paths.items(), self._key_sets[1:], strict=False):
 
-            def write(tier: Tier = tier, keys: list[StoreKey] = keys) -> None:
+            def write(tier: _Path = tier, keys: list[StoreKey] = keys) -> None:
                 tier.discard(keys)
                 self._write(tier, keys)
 
             runs[name] = write
         return runs
 
-    def _write(self, tier: Tier, keys: list[StoreKey]) -> None:
+    def _write(self, tier: _Path, keys: list[StoreKey]) -> None:
         if set(tier.write(list(zip(keys, self._sources, strict=True)))) != {WriteStatus.STORED}:
             raise KvtierError("a write was refused: the figures would mean nothing")
+
+
+class _PlainRedis:
+    """redis-py with hiredis as anybody would use it, pipelined. Verifies nothing."""
+
+    def __init__(self, client: "redis_py.Redis") -> None:
+        self._client = client
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.get(_plain(key))
+        values = pipeline.execute()
+        for value, buffer in zip(values, into, strict=True):
+            copy_bytes(buffer, value)
+        return [Status.HIT] * len(values)
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+        pipeline = self._client.pipeline(transaction=False)
+        for key, payload in items:
+            pipeline.set(_plain(key), payload)
+        return [WriteStatus.STORED if done else WriteStatus.FULL for done in pipeline.execute()]
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        return int(self._client.delete(*map(_plain, keys)))
+
+
+def _plain(key: StoreKey) -> bytes:
+    return b"kvtier-bench:" + key
+
+
+def _redis_paths(url: str, stack: ExitStack) -> dict[str, _Path]:
+    import redis as redis_py
+
+    from kvtier.tiers.redis import RedisTier
+
+    tier = RedisTier(url, metrics=Metrics(), breaker=CircuitBreaker(3, 1.0), call_timeout_s=30.0)
+    stack.callback(tier.close)
+    client = redis_py.Redis.from_url(url)
+    stack.callback(client.close)
+    return {"redis": tier, "redis-py": _PlainRedis(client)}
 
 
 def _pool(folder: Path, token: str, memory_bytes: int) -> Service:
