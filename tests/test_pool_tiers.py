@@ -220,3 +220,66 @@ def test_write_back_writes_everything_at_a_stop(tmp_path: Path) -> None:
         assert (report.num_written, report.num_abandoned, report.num_memory_only) == (39, 0, 0)
     with core_rig(tmp_path) as rig:
         assert rig.load(keys(range(40))) == [*payloads(range(7)), None, *payloads(range(8, 40))]
+
+
+def test_write_back_keeps_up_with_cold_reads(tmp_path: Path) -> None:
+    """Blocks that come up from the disk evict others, which the disk must have by then."""
+    with core_rig(tmp_path, policy=WRITE_BACK, memory_bytes=4 * MIB) as rig:
+        for i in range(200):
+            rig.store(i)
+            time.sleep(0.001)
+        rig.core.drain(WAIT_S)
+    with core_rig(tmp_path, policy=WRITE_BACK, memory_bytes=4 * MIB) as rig:
+        for i in range(1000, 1060):
+            rig.store(i)
+        for i in range(200):
+            before = rig.count("kvtier_pool_evicted_unwritten_total", tier="disk")
+            rig.load(keys([i]))
+            until(lambda: not rig.core._ways[0]._entered)
+            time.sleep(0.002)
+            assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == before
+
+
+def test_selective_writes_again_what_the_tier_has_lost(shared: Shared) -> None:
+    with core_rig(remote=shared, policy=SELECTIVE) as rig:
+        rig.store("a")
+        rig.load(keys(["a"]))
+        until(lambda: has(shared, ["a"]))
+        rig.core.discard(keys(["a"]))
+        rig.store("a")
+        until(lambda: has(shared, ["a"]))
+
+
+def test_a_block_on_its_way_up_is_a_hit(tmp_path: Path) -> None:
+    with core_rig(tmp_path) as rig:
+        rig.store("a")
+        rig.core.drain(WAIT_S)
+    with core_rig(tmp_path) as rig, ThreadPoolExecutor(2) as executor:
+        rig.files.may_read.clear()
+        first = executor.submit(rig.load, keys(["a"]))
+        assert rig.files.reading.acquire(timeout=WAIT_S)
+        assert rig.core.lookup(keys(["a"])) == [Status.HIT]
+        second = executor.submit(rig.load, keys(["a"]))
+        rig.files.may_read.set()
+        assert first.result(WAIT_S) == second.result(WAIT_S) == payloads(["a"])
+
+
+def test_tiers_drain_side_by_side(tmp_path: Path, shared: Shared) -> None:
+    with core_rig(tmp_path, remote=shared, policy=WRITE_BACK) as rig:
+        rig.files.may_write.clear()
+        for i in range(40):
+            rig.store(i)
+        disk, redis = rig.core.drain(1.0)
+        assert (disk.num_written, disk.num_abandoned) == (0, 40)
+        assert (redis.num_written, redis.num_abandoned) == (40, 0)
+
+
+def test_a_tier_that_works_again_gets_what_it_missed_at_the_stop(shared: Shared) -> None:
+    shared.fails = True
+    with core_rig(remote=shared) as rig:
+        for i in range(20):
+            rig.store(i)
+        until(lambda: rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="failed") >= 20)
+        shared.fails = False
+        (report,) = rig.core.drain(WAIT_S)
+        assert (report.num_written, report.num_memory_only) == (20, 0)

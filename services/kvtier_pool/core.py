@@ -86,10 +86,11 @@ class PoolCore:
         """A status per key, in order. Not a use."""
         statuses = self._memory.lookup(keys)
         for tier in self._below:
-            missing = [i for i, status in enumerate(statuses) if status is Status.MISS]
+            # Pending too: a block on its way up from a tier below can be read there, and from here after it.
+            missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if missing:
                 for i, status in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
-                    statuses[i] = status
+                    statuses[i] = status if status is Status.HIT else statuses[i]
         return statuses
 
     @contextmanager
@@ -187,6 +188,8 @@ class PoolCore:
     def drain(self, grace_s: float) -> list[DrainReport]:
         """Gives the lower tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
         deadline = MONOTONIC() + grace_s
+        for way in self._ways:
+            way.begin_drain()
         return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
 
     def check(self) -> None:
@@ -211,7 +214,9 @@ class PoolCore:
     def _note_entered(self, key: StoreKey, source: Tier | None) -> None:
         """Memory got a block: from a client, or from the tier `source`."""
         for tier, way in zip(self._below, self._ways, strict=True):
-            if tier is not source:
+            if tier is source:
+                way.admitted()
+            else:
                 way.entered(key)
 
     def _count_read(self, blocks: Sequence[Block | None]) -> None:

@@ -16,6 +16,8 @@ from kvtier_pool.metrics import PoolMetrics
 
 _log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 16
+_RETRY_S = 5.0
+"""Between tries to give a tier that took nothing what was put off."""
 _TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 _RESULTS = {
     WriteStatus.STORED: "stored",
@@ -51,7 +53,7 @@ class DrainReport:
     num_written: int
     """Waited when the drain began, there now."""
     num_abandoned: int
-    """Waited, and there was no time left."""
+    """Waited, and there was no time left; those being written at this moment may still get there."""
     num_memory_only: int
     """In memory alone, because the tier refused them or the queue was full when they came."""
 
@@ -60,9 +62,10 @@ class WriteDown:
     """The blocks that memory has and the tier below gets, and the threads that write them.
 
     What is queued is pinned: it cannot be evicted, so it is readable until the tier has it. A block that
-    finds the queue full, or whose write failed, stays in memory only; it is tried again when the tier has
-    taken others and the writers are idle. One that memory gives up before the tier has it is counted as
-    `evicted_unwritten`: nobody waits. Any thread may call anything.
+    finds the queue full, or that the tier does not take, stays in memory only; it is tried again while the
+    writers are idle, when the tier has taken others, every few seconds, and at the end. One that memory
+    gives up before the tier has it is counted as `evicted_unwritten`: nobody waits. Any thread may call
+    anything.
     """
 
     def __init__(self, memory: HostTier, tier: Tier, metrics: PoolMetrics, settings: WriteDownSettings) -> None:
@@ -83,9 +86,9 @@ class WriteDown:
         self._writing: dict[StoreKey, Lease | None] = {}
         """With a writer; None until it has its lease. Guarded by _changed."""
         self._later: dict[StoreKey, None] = {}
-        """In memory only: dropped or failed, and worth another try. Oldest first. Guarded by _changed."""
+        """In memory only: dropped or refused, and worth another try. Oldest first. Guarded by _changed."""
         self._left_out: set[StoreKey] = set()
-        """In memory only, for good: the tier has no room for it, or it came during the drain. Guarded by _changed."""
+        """In memory only, for good: it came during the drain. Guarded by _changed."""
         self._works = True
         """The tier took some of what it was last given. Guarded by _changed."""
         self._refused: Counter[StoreKey] = Counter()
@@ -94,8 +97,10 @@ class WriteDown:
         """Payload bytes of _queued and _writing. Guarded by _changed."""
         self._num_written = 0
         """Guarded by _changed."""
+        self._num_before_drain = 0
+        """Guarded by _changed."""
         self._entered = False
-        """A block has been owed since a writer last looked at the cold end. Guarded by _changed."""
+        """Memory has got a block since a writer last looked at the cold end. Guarded by _changed."""
         self._closing = False
         """Guarded by _changed."""
         self._threads = [
@@ -116,17 +121,24 @@ class WriteDown:
     def entered(self, key: StoreKey) -> None:
         """Memory has this block from now on, and did not get it from this tier. A use. Never waits."""
         if self._selective:
-            self.used([key])
+            with self._changed:
+                self._uses.note(key)
+                enough = self._uses.is_enough(key)
+            if enough:
+                self._queue(key)
         elif self._write_back:
             with self._changed:
-                if self._closing:
-                    self._left_out.add(key)
-                elif key not in self._refused:
-                    self._owed[key] = None
-                    self._entered = True
-                    self._changed.notify()
+                if key not in self._refused and self._memory.lookup([key]) != [Status.MISS]:
+                    self._note_owed(key)
         else:
             self._queue(key)
+
+    def admitted(self) -> None:
+        """Memory got a block that this tier has: others may be nearer to their eviction now. Never waits."""
+        if self._write_back:
+            with self._changed:
+                self._entered = True
+                self._changed.notify()
 
     def used(self, keys: Iterable[StoreKey]) -> None:
         """These blocks were read from memory. Never waits."""
@@ -157,35 +169,44 @@ class WriteDown:
                 self._refused -= Counter(wanted)
 
     def note_removed(self, keys: Sequence[StoreKey]) -> None:
-        """Memory gave up these blocks: counts those that the tier should have had."""
-        with self._changed:
-            num_lost = sum(key in self._later or key in self._left_out or key in self._owed for key in keys)
-            self._forget(keys)
-        self._metrics.evicted_unwritten.labels(self._tier.name).inc(num_lost)
+        """Memory gave up these blocks: counts those that the tier should have had.
 
-    def drain(self, deadline_s: float) -> DrainReport:
-        """Waits up to `deadline_s` seconds for the tier to get what it is owed, then abandons the rest.
-
-        Blocks that enter memory from now on are not queued.
+        Told late, it may have some of them again by now: those are not lost.
         """
         with self._changed:
-            self._closing = True
-            written_before = self._num_written
-            self._changed.notify_all()
+            tracked = [k for k in keys if k in self._later or k in self._left_out or k in self._owed]
+            there = self._memory.lookup(tracked)
+            lost = [key for key, status in zip(tracked, there, strict=True) if status is Status.MISS]
+            self._forget(lost)
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(lost))
+
+    def begin_drain(self) -> None:
+        """Starts to write all that is owed, and once more what was put off. What enters memory now is not queued."""
+        with self._changed:
+            if not self._closing:
+                self._works = self._closing = True
+                self._num_before_drain = self._num_written
+                self._changed.notify_all()
+
+    def drain(self, deadline_s: float) -> DrainReport:
+        """Waits up to `deadline_s` seconds for the tier to get what it is owed, then abandons the rest."""
+        self.begin_drain()
+        with self._changed:
             self._changed.wait_for(lambda: not (self._writing or self._more_to_write()), timeout=deadline_s)
             leases = list(self._queued.values())
-            num_abandoned = len(self._queued) + len(self._owed) + len(self._writing)
+            given_up = len(self._queued) + len(self._owed)
+            num_abandoned = given_up + len(self._writing)
             self._queued.clear()
             self._owed.clear()
             self._add_pinned(-sum(len(lease.view) for lease in leases))
             self._changed.notify_all()
-            num_written = self._num_written - written_before
+            num_written = self._num_written - self._num_before_drain
             num_memory_only = len(self._later) + len(self._left_out)
             report = DrainReport(self._tier.name, num_written, num_abandoned, num_memory_only)
             self._left_out.update(self._later)
             self._later.clear()
         self._memory.release(leases)
-        self._count("abandoned", report.num_abandoned)
+        self._count("abandoned", given_up)
         return report
 
     def close(self) -> None:
@@ -250,7 +271,10 @@ class WriteDown:
         """The next few blocks to write; empty when closing and nothing is left."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._entered or self._closing or self._more_to_write())
+                ready = self._changed.wait_for(
+                    lambda: self._entered or self._closing or self._more_to_write(), timeout=_RETRY_S
+                )
+                self._works = self._works or not ready
                 self._entered = False
                 if self._queued:
                     first = list(itertools.islice(self._queued, _BATCH_BLOCKS))
@@ -268,7 +292,7 @@ class WriteDown:
         """What `write_back` owes and memory is about to evict, or all of it when closing; else what was put off."""
         with self._changed:
             owed = self._owed if self._closing else (key for key in cold if key in self._owed)
-            due = list(itertools.islice(owed, _BATCH_BLOCKS))
+            due = list(itertools.islice((key for key in owed if key not in self._writing), _BATCH_BLOCKS))
             if not due and self._is_time_for_later():
                 due = list(itertools.islice(self._later, _BATCH_BLOCKS))
             for key in due:
@@ -297,8 +321,6 @@ class WriteDown:
                 self._add_pinned(-len(lease.view))
                 if statuses[key] in _TAKEN:
                     self._num_written += 1
-                elif statuses[key] is WriteStatus.FULL:
-                    self._left_out.add(key)
                 else:
                     self._later[key] = None
             self._changed.notify_all()
@@ -306,6 +328,15 @@ class WriteDown:
         for key, lease in batch.items():
             if lease is not None:
                 self._count(_RESULTS[statuses[key]])
+
+    def _note_owed(self, key: StoreKey) -> None:
+        """Under _changed."""
+        if self._closing:
+            self._left_out.add(key)
+            return
+        self._owed[key] = None
+        self._entered = True
+        self._changed.notify()
 
     def _forget(self, keys: Iterable[StoreKey]) -> None:
         """Under _changed."""
