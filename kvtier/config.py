@@ -199,7 +199,10 @@ class PoolServiceConfig(Section):
     redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400
     """A block that nobody uses for so long is forgotten by Redis; 0 leaves that to its `maxmemory-policy`."""
     redis_timeout_s: Annotated[float, Field(gt=0, le=30)] = 1.0
-    """Deadline of one call. An engine's lookup waits for it when Redis hangs, until the breaker opens."""
+    """Deadline of one call."""
+    redis_lookup_timeout_s: Annotated[float, Field(gt=0, le=30)] = 0.2
+    """Deadline of one lookup. An engine's lookup waits for it when Redis hangs, until the breaker opens: keep it well
+    below the engines' `lookup_deadline_s`, or they miss what the pool has itself."""
     redis_write_policy: WritePolicyName = "write_through"
     """When blocks in memory are copied to Redis. With the other two, pools share later, or less."""
     redis_codec: CodecName = "raw"

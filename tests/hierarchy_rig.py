@@ -99,6 +99,7 @@ class Rig:
         clock: Clock = MONOTONIC,
         tenant: TenantId = TENANT,
         namespace: NamespaceId = NAMESPACE,
+        settle_s: float = 10.0,
     ) -> None:
         self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
         self.registry = CollectorRegistry()
@@ -124,7 +125,7 @@ class Rig:
             clock=clock,
             on_answer=self.mover.nudge,
         )
-        self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics)
+        self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics, settle_s=settle_s)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> list[BlockStatus]:
         ticket = self.hierarchy.start_lookup(hashes)
@@ -156,7 +157,7 @@ class Rig:
     def _idle(self) -> bool:
         self.hierarchy.poll()
         directory = self.hierarchy._directory
-        return not directory._batches and not directory._stores.num_blocks
+        return not (directory._batches or directory._stores.num_blocks or directory._discards)
 
     def counter(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvtier_{name}_total", labels) or 0.0

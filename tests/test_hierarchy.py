@@ -1,6 +1,8 @@
 """The hierarchy in one process, over real tiers; faults are forced with events."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
 from kvtier.keys import ChainHash, NamespaceId, StoreKey, store_key, tenant_id
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, HostMemoryKV
 
 
 @pytest.fixture
@@ -309,3 +311,34 @@ def test_a_tier_with_a_bug_is_a_tier_that_misses(pool: HostTier, fault: str) -> 
     rig.settle()
     rig.close()
     writer.close()
+
+
+class SlowDevice(HostMemoryKV):
+    """Copies to it wait for `gate`."""
+
+    def __init__(self, blocks: np.ndarray[Any, Any]) -> None:
+        super().__init__(blocks)
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        self.entered.set()
+        assert self.gate.wait(20)
+        super().scatter(arena, arena_slots, device_slots)
+
+
+def test_a_cancelled_load_keeps_its_device_slots_until_the_copy_is_over(pool: HostTier) -> None:
+    """Else the next request's block would be overwritten with this one's."""
+    hashes = chain(4)
+    filled(pool, hashes).close()
+    rig = Rig(pool)
+    device = rig.mover._device = SlowDevice(rig.device)
+    job = rig.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])
+    assert device.entered.wait(20)
+    rig.hierarchy.cancel(job)
+    for _ in range(20):
+        assert rig.hierarchy.poll() == [], "the slots are still being written"
+        rig.hierarchy.wait(0.005)
+    device.gate.set()
+    rig.result(job)
+    rig.settle()
+    rig.close()

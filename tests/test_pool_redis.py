@@ -219,6 +219,23 @@ class TestFaults:
         heals(tier, redis, "after")
         assert load(tier, range(8)) == payloads(range(8))
 
+    def test_discarded_while_out_of_reach(self, redis: RedisServer, tier: PoolTier) -> None:
+        with redis.stopped():
+            assert load(tier, range(8)) == [None] * 8
+            tier.discard(keys([0, 1]))
+            assert tier.lookup(keys([0, 1])) == [MISS] * 2
+        until(lambda: tier.lookup(keys(range(2, 8))) == [HIT] * 6)
+        assert load(tier, range(8)) == [None, None, *payloads(range(2, 8))]
+        assert store(tier, [0]) == [STORED]
+        until(lambda: shares(redis, [0]))
+
+    def test_hanging_it_hides_nothing_that_the_pool_has(self, redis: RedisServer, tier: PoolTier) -> None:
+        store(tier, ["here"])
+        with redis.stopped():
+            began = time.monotonic()
+            assert tier.lookup(keys(["here", "absent"])) == [HIT, MISS]
+            assert time.monotonic() - began < WAIT_S / 2
+
     def test_a_garbled_and_a_swapped_value(self, redis: RedisServer, tier: PoolTier) -> None:
         with redis.client() as client:
             first, second = redis_key(0), redis_key(1)

@@ -190,7 +190,9 @@ def test_a_server_that_has_become_a_replica_refuses_writes_only(server: RedisSer
         assert errors(metrics, "lookup", "UnavailableError") == 1
         client.replicaof("NO", "ONE")
     assert tier.write(items(3)[2:]) == [WriteStatus.STORED]
-    assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == PAYLOADS[:3]
+    assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [None, *PAYLOADS[1:3]], "discarded as soon as it could be"
+    with server.client() as client:
+        assert client.dbsize() == 2
     tier.close()
 
 
@@ -276,6 +278,7 @@ def stranger(greeting: bytes, after: bytes = b"") -> Iterator[str]:
         (b"", b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"),
         (b"", b"+OK\r\n" * 1000),
         (b"", b"$999999999999\r\n" + bytes(3 * MIB)),
+        (b"", b"$" + b"9" * 5000 + b"\r\n"),
         (b"\x00" * 100, b""),
         (b"", b"-\xff\xfe not UTF-8\r\n"),
     ],

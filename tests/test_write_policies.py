@@ -1,5 +1,6 @@
 """When blocks go down: from the device to host memory, and from there to the tiers below."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -181,6 +182,53 @@ class TestTowardsTiersBelow:
         assert in_tier(disk, hashes) == [True] * 4
         disk.close()
 
+    def test_a_block_that_comes_up_is_offered_to_the_other_tiers(self, pool: HostTier) -> None:
+        first, hashes = Rig(pool), chain(4)
+        full(first, hashes)
+        first.close()
+        inventory = InventoryLog(TENANT, NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        rig = Rig(pool, local=disk, inventory=inventory)
+        assert rig.load(hashes, range(4)).tiers == ("pool",) * 4
+        rig.settle()
+        assert in_tier(disk, hashes) == [True] * 4
+        rig.close()
+        disk.close()
+
+    def test_a_stop_waits_for_saves_that_hold_the_room(self) -> None:
+        """All that may be saving is on its way to the pool when the stop comes; the disk gets its share after."""
+        inventory = InventoryLog(TENANT, NAMESPACE)
+        inner = memory_tier("pool")
+        held = Held(inner)
+        held.gate.clear()
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        rig = Rig(
+            held,
+            local=disk,
+            inventory=inventory,
+            num_slots=16,
+            settings=DirectorySettings(tier_policies={"disk": WRITE_BACK}),
+        )
+        hashes = chain(8)
+        rig.result(rig.hierarchy.save_full(blocks(hashes)) or 0)
+        threading.Timer(0.2, held.gate.set).start()
+        rig.close()
+        assert in_tier(disk, hashes) == [True] * 8
+        disk.close()
+        inner.close()
+
+    def test_what_a_stop_has_no_time_for_is_counted(self) -> None:
+        inner = memory_tier("pool")
+        held = Held(inner)
+        rig = Rig(held, num_slots=16, settings=DirectorySettings(tier_policies={"pool": WRITE_BACK}), settle_s=0.05)
+        full(rig, chain(8))
+        held.gate.clear()
+        threading.Timer(0.5, held.gate.set).start()
+        rig.close()
+        written = inner.usage().num_blocks
+        assert rig.counter("evicted_unwritten", tier="pool") == 8 - written > 0
+        inner.close()
+
 
 class TestTowardsHostMemory:
     def test_selective_copies_what_is_hit(self, pool: HostTier) -> None:
@@ -240,6 +288,27 @@ class TestReset:
         full(rig, hashes)
         rig.close()
         disk.check()
+        disk.close()
+
+    def test_a_tier_that_is_slow_to_forget_is_not_found_meanwhile(self, pool: HostTier) -> None:
+        inventory = InventoryLog(TENANT, NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        held = Held(disk)
+        rig, hashes = Rig(local=held, inventory=inventory), chain(8)
+        full(rig, hashes[:6])
+        held.gate.clear()
+        held.entered.clear()
+        rig.hierarchy.save_full(blocks(hashes[6:]))  # keeps the disk's writer busy
+        assert held.entered.wait(10)
+        rig.hierarchy.reset()
+        assert rig.tiers_of(hashes[:6]) == ["MISS"] * 6
+        assert rig.load(hashes[:6], range(6)).failed == set(range(6))
+        held.gate.set()
+        rig.settle()
+        assert rig.tiers_of(hashes) == ["MISS"] * 8
+        full(rig, hashes)
+        assert in_tier(disk, hashes) == [True] * 8
+        rig.close()
         disk.close()
 
     def test_loads_under_way_end_well_and_leave_nothing(self, pool: HostTier) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
 from kvtier.hierarchy.index import BlockIndex
-from kvtier.hierarchy.jobs import Batch, Block, DirectorySettings, Job, JobResult, chunks
+from kvtier.hierarchy.jobs import Batch, Block, DirectorySettings, Discard, Job, JobResult, chunks
 from kvtier.hierarchy.lookups import Lookups, SharedLookups
 from kvtier.hierarchy.messages import (
     HOST,
@@ -21,6 +21,7 @@ from kvtier.hierarchy.messages import (
     Cancelled,
     Copied,
     DiscardBatch,
+    Discarded,
     Inventory,
     LoadBatch,
     Loaded,
@@ -93,6 +94,7 @@ class Directory:
         self._last_id = 0
         self._jobs: dict[int, Job] = {}
         self._batches: dict[int, Batch] = {}
+        self._discards: dict[int, Discard] = {}
         self._outbox: list[bytes] = []
         self._results: list[JobResult] = []
 
@@ -210,14 +212,21 @@ class Directory:
         return results
 
     def settle(self) -> bool:
-        """Before a stop: starts writing down what `write_back` still owes. True while writes are under way."""
+        """Before a stop: starts writing down what is still owed. True as long as there is a point in waiting."""
         self._owed.settle_all()
         self._issue_stores()
-        return self._stores.num_blocks > 0
+        return self._stores.num_blocks > 0 or (self._num_saving > 0 and self._owed.due > 0)
+
+    def give_up(self) -> None:
+        """Counts what is owed as lost: `settle` had no more time."""
+        for tier, num_blocks in self._owed.unpaid():
+            self._metrics.evicted_unwritten.labels(tier).inc(num_blocks)
+        self._owed.clear()
 
     def reset(self) -> None:
-        """Forgets every block in the arenas and in the tiers that belong to the movers, in the background.
+        """Forgets every block in the arenas and in the tiers that belong to the movers.
 
+        They miss at once; the tiers are emptied in the background, and until then nothing is found in them.
         Blocks on the move are forgotten as soon as they have arrived. The shared tier keeps what it has.
         """
         moving = self._stores.moving()
@@ -227,7 +236,10 @@ class Directory:
         self._index.slots.discard_ready()
         self._owed.clear()
         for tier in self._local_tiers:
-            self._send(DiscardBatch(tier, list(self._index.in_local_tier(tier) | moving)))
+            batch_id = self._new_id()
+            self._discards[batch_id] = Discard(tier, set(self._ranks))
+            self._index.begin_forgetting(tier)
+            self._send(DiscardBatch(batch_id, tier, list(self._index.in_local_tier(tier) | moving)))
 
     # The movers
 
@@ -242,6 +254,9 @@ class Directory:
             message = decode(data)
             if isinstance(message, Inventory):
                 self._index.apply(rank, message)
+                continue
+            if isinstance(message, Discarded):
+                self._end_discard(message.batch_id, rank)
                 continue
             if message.batch_id in self._stores:
                 self._stores.end(message.batch_id, rank)
@@ -294,9 +309,16 @@ class Directory:
                 self._owed.used_enough(chain_hash)
         return enough
 
+    def _end_discard(self, batch_id: int, rank: int) -> None:
+        discard = self._discards[batch_id]
+        discard.open.discard(rank)
+        if not discard.open:
+            del self._discards[batch_id]
+            self._index.end_forgetting(discard.tier)
+
     def _issue_stores(self) -> None:
         """Leaves half of what may be saving to copies from the device, which cannot wait for a slow tier."""
-        self._stores.issue(min(self._room_for_saves(), self._max_saving // 2 - self._stores.num_blocks))
+        self._stores.issue(min(self._room_for_saves(), max(1, self._max_saving // 2) - self._stores.num_blocks))
 
     def _room_for_saves(self) -> int:
         """Arena slots that saves and stores may still take."""

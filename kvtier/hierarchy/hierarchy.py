@@ -128,6 +128,7 @@ class Hierarchy:
             self._pump()
             self._mover.wait(0.05)
             self._pump()
+        self._directory.give_up()
         self._mover.close()
         self._directory.close()
 

@@ -1,5 +1,6 @@
 """What is where: the slots of the arenas, and mirrors of the tiers that the movers keep for themselves."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvtier.eviction import LRU
@@ -22,6 +23,8 @@ class BlockIndex:
         """
         self._on_evict = on_evict
         self.slots: SlotIndex[ChainHash] = SlotIndex(num_slots, LRU())
+        self._forgetting: Counter[str] = Counter()
+        """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
 
     def locate(self, chain_hash: ChainHash) -> BlockStatus:
@@ -30,7 +33,7 @@ class BlockIndex:
         if entry is not None:
             return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
         for tier, mirrors in self._mirrors.items():
-            if all(chain_hash in mirror for mirror in mirrors):
+            if not self._forgetting[tier] and all(chain_hash in mirror for mirror in mirrors):
                 return BlockStatus(Status.HIT, tier)
         return MISSING
 
@@ -51,6 +54,14 @@ class BlockIndex:
     def in_local_tier(self, tier: str) -> set[ChainHash]:
         """Blocks that some rank has in this tier."""
         return {ChainHash(h) for mirror in self._mirrors[tier] for h in mirror}
+
+    def begin_forgetting(self, tier: str) -> None:
+        """Nothing is found in this tier until as many `end_forgetting`."""
+        self._forgetting[tier] += 1
+
+    def end_forgetting(self, tier: str) -> None:
+        """A `begin_forgetting` is over, and the mirrors know of it."""
+        self._forgetting[tier] -= 1
 
     def apply(self, rank: int, changes: Inventory) -> None:
         """Takes in what one mover's tier has gained and lost."""

@@ -76,6 +76,15 @@ class Job:
 
 
 @dataclass(slots=True)
+class Discard:
+    """A tier that is being emptied. Over when `open` is empty."""
+
+    tier: str
+    open: set[int]
+    """Ranks that have not answered."""
+
+
+@dataclass(slots=True)
 class Store:
     """Blocks of the arenas on their way to a tier below. Over when `on_arena` is empty."""
 

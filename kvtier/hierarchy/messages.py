@@ -50,8 +50,9 @@ class StoreBatch:
 
 @dataclass(frozen=True, slots=True)
 class DiscardBatch:
-    """Forget these blocks in `tier`, after the saves and stores that came before. Not answered."""
+    """Forget these blocks in `tier`, after the saves and stores that came before. Answered by `Discarded`."""
 
+    batch_id: int
     tier: str
     hashes: list[bytes]
 
@@ -94,6 +95,13 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Discarded:
+    """The tier has forgotten the blocks of a `DiscardBatch`; its inventory has said so before."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """Content changes of a tier that belongs to this mover alone: first `cleared`, then the rest.
 
@@ -107,10 +115,11 @@ class Inventory:
 
 
 ToMover = LoadBatch | SaveBatch | StoreBatch | DiscardBatch | CancelBatch
-ToDirectory = Loaded | Cancelled | Copied | Stored | Inventory
+ToDirectory = Loaded | Cancelled | Copied | Stored | Discarded | Inventory
 
 _KINDS: tuple[type[Any], ...] = (
-    LoadBatch, SaveBatch, StoreBatch, DiscardBatch, CancelBatch, Loaded, Cancelled, Copied, Stored, Inventory,
+    LoadBatch, SaveBatch, StoreBatch, DiscardBatch, CancelBatch,
+    Loaded, Cancelled, Copied, Stored, Discarded, Inventory,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 

@@ -20,6 +20,7 @@ from kvtier.hierarchy.messages import (
     Cancelled,
     Copied,
     DiscardBatch,
+    Discarded,
     LoadBatch,
     Loaded,
     SaveBatch,
@@ -213,7 +214,14 @@ class Mover:
             self._writers[name].submit(self._write, name, save)
 
     def _discard(self, batch: DiscardBatch) -> None:
-        self._writers[batch.tier].submit(self._tiers[batch.tier].discard, self._keys(batch.hashes))
+        self._writers[batch.tier].submit(self._forget, batch)
+
+    def _forget(self, batch: DiscardBatch) -> None:
+        try:
+            self._tiers[batch.tier].discard(self._keys(batch.hashes))
+        except Exception:
+            _log.exception("discarding %d blocks in %s failed", len(batch.hashes), batch.tier)
+        self._post(Discarded(batch.batch_id))
 
     def _write(self, name: str, save: _Save) -> None:
         try:

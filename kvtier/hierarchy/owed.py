@@ -20,13 +20,14 @@ class OwedWrites:
         """
         self._uses = uses
         self.at_once = [name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH]
-        """Tiers that get a block in the same batch that copies it from the device."""
+        """Tiers that get a block in the same batch that copies it from the device; one that comes from another
+        tier is due at once."""
         self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
         self._late: dict[str, dict[ChainHash, None]] = {
             name: {} for name, policy in policies.items() if policy is WritePolicy.WRITE_BACK
         }
         """By tier with write_back: blocks that it gets before host memory forgets them. Oldest first."""
-        self._due: dict[str, dict[ChainHash, None]] = {name: {} for name in (*self._selective, *self._late)}
+        self._due: dict[str, dict[ChainHash, None]] = {name: {} for name in policies}
         """By tier: blocks that it gets now."""
 
     @property
@@ -39,8 +40,22 @@ class OwedWrites:
         """Blocks that wait for their eviction to come close."""
         return sum(map(len, self._late.values()))
 
+    @property
+    def due(self) -> int:
+        """Blocks that are to be written now."""
+        return sum(map(len, self._due.values()))
+
+    def unpaid(self) -> list[tuple[str, int]]:
+        """Blocks that are owed to each tier, now or later."""
+        tiers = {**self._due, **{tier: {} for tier in self._late}}
+        return [(tier, len(self._due[tier]) + len(self._late.get(tier, ()))) for tier in tiers]
+
     def entered(self, chain_hash: ChainHash, source: str) -> None:
-        """Host memory has the block from now on; the tier `source` has it too."""
+        """Host memory has the block from now on; the tier `source` has it too, or the device when it is empty."""
+        if source:
+            for tier in self.at_once:
+                if tier != source:
+                    self._due[tier][chain_hash] = None
         for tier, blocks in self._late.items():
             if tier != source:
                 blocks[chain_hash] = None
@@ -67,11 +82,12 @@ class OwedWrites:
             self.evicting(list(blocks))
 
     def evicted(self, chain_hash: ChainHash) -> list[str]:
-        """Host memory has lost the block. Returns the tiers that had to get it and did not."""
+        """Host memory has lost the block. Returns the tiers that had to get it and did not. Not those that write
+        through: the block came from a tier that has it."""
         unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if chain_hash in b]
         for _, blocks in unpaid:
             del blocks[chain_hash]
-        return [tier for tier, _ in unpaid]
+        return [tier for tier, _ in unpaid if tier not in self.at_once]
 
     def take_due(self, most: int) -> list[tuple[str, list[ChainHash]]]:
         """At most `most` blocks that are due now, by tier."""

@@ -44,12 +44,15 @@ class RemoteCalls:
         self._max_batch_blocks = max_batch_blocks
         self._clock = clock
 
-    def in_batches(self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None]) -> None:
+    def in_batches(
+        self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None], timeout_s: float | None = None
+    ) -> None:
         """Calls `ask(batch, timeout_s)` on slices within the budgets, until one fails or time is up.
 
         :param sizes: payload bytes of each block.
+        :param timeout_s: for all batches together, if less than `call_timeout_s`.
         """
-        deadline = self._clock() + self._call_timeout_s
+        deadline = self._clock() + (timeout_s if timeout_s is not None else self._call_timeout_s)
 
         def ask_in_time(batch: slice) -> None:
             remaining_s = deadline - self._clock()

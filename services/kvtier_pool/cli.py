@@ -117,6 +117,7 @@ def settings_of(config: Config, tenants: dict[str, str], redis_password: str | N
             password=redis_password,
             ttl_s=section.redis_ttl_s,
             timeout_s=section.redis_timeout_s,
+            lookup_timeout_s=section.redis_lookup_timeout_s,
             write_policy=WritePolicy(section.redis_write_policy),
             codec=section.redis_codec,
         )

@@ -54,6 +54,7 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
         metrics=metrics,
         breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
         call_timeout_s=redis.timeout_s,
+        lookup_timeout_s=redis.lookup_timeout_s,
         connect_timeout_s=min(1.0, redis.timeout_s),
     )
 

@@ -45,6 +45,8 @@ class RedisSettings:
     """A block that nobody uses for so long is forgotten; 0 leaves that to the server's `maxmemory-policy`."""
     timeout_s: float = 1.0
     """Deadline of one call."""
+    lookup_timeout_s: float = 0.2
+    """Deadline of one lookup: so long a hanging server hides what the pool has itself."""
     breaker_failures: int = 3
     """Failures in a row after which it is left alone for `breaker_open_s`."""
     breaker_open_s: float = 2.0

@@ -36,6 +36,7 @@ _NOTHING = object()
 _MAX_ANSWER_BYTES = 64
 """For one answer that is no payload, on average; a pipeline gets 1 MiB besides."""
 _TOO_LONG_BYTES = 1 << 20
+_MAX_LENGTH_DIGITS = 12
 _REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM")
 
 
@@ -131,7 +132,7 @@ class RedisConnection:
         kind, text = line[:1], line[1:]
         if kind == b"-":
             return ReplyError(text.decode(errors="replace"))
-        if kind != b"$" or not text.removeprefix(b"-").isdigit():
+        if kind != b"$" or not text.removeprefix(b"-").isdigit() or len(text) > _MAX_LENGTH_DIGITS:
             raise InvalidInputError(f"the Redis answers {line[:40]!r} where a string belongs")
         length = int(text)
         return length if length >= 0 else None

@@ -30,6 +30,7 @@ from kvtier.tiers.redis.commands import command, exists, key_name, part_names
 from kvtier.tiers.redis.memory import NUM_ANSWERS, REPORT, ServerMemory, total
 from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import RedisServers, each
+from kvtier.tiers.redis.undone import UndoneDiscards
 from kvtier.tiers.redis.writer import BlockWriter
 from kvtier.tiers.remote import RemoteCalls
 
@@ -40,6 +41,7 @@ MAX_VALUE_BYTES = 4 << 20
 _MAX_PARTS = 1024
 """Of one block, that are dropped with it: its length may be garbled."""
 _WRONGTYPE = frozenset({"WRONGTYPE"})
+_DISCARDS_AT_ONCE = 1024
 
 
 class RedisTier:
@@ -69,6 +71,7 @@ class RedisTier:
         metrics: Metrics,
         breaker: CircuitBreaker,
         call_timeout_s: float = 5.0,
+        lookup_timeout_s: float = 5.0,
         connect_timeout_s: float = 1.0,
         max_value_bytes: int = MAX_VALUE_BYTES,
         max_batch_bytes: int = 16 << 20,
@@ -83,6 +86,7 @@ class RedisTier:
             reads into writes of the server's: they go to its replicas and its log, a few bytes each.
         :param codec: how payloads are packed on their way. Blocks of any codec are read.
         :param call_timeout_s: seconds, of each call of a verb.
+        :param lookup_timeout_s: seconds, of a lookup, which somebody else's answer may be waiting for.
         :param connect_timeout_s: of that, for finding a server and for connecting to it.
         :param max_value_bytes: payload bytes in one value; the same for all who share the server.
         :param max_batch_bytes: payload bytes in one pipeline: what is packed ahead, and what a server holds at most
@@ -101,6 +105,7 @@ class RedisTier:
         self._max_value_bytes = max_value_bytes
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
+        self._lookup_timeout_s = min(lookup_timeout_s, call_timeout_s)
         self._name = name
         self._calls = RemoteCalls(
             name,
@@ -111,6 +116,7 @@ class RedisTier:
             max_batch_bytes=max_batch_bytes,
             max_batch_blocks=4096,
         )
+        self._undone = UndoneDiscards()
         self._gate = CallGate(f"tier {name}")
         self._dropped, self._refused = QuietLog(_log), QuietLog(_log)
         self._lock = threading.Lock()
@@ -137,8 +143,9 @@ class RedisTier:
             moved = self._servers.exchange(names[batch], pack, each(take), timeout_s)
             self._count_moved("lookup", len(moved))
 
-        self._in_batches("lookup", [0] * len(keys), ask)
-        return statuses
+        self._repeat_discards()
+        self._in_batches("lookup", [0] * len(keys), ask, timeout_s=self._lookup_timeout_s)
+        return self._without_discarded(keys, statuses)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         """See `Tier.read`. One copy of the payload: from the socket to `into`; packed ones are unpacked into it."""
@@ -162,8 +169,9 @@ class RedisTier:
                     self._dropped.warning(f"tier {self._name}: block dropped: {reason}")
             self._unlink(reader.found.to_drop, deadline - MONOTONIC())
 
+        self._repeat_discards()
         self._in_batches("read", [len(buffer) for buffer in into], ask)
-        return statuses
+        return self._without_discarded(keys, statuses)
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the server stored the block and its answer was lost."""
@@ -187,11 +195,22 @@ class RedisTier:
                     self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
             self._unlink(writer.to_drop, deadline - MONOTONIC())
 
+        self._repeat_discards()
         self._in_batches("write", [len(payload) for _, payload in items], ask)
+        if self._undone:  # more than are told at once; what was written anew is wanted again
+            self._undone.done(key for (key, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. A server that cannot be reached discards nothing: the counter tells."""
+        """See `Tier.discard`. What a server that cannot be reached keeps is hidden here until it has heard of it."""
+        if num_given_up := self._undone.add(keys):
+            self._refused.warning(
+                f"tier {self._name}: {num_given_up} discards given up: the server is out of reach and they are too many"
+            )
+        return self._discard(keys)
+
+    def _discard(self, keys: Sequence[StoreKey]) -> int:
+        """Tells the server, and takes those it has heard of off the list of the undone."""
         counts: list[int] = []
 
         def ask(batch: slice, timeout_s: float) -> None:
@@ -218,10 +237,21 @@ class RedisTier:
             twice = [name for name in names for _ in range(2)]
             moved = self._servers.exchange(twice, pack, each(take, _WRONGTYPE), timeout_s)
             self._count_moved("discard", len(moved) // 2)
+            self._undone.done(keys[batch])
             self._unlink(orphans, deadline - MONOTONIC())
 
         self._in_batches("discard", [0] * len(keys), ask)
         return sum(counts)
+
+    def _repeat_discards(self) -> None:
+        """Before any other call: what it writes or finds must not be of before a discard."""
+        if self._undone:
+            self._discard(self._undone.oldest(_DISCARDS_AT_ONCE))
+
+    def _without_discarded(self, keys: Sequence[StoreKey], statuses: list[Status]) -> list[Status]:
+        for place in self._undone.among(keys) if self._undone else ():
+            statuses[place] = Status.MISS
+        return statuses
 
     def usage(self) -> Usage:
         """See `Tier.usage`. All zero when the server does not answer.
@@ -250,7 +280,9 @@ class RedisTier:
         if self._gate.close():
             self._servers.close()
 
-    def _in_batches(self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None]) -> None:
+    def _in_batches(
+        self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None], timeout_s: float | None = None
+    ) -> None:
         def ask_and_look(batch: slice, timeout_s: float) -> None:
             deadline = MONOTONIC() + timeout_s
             ask(batch, timeout_s)
@@ -258,7 +290,7 @@ class RedisTier:
                 self._look_at_policy(deadline - MONOTONIC())
 
         with self._gate:
-            self._calls.in_batches(op, sizes, ask_and_look)
+            self._calls.in_batches(op, sizes, ask_and_look, timeout_s)
 
     def _is_first(self) -> bool:
         """True for the one call that looks at the policy."""
