@@ -6,7 +6,6 @@ would then be asked for the GIL at every few hundred KiB.
 """
 
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,15 +19,9 @@ from kvtier.wire.block import (
     decode_prelude,
     encode_head,
 )
+from kvtier.wire.gather import MAX_VECTORS, SEND_SLICE_S, piece, skip, timeval
 
 _Buffer = bytes | bytearray | memoryview
-_TIMEVAL = struct.Struct("ll")
-_MAX_VECTORS = 1024
-"""IOV_MAX of Linux and macOS."""
-_SEND_SLICE_S = 0.05
-_SEND_PIECE_BYTES = 2 << 20
-"""A Unix socket counts SO_SNDTIMEO anew for every 80 KiB or so that the peer makes room for. Short slices and
-pieces keep a peer who takes a little just in time from stretching one call to many deadlines."""
 _HEADER_STEP_BYTES = 64 << 10
 """Memory for a header is taken as its bytes arrive, not as its length claims."""
 _UNIX_BUFFER_BYTES = 1 << 20
@@ -47,7 +40,7 @@ class FrameSocket:
         self._prelude = bytearray(PRELUDE_BYTES)
         self._num_ahead = 0
         """Bytes of the next prelude that `wait` has received already."""
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_SLICE_S))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
         if connected.family == socket.AF_UNIX:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         else:
@@ -94,12 +87,12 @@ class FrameSocket:
                 raise TimeoutError("the peer did not send in time")
             self._set_receive_timeout(remaining_s)
             try:
-                count, _, _, _ = self._socket.recvmsg_into(views[start : start + _MAX_VECTORS], 0, socket.MSG_WAITALL)
+                count, _, _, _ = self._socket.recvmsg_into(views[start : start + MAX_VECTORS], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 continue
             if not count:
                 raise ConnectionResetError("the peer closed the connection")
-            start = _skip(views, start, count)
+            start = skip(views, start, count)
 
     def linger(self, *, deadline: float) -> None:
         """Says that nothing more will come, and reads past what the peer still sends, until it closes as well.
@@ -129,50 +122,22 @@ class FrameSocket:
         start = 0
         while start < len(views):
             try:
-                count = self._socket.sendmsg(_piece(views, start))
+                count = self._socket.sendmsg(piece(views, start))
             except BlockingIOError:
                 count = 0
-            start = _skip(views, start, count)
+            start = skip(views, start, count)
             if start < len(views) and MONOTONIC() >= deadline:
                 raise TimeoutError("the peer did not receive in time")
 
     def _set_receive_timeout(self, seconds: float) -> None:
         """0 waits for ever."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
 
 
 def require_no_payload(payload_bytes: int) -> None:
     """Raises `InvalidInputError` for a payload where none belongs."""
     if payload_bytes:
         raise InvalidInputError(f"a payload of {payload_bytes} bytes where none belongs")
-
-
-def _piece(views: list[memoryview], start: int) -> list[memoryview]:
-    """What one system call may take: views from `start` on, the last one cut to fit."""
-    room = _SEND_PIECE_BYTES
-    piece: list[memoryview] = []
-    for view in views[start : start + _MAX_VECTORS]:
-        piece.append(view[:room])
-        room -= len(view)
-        if room <= 0:
-            break
-    return piece
-
-
-def _skip(views: list[memoryview], start: int, count: int) -> int:
-    """Where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
-    while count and count >= len(views[start]):
-        count -= len(views[start])
-        start += 1
-    if count:
-        views[start] = views[start][count:]
-    return start
-
-
-def _timeval(seconds: float) -> bytes:
-    """Zero means no timeout to the kernel, so what is left of a deadline is rounded up."""
-    microseconds = -int(-seconds * 1e6 // 1)
-    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
 
 
 def _keep_alive(connected: socket.socket) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import select
 import socket
 import ssl
-import struct
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -21,13 +20,8 @@ import hiredis
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.tiers.base import ReadableBuffer
+from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, piece, skip, timeval
 
-_TIMEVAL = struct.Struct("ll")
-_MAX_VECTORS = 1024
-"""IOV_MAX of Linux and macOS."""
-_SEND_SLICE_S = 0.05
-_SEND_PIECE_BYTES = 2 << 20
-"""Between two looks at the clock: a server that takes a little just in time cannot stretch one call."""
 _AHEAD_BYTES = 16 << 10
 """Received before it is known what it is; what turns out to be payload is copied from there."""
 _SKIP_BYTES = 64 << 10
@@ -84,7 +78,7 @@ class RedisConnection:
         self._over_tls = isinstance(self._socket, ssl.SSLSocket)
         if not self._over_tls:
             self._socket.settimeout(None)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_SLICE_S))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
 
     def is_quiet(self) -> bool:
         """Whether it may serve another call: the server has neither closed it nor said anything unasked."""
@@ -103,7 +97,7 @@ class RedisConnection:
         # A server that refuses and closes while we are still sending: its reason is there to be read.
         with contextlib.suppress(ConnectionError):
             while start < len(views):
-                start = _skip(views, start, self._send_some(views, start))
+                start = skip(views, start, self._send_some(views, start))
                 if start < len(views) and MONOTONIC() >= deadline:
                     raise TimeoutError("the Redis did not receive in time")
 
@@ -186,8 +180,8 @@ class RedisConnection:
         try:
             if self._over_tls:
                 self._socket.settimeout(self._remaining_s())
-                return self._socket.send(views[start][:_SEND_PIECE_BYTES])
-            return self._socket.sendmsg(_piece(views, start))
+                return self._socket.send(views[start][:SEND_PIECE_BYTES])
+            return self._socket.sendmsg(piece(views, start))
         except BlockingIOError:
             return 0
 
@@ -199,7 +193,7 @@ class RedisConnection:
                     self._socket.settimeout(self._remaining_s())
                     count = self._socket.recv_into(into)
                 else:
-                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._remaining_s()))
+                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(self._remaining_s()))
                     count = self._socket.recv_into(into, 0, socket.MSG_WAITALL if wait_for_all else 0)
             except BlockingIOError:
                 continue
@@ -212,31 +206,3 @@ class RedisConnection:
         if remaining_s <= 0:
             raise TimeoutError("the Redis did not answer in time")
         return remaining_s
-
-
-def _piece(views: list[memoryview], start: int) -> list[memoryview]:
-    """What one system call may take: views from `start` on, the last one cut to fit."""
-    room = _SEND_PIECE_BYTES
-    piece: list[memoryview] = []
-    for view in views[start : start + _MAX_VECTORS]:
-        piece.append(view[:room])
-        room -= len(view)
-        if room <= 0:
-            break
-    return piece
-
-
-def _skip(views: list[memoryview], start: int, count: int) -> int:
-    """Where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
-    while count and count >= len(views[start]):
-        count -= len(views[start])
-        start += 1
-    if count:
-        views[start] = views[start][count:]
-    return start
-
-
-def _timeval(seconds: float) -> bytes:
-    """Zero means no timeout to the kernel, so what is left of a deadline is rounded up."""
-    microseconds = -int(-seconds * 1e6 // 1)
-    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))

@@ -1,0 +1,41 @@
+"""Many buffers over one blocking socket: pieces for `sendmsg`, and timeouts that the kernel keeps."""
+
+import struct
+
+SEND_SLICE_S = 0.05
+"""SO_SNDTIMEO of sockets that send pieces: between two looks at the clock."""
+SEND_PIECE_BYTES = 2 << 20
+"""A Unix socket counts SO_SNDTIMEO anew for every 80 KiB or so that the peer makes room for. Short slices and
+pieces keep a peer who takes a little just in time from stretching one call to many deadlines."""
+
+MAX_VECTORS = 1024
+"""IOV_MAX of Linux and macOS."""
+_TIMEVAL = struct.Struct("ll")
+
+
+def piece(views: list[memoryview], start: int) -> list[memoryview]:
+    """What one system call may take: views from `start` on, the last one cut to fit."""
+    room = SEND_PIECE_BYTES
+    taken: list[memoryview] = []
+    for view in views[start : start + MAX_VECTORS]:
+        taken.append(view[:room])
+        room -= len(view)
+        if room <= 0:
+            break
+    return taken
+
+
+def skip(views: list[memoryview], start: int, count: int) -> int:
+    """Where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
+    while count and count >= len(views[start]):
+        count -= len(views[start])
+        start += 1
+    if count:
+        views[start] = views[start][count:]
+    return start
+
+
+def timeval(seconds: float) -> bytes:
+    """For SO_RCVTIMEO and SO_SNDTIMEO. Zero means no timeout to the kernel, so a rest of a deadline is rounded up."""
+    microseconds = -int(-seconds * 1e6 // 1)
+    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
