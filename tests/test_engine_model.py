@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,18 +14,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier_engine.atomic_files import folder_published_at
 from kvtier_engine.demo_model import demo_model_path
+from kvtier_engine.devices import weights_on
 from kvtier_engine.gguf_import import import_gguf
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.model_folder import ModelFolder, open_model
 from kvtier_engine.paged_kv import allocate_kv
 from kvtier_engine.tokenizer import ChatTokenizer
-from kvtier_engine.weights import load_weights
+from kvtier_engine.weights import LlamaWeights, load_weights, weights_digest
 
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 TABLE = "| id | name | age | e-mail |\n| --- | ---: | --- | --- |\n" + "".join(
@@ -314,6 +317,36 @@ def test_weights_digest_is_of_the_content(tmp_path: Path, smollm2: ModelFolder) 
     assert open_model(moved, tmp_path / "cache").weights_digest != first
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "another file"])
+def test_weights_replaced_behind_the_same_size_and_time_are_others(tmp_path: Path, in_place: bool) -> None:
+    """As rsync -t, tar -x and images with a fixed date leave them."""
+    file, cache = tmp_path / "model.safetensors", tmp_path / "cache"
+    save_file({"a": torch.zeros(10)}, file)
+    os.utime(file, (0, 0))
+    first = weights_digest([file], cache)
+    before = file.stat()
+    time.sleep(0.05)  # the clock of file systems ticks every 1 to 10 ms
+    if not in_place:
+        file.rename(tmp_path / "old")
+    file.write_bytes(save({"a": torch.ones(10)}))
+    os.utime(file, (0, 0))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert (after.st_ino == before.st_ino) == in_place
+    assert weights_digest([file], cache) != first
+
+
+@pytest.mark.parametrize("garbage", [b"z" * 64, b"", b"ab" * 31, b"\xff" * 64, b"0" * 65])
+def test_a_garbled_digest_is_computed_again(tmp_path: Path, garbage: bytes) -> None:
+    file, cache = tmp_path / "model.safetensors", tmp_path / "cache"
+    save_file({"a": torch.zeros(10)}, file)
+    digest = weights_digest([file], cache)
+    (memory,) = (cache / "digests").iterdir()
+    memory.write_bytes(garbage)
+    assert weights_digest([file], cache) == digest
+    assert memory.read_text() == digest.hex() + "\n"
+
+
 def test_the_first_of_two_imports_stays_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with folder_published_at(target) as slow:
@@ -394,6 +427,11 @@ def _drop_tensor(folder: Path) -> None:
         save_file({k: v for k, v in load_file(file).items() if "layers.1.mlp.up" not in k}, file)
 
 
+def _quantise_tensor(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        save_file({k: v.to(torch.float8_e4m3fn) if "o_proj" in k else v for k, v in load_file(file).items()}, file)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: [p.unlink() for p in f.glob("*.safetensors")], r"no \*\.safetensors.*hf download"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
@@ -406,6 +444,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "another rope": (lambda f: _change_config(f, rope_parameters={"rope_type": "yarn"}), "rope scaling 'yarn'"),
     "config of another model": (lambda f: _change_config(f, intermediate_size=81), "config.json says"),
     "a tensor is missing": (_drop_tensor, "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+    "quantised": (lambda f: _change_config(f, quantization_config={"quant_method": "fp8"}), "that is not quantised"),
+    "quantised without a word": (_quantise_tensor, r"o_proj\.weight' is torch\.float8_e4m3fn.*that is not quantised"),
     "impossible heads": (lambda f: _change_config(f, num_key_value_heads=3), "multiple of KV heads"),
 }  # fmt: skip
 
@@ -426,6 +466,72 @@ def test_folder_with_only_a_gguf_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"to use the GGUF file in it, give its path: .*model\.gguf"):
         open_model(tmp_path, tmp_path)
+
+
+def test_config_without_quantisation_may_say_so(tmp_path: Path, smollm2: ModelFolder) -> None:
+    path, _ = _tiny_folder(tmp_path, smollm2)
+    _change_config(path, quantization_config=None)
+    _load(path, tmp_path / "cache")
+
+
+def _small_gguf(path: Path, **rope: str | float) -> Path:
+    """A Llama of 2 heads of 16, with all fields and no tensors."""
+    writer = GGUFWriter(path, "llama")
+    for key, number in {
+        "embedding_length": 32, "feed_forward_length": 64, "block_count": 1, "attention.head_count": 2,
+        "attention.head_count_kv": 1, "context_length": 128,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{key}", number)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in rope.items():
+        name = f"llama.rope.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_float32(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, r"rope\.scaling\.type is 'linear'.*'none' only"),
+        ({"scaling.type": "yarn"}, r"rope\.scaling\.type is 'yarn'"),
+        ({"scaling.factor": 4.0}, r"rope\.scaling\.factor is 4\.0"),
+        ({"scale_linear": 2.0}, r"rope\.scale_linear is 2\.0"),
+        ({"dimension_count": 8}, r"rope\.dimension_count is 8.*computes 16 only"),
+        ({"scaling.type": "none", "scaling.factor": 1.0, "dimension_count": 16}, "tokenizer of kind None"),
+        ({}, "tokenizer of kind None"),
+    ],
+)
+def test_gguf_with_another_rope_is_refused(tmp_path: Path, rope: dict[str, str | float], words: str) -> None:
+    """Those of the engine's own rope go on to the tokenizer, which this file has not."""
+    with pytest.raises(ConfigError, match=words + ".*Hugging Face folder"):
+        open_model(_small_gguf(tmp_path / "small.gguf", **rope), tmp_path)
+
+
+@pytest.mark.parametrize("length", [4, 20, 100, 5_000, 1_000_000, 10_000_000])
+def test_a_torn_gguf_says_so(tmp_path: Path, length: int) -> None:
+    with demo_model_path().open("rb") as whole:
+        (tmp_path / "torn.gguf").write_bytes(whole.read(length))
+    with pytest.raises(ConfigError, match=r"torn\.gguf cannot be read as GGUF: it is torn.*download it again"):
+        open_model(tmp_path / "torn.gguf", tmp_path)
+
+
+def test_weights_that_do_not_fit_the_device_name_the_remedy() -> None:
+    class Full:
+        def to(self, device: torch.device) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    full: Any = Full()
+    with pytest.raises(ConfigError, match=r"engine\.kv_bytes: leaves no room on cuda:0 for the model's weights; lower"):
+        weights_on(LlamaWeights(full, (), full, full), torch.device("cuda", 0))
 
 
 def test_no_such_model_and_garbled_gguf(tmp_path: Path) -> None:

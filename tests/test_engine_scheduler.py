@@ -24,6 +24,7 @@ from hierarchy_rig import Held
 from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
+from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.prefix_cache import PendingPolicy
@@ -486,6 +487,18 @@ def test_engine_refuses_what_can_never_run(make_rig: MakeRig) -> None:
                 engine.submit([3, wrong], Sampling(max_tokens=6), 0.0, ignore)
     with pytest.raises(ClosedError):
         engine.submit([1], Sampling(max_tokens=6), 0.0, ignore)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 7], ids=["the model", "the memory"])
+def test_engine_names_the_limit_that_counts(make_rig: MakeRig, num_blocks: int) -> None:
+    rig = make_rig(tiers=False, num_blocks=num_blocks)
+    limits = EngineLimits.of(max_positions=8 * TOKENS_PER_BLOCK, kv=rig.kv, vocab_size=CONFIG.vocab_size)
+    assert limits.max_total_tokens == num_blocks * TOKENS_PER_BLOCK
+    engine = Engine(rig.scheduler, limits, hasher=None)
+    with pytest.raises(LimitExceededError) as caught:
+        engine.submit(prompt(limits.max_total_tokens), Sampling(max_tokens=1), 0.0, lambda completion: None)
+    assert ("the model's own context" in str(caught.value)) == (num_blocks == 8)
+    assert ("raise engine.kv_bytes" in str(caught.value)) == (num_blocks == 7)
 
 
 def test_engine_serves_many_threads_and_stop_cancels_the_rest(make_rig: MakeRig, pool: Tier) -> None:

@@ -1,8 +1,12 @@
 """The engine as users run it: a real process on the real model, spoken to over HTTP."""
 
+import contextlib
 import json
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,9 +175,75 @@ def test_what_is_no_request_at_all(engine: EngineProcess) -> None:
         (engine.client.post("/v1/completions", json={"prompt": "a" * 2**23}), 413),
         (engine.client.get("/v1/completions"), 405),
         (engine.client.get("/v2"), 404),
+        (engine.client.post("/v1/completions/", json={"prompt": "a"}), 404),
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
+
+
+def test_web_pages_may_not_reset_the_cache(engine: EngineProcess) -> None:
+    engine.chat(max_tokens=1)
+    for origin in ("https://example.org", str(engine.client.base_url), "null"):
+        response = engine.client.post("/v1/cache/reset", headers={"Origin": origin})
+        assert response.status_code == 403
+        assert "Origin" in response.json()["error"]["message"]
+    assert engine.chat(max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+
+
+def test_what_is_not_http_gets_a_line_of_text(engine: EngineProcess) -> None:
+    with socket.create_connection(_address(engine), timeout=PATIENCE_S) as connection:
+        connection.sendall(b"\x16\x03\x01\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"text/plain" in answer
+
+
+def test_idle_connections_take_no_more_descriptors_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n 512\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with engine_process(tmp_path) as engine, contextlib.ExitStack() as idle:
+        before = socket.create_connection(_address(engine), timeout=PATIENCE_S)
+        idle.enter_context(before)
+        for _ in range(400):
+            idle.enter_context(socket.create_connection(_address(engine), timeout=PATIENCE_S))
+        before.sendall(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+        assert before.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert len(list(Path(f"/proc/{engine.process.pid}/fd").iterdir())) < 400
+        idle.close()
+        until(lambda: _answers(engine))
+        engine.process.send_signal(signal.SIGTERM)
+        _, err = engine.process.communicate(timeout=PATIENCE_S)
+    assert err.count("256 clients are connected: more are refused") == 1
+    assert len(err.splitlines()) < 30
+    assert "Traceback" not in err
+
+
+def _address(engine: EngineProcess) -> tuple[str, int]:
+    assert engine.client.base_url.port is not None
+    return engine.client.base_url.host, engine.client.base_url.port
+
+
+def _answers(engine: EngineProcess) -> bool:
+    try:
+        return engine.client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_goes() -> None:
+    program = """
+import resource
+from kvtier_engine.http_connections import raise_open_files_limit
+for soft, hard in ((200, 300), (300, 300)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raise_open_files_limit() == 300
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 def test_models_health_and_metrics(engine: EngineProcess) -> None:
@@ -190,8 +260,7 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
     cancelled = 'kvtier_engine_requests_total{reason="cancelled"}'
     before = engine.metric(cancelled)
     body = json.dumps({"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}).encode()
-    address = (engine.client.base_url.host, engine.client.base_url.port)
-    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
+    with socket.create_connection(_address(engine), timeout=PATIENCE_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         until(lambda: engine.metric("kvtier_engine_running") == 1)

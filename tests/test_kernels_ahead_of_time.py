@@ -22,6 +22,7 @@ from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
+from kvtier_kernels.tiles import Tile, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90]
@@ -111,6 +112,25 @@ def test_odd_groups_compile(heads: int, kv_heads: int, chip: int, tmp_path: Path
         compiled(launch, chip, tmp_path)
 
 
+@pytest.mark.parametrize("chip", [80, 86, 90])
+@pytest.mark.parametrize(("heads", "head_dim"), [(128, 256), (256, 128)])
+def test_wide_groups_take_no_more_shared_memory_than_foreseen(heads: int, head_dim: int, chip: int) -> None:
+    for launch in (
+        record_prefill(head_dim, torch.bfloat16, chip, heads=heads, kv_heads=1),
+        record_decode(head_dim, torch.bfloat16, chip, heads=heads, kv_heads=1)[0],
+    ):
+        tile = Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options)
+        shared = compile_launch(launch, chip).metadata.shared
+        assert shared <= tile.shared_bytes(launch.arguments["COLUMNS"], 2) <= SHARED_LIMIT_BYTES[chip]
+
+
+@pytest.mark.parametrize(("chip", "dtype"), [(90, torch.float32), (86, torch.bfloat16)], ids=["sm_90", "sm_86"])
+def test_heads_that_do_not_fit_are_refused(chip: int, dtype: torch.dtype) -> None:
+    for record in (record_prefill, record_decode):
+        with pytest.raises(ValueError, match=f"of shared memory, a chip of {chip // 10}.{chip % 10} has"):
+            record(256, dtype, chip, heads=256, kv_heads=1)
+
+
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_kv_write_compiles(dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
@@ -150,6 +170,10 @@ def test_batches_that_differ_share_compiled_kernels() -> None:
         decodes.add(compile_launch(launches[0], 90).hash)
         merges.add(compile_launch(launches[1], 90).hash)
     assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
+
+
+def test_limits_are_those_of_the_guide() -> None:
+    assert {chip: shared_limit_bytes(divmod(chip, 10)) for chip in SHARED_LIMIT_BYTES} == SHARED_LIMIT_BYTES
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:

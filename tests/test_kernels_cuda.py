@@ -29,7 +29,7 @@ def test_blocks_come_back_as_they_went() -> None:
     before = kv.byte_rows().cpu()
     arena = Arena(20, kv.block_bytes)
     arena_slots = [9, 10, 11, 3, 19, 0]
-    with device_kv(kv) as mover_side:
+    with device_kv(kv, num_copies=3) as mover_side:
         mover_side.gather(SLOTS, arena, arena_slots)
         assert np.array_equal(arena.rows[arena_slots], before[SLOTS].numpy())
         kv.byte_rows().zero_()
@@ -44,7 +44,7 @@ def test_copies_wait_for_what_the_engine_has_under_way() -> None:
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     arena = Arena(20, kv.block_bytes)
     slots = list(range(len(SLOTS)))
-    with device_kv(kv) as mover_side:
+    with device_kv(kv, num_copies=3) as mover_side:
         mover_side.gather(SLOTS, arena, slots)
         torch.cuda._sleep(HELD_BACK_CYCLES)
         kv.byte_rows().fill_(7)

@@ -113,6 +113,6 @@ def test_the_device_is_configured() -> None:
 
 def test_blocks_in_host_memory_are_copied_by_numpy() -> None:
     kv = allocate_kv(CONFIG, 3, TOKENS_PER_BLOCK, torch.float32)
-    with device_kv(kv) as mover_side:
+    with device_kv(kv, num_copies=3) as mover_side:
         assert isinstance(mover_side, HostMemoryKV)
         assert (mover_side.num_blocks, mover_side.block_bytes) == (kv.num_blocks, kv.block_bytes)

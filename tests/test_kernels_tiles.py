@@ -13,6 +13,7 @@ from kvtier_kernels.tiles import (
     next_power_of_two,
     padded_head_dim,
     prefill_tile,
+    shared_limit_bytes,
 )
 
 
@@ -21,12 +22,33 @@ def test_tiles_are_powers_of_two_with_a_row_for_each_head(capability: tuple[int,
     for head_dim, element_bytes, group in itertools.product((1, 64, 80, 128, 256), (2, 4), (1, 3, 7, 40, 256)):
         for tile in (
             prefill_tile(head_dim, element_bytes, group, capability),
-            decode_tile(head_dim, element_bytes, group),
+            decode_tile(head_dim, element_bytes, group, capability),
         ):
             assert isinstance(tile, Tile)
             assert tile.rows >= max(16, group)
             assert tile.keys >= 16
             assert all(size & (size - 1) == 0 for size in (tile.rows, tile.keys, tile.num_warps))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_tiles_of_16_bits_leave_room_for_keys_whatever_the_group(capability: tuple[int, int]) -> None:
+    """But for the widest of all groups, where the queries alone are more than small chips have."""
+    limit = shared_limit_bytes(capability)
+    for head_dim, group in itertools.product((16, 64, 128, 256), (1, 8, 64, 128, 256)):
+        columns = padded_head_dim(head_dim)
+        for tile in (prefill_tile(head_dim, 2, group, capability), decode_tile(head_dim, 2, group, capability)):
+            fits = tile.shared_bytes(columns, 2) <= limit
+            assert fits == ((head_dim, group) != (256, 256) or limit >= 163 * 1024)
+
+
+def test_narrow_groups_keep_their_keys_in_flight() -> None:
+    assert decode_tile(128, 2, 8, (8, 6)) == decode_tile(128, 2, 8, (9, 0)) == Tile(16, 64, 4, 3)
+    assert decode_tile(256, 2, 128, (8, 6)) == Tile(128, 32, 8, 1)
+
+
+def test_float32_of_the_widest_groups_fits_no_chip() -> None:
+    for tile in (prefill_tile(256, 4, 256, (9, 0)), decode_tile(256, 4, 256, (9, 0))):
+        assert tile.shared_bytes(256, 4) == 295_936 > shared_limit_bytes((9, 0))
 
 
 def test_powers_of_two() -> None:

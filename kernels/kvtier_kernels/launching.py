@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile
+from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile, padded_head_dim, shared_limit_bytes
 
 _INTERPRETED_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 4
@@ -35,13 +35,21 @@ def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
         raise ValueError(f"{query.size(1)} query heads for {kv_layer.size(3)} KV heads: at most {MAX_GROUP} each")
 
 
-def check_tile(tile: Tile, group: int) -> None:
-    """A tile that the caller chose: powers of two that `tl.dot` takes, with a row for each head of a group."""
+def check_tile(tile: Tile, query: Tensor, kv_layer: Tensor, chip: tuple[int, int]) -> None:
+    """Powers of two that `tl.dot` takes, with a row for each head of a group, in a chip of this capability."""
+    group = query.size(1) // kv_layer.size(3)
     for name, size in (("rows", tile.rows), ("keys", tile.keys)):
         if size < MIN_DOT or size & (size - 1):
             raise ValueError(f"tile.{name} is {size}: needs a power of two from {MIN_DOT} on")
     if tile.rows < group:
         raise ValueError(f"tile.rows is {tile.rows}: needs at least the {group} query heads of a KV head")
+    needed = tile.shared_bytes(padded_head_dim(query.size(2)), query.element_size())
+    if needed > shared_limit_bytes(chip):
+        raise ValueError(
+            f"{group} query heads per KV head of head_dim {query.size(2)} in {query.dtype}: a tile of them may need "
+            f"{needed:,} bytes of shared memory, a chip of {chip[0]}.{chip[1]} has {shared_limit_bytes(chip):,}; "
+            "use a dtype of 16 bits, or attention on fewer heads per KV head"
+        )
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention, check_lse
 from kvtier_kernels.launching import (
+    capability,
     check_attention_limits,
     check_launchable,
     check_tile,
@@ -47,7 +48,7 @@ def paged_decode(
     :param num_splits: that number itself; `tiles.decode_splits` chooses when None.
     :param lse: float32 `[num_seqs, num_heads]`, takes the natural log-sum-exp of the scores, -inf without keys.
     :param tile: what `tiles.decode_tile` chooses when None.
-    :raises ValueError: on a wrong shape, dtype, stride or device.
+    :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
     check_attention(query, kv_layer, block_tables, seq_lens)
@@ -68,10 +69,10 @@ def paged_decode(
         num_splits = decode_splits(num_seqs * num_kv_heads, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    group = num_heads // num_kv_heads
+    group, chip = num_heads // num_kv_heads, capability(query.device)
     if tile is None:
-        tile = decode_tile(head_dim, query.element_size(), group)
-    check_tile(tile, group)
+        tile = decode_tile(head_dim, query.element_size(), group, chip)
+    check_tile(tile, query, kv_layer, chip)
     parts, part_lse = out, lse
     if num_splits > 1:
         parts = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)

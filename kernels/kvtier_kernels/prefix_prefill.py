@@ -42,7 +42,7 @@ def prefix_prefill(
     :param lse: float32 `[num_tokens, num_heads]`, takes the natural log-sum-exp of each query's scores, -inf where
         it saw no key.
     :param tile: what `tiles.prefill_tile` chooses when None.
-    :raises ValueError: on a wrong shape, dtype, stride or device.
+    :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
     check_attention(query, kv_layer, block_tables, seq_lens)
@@ -53,13 +53,13 @@ def prefix_prefill(
         check_lse(lse, query)
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-    group = num_heads // num_kv_heads
+    group, chip = num_heads // num_kv_heads, capability(query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or num_seqs == 0:
         return out
     if tile is None:
-        tile = prefill_tile(head_dim, query.element_size(), group, capability(query.device))
-    check_tile(tile, group)
+        tile = prefill_tile(head_dim, query.element_size(), group, chip)
+    check_tile(tile, query, kv_layer, chip)
     tile_tokens = tile.rows // group
     with on_device_of(query):
         _prefill_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](

@@ -4,7 +4,7 @@ Nothing is tuned at run time: a first request must not wait for a search. What t
 of time by the tests, which hold that it fits into the chip's shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 256
@@ -29,6 +29,16 @@ class Tile:
     num_stages: int
     """How many iterations' keys and values are in flight."""
 
+    def shared_bytes(self, columns: int, element_bytes: int) -> int:
+        """No less than what the compiler takes of the chip's shared memory, on any chip.
+
+        That is the queries, the weights between the two products, a number per row, and keys and values: those of
+        one iteration take turns, those in flight do not.
+        """
+        in_flight = 1 if self.num_stages == 1 else 2 * max(2, self.num_stages - 1)
+        row_bytes = (columns + self.keys) * element_bytes + 4
+        return self.rows * row_bytes + in_flight * self.keys * columns * element_bytes
+
 
 def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
@@ -37,6 +47,13 @@ def next_power_of_two(number: int) -> int:
 def padded_head_dim(head_dim: int) -> int:
     """The columns of a tile. Those beyond `head_dim` are masked."""
     return max(MIN_DOT, next_power_of_two(head_dim))
+
+
+def shared_limit_bytes(capability: tuple[int, int]) -> int:
+    """Of one program, by the CUDA C++ programming guide; of chips that it does not name, the least."""
+    if capability == (9, 0) or capability[0] in (10, 11):
+        return 227 * 1024
+    return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
 
 
 def prefill_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
@@ -52,20 +69,33 @@ def prefill_tile(head_dim: int, element_bytes: int, group: int, capability: tupl
     roomy = capability in ((8, 0), (9, 0)) or capability[0] in (10, 11)
     # With 4 warps the accumulator of 128 rows leaves too few registers for the rest.
     if columns <= 64:
-        return Tile(rows=max(128, least_rows), keys=64, num_warps=8, num_stages=3)
-    if columns <= 128:
-        return Tile(rows=max(128 if roomy else 64, least_rows), keys=64, num_warps=8, num_stages=2)
-    return Tile(rows=max(64, least_rows), keys=32, num_warps=8, num_stages=2 if roomy else 1)
+        tile = Tile(rows=max(128, least_rows), keys=64, num_warps=8, num_stages=3)
+    elif columns <= 128:
+        tile = Tile(rows=max(128 if roomy else 64, least_rows), keys=64, num_warps=8, num_stages=2)
+    else:
+        tile = Tile(rows=max(64, least_rows), keys=32, num_warps=8, num_stages=2 if roomy else 1)
+    return _fitted(tile, columns, element_bytes, capability)
 
 
-def decode_tile(head_dim: int, element_bytes: int, group: int) -> Tile:
+def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
     """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead."""
     rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(rows, columns)
     num_warps = 4 if columns <= 128 and rows <= 32 else 8
-    return Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
+    tile = Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
+    return _fitted(tile, columns, element_bytes, capability)
+
+
+def _fitted(tile: Tile, columns: int, element_bytes: int, capability: tuple[int, int]) -> Tile:
+    """Wide groups of wide heads leave less room for keys. Rows cannot be fewer: the launcher refuses what is left."""
+    limit = shared_limit_bytes(capability)
+    while tile.shared_bytes(columns, element_bytes) > limit and tile.num_stages > 1:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    while tile.shared_bytes(columns, element_bytes) > limit and tile.keys > MIN_DOT:
+        tile = replace(tile, keys=tile.keys // 2)
+    return tile
 
 
 def _float32_tile(least_rows: int, columns: int) -> Tile:

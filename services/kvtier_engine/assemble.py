@@ -69,7 +69,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=stack.enter_context(device_kv(kv)),
+                    device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 1)),
                     namespace=kv_namespace(folder.config, folder.weights_digest, dtype, device),
                     registry=registry,
                 )
@@ -81,7 +81,10 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
         cache = PrefixCache(block_pool, kv.tokens_per_block, hierarchy=hierarchy, cleaner=cleaner)
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
         scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
-        engine = Engine(scheduler, _limits(folder, kv), hasher=hasher, hierarchy=hierarchy)
+        limits = EngineLimits.of(
+            max_positions=folder.config.max_position_embeddings, kv=kv, vocab_size=folder.config.vocab_size
+        )
+        engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
         if device.type == "cuda":
             _compile_for_long_sequences(model, kv, folder)
         engine.warm_up()
@@ -112,10 +115,3 @@ def _compile_for_long_sequences(model: LlamaModel, kv: PagedKV, folder: ModelFol
     """Attention to a long sequence takes kernels that `warm_up`, with its short one, does not meet: a second each."""
     last = min(folder.config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block) - 1
     model.forward([Chunk([0], last, range(kv.num_blocks))], kv)
-
-
-def _limits(folder: ModelFolder, kv: PagedKV) -> EngineLimits:
-    return EngineLimits(
-        max_total_tokens=min(folder.config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block),
-        vocab_size=folder.config.vocab_size,
-    )

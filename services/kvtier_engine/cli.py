@@ -51,8 +51,10 @@ def run(config: Config) -> None:
     import uvicorn
 
     from kvtier_engine.assemble import assembled_engine
+    from kvtier_engine.http_connections import BACKLOG, bounded_protocol, raise_open_files_limit
     from kvtier_engine.server import Server
 
+    open_files = raise_open_files_limit()
     with _listening(config.engine.listen) as listener, assembled_engine(config) as assembled:
         server = Server(
             assembled.engine,
@@ -64,6 +66,8 @@ def run(config: Config) -> None:
         uvicorn_server = uvicorn.Server(
             uvicorn.Config(
                 server.app(),
+                http=bounded_protocol(open_files),
+                backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -28,21 +28,27 @@ def engine_device(name: str) -> torch.device:
 
 
 def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
-    """The same weights on `device`; what is there already is not copied. Tied tensors stay one."""
-    embedding = weights.embedding.to(device)
-    return LlamaWeights(
-        embedding=embedding,
-        layers=tuple(_layer_on(layer, device) for layer in weights.layers),
-        final_norm=weights.final_norm.to(device),
-        lm_head=embedding if weights.lm_head is weights.embedding else weights.lm_head.to(device),
-    )
+    """The same weights on `device`; what is there already is not copied. Tied tensors stay one.
+
+    :raises ConfigError: there is no room for them.
+    """
+    with _room_for("the model's weights", device):
+        embedding = weights.embedding.to(device)
+        return LlamaWeights(
+            embedding=embedding,
+            layers=tuple(_layer_on(layer, device) for layer in weights.layers),
+            final_norm=weights.final_norm.to(device),
+            lm_head=embedding if weights.lm_head is weights.embedding else weights.lm_head.to(device),
+        )
 
 
 @contextlib.contextmanager
-def device_kv(kv: PagedKV) -> Iterator[DeviceKV]:
+def device_kv(kv: PagedKV, *, num_copies: int) -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
-    Takes up to 192 MiB of a CUDA device beside `engine.kv_bytes`, for staging.
+    :param num_copies: at a time; more callers wait. Each takes up to 64 MiB of a CUDA device beside
+        `engine.kv_bytes`, for staging.
+    :raises ConfigError: there is no room for that.
     """
     if kv.tensor.device.type == "cpu":
         yield HostMemoryKV(kv.byte_rows().numpy())
@@ -50,11 +56,22 @@ def device_kv(kv: PagedKV) -> Iterator[DeviceKV]:
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    cuda_kv = CudaKV(kv.byte_rows())
+    with _room_for("staging the copies of cache.load_threads", kv.tensor.device):
+        cuda_kv = CudaKV(kv.byte_rows(), num_lanes=num_copies)
     try:
         yield cuda_kv
     finally:
         cuda_kv.close()
+
+
+@contextlib.contextmanager
+def _room_for(what: str, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"engine.kv_bytes: leaves no room on {device} for {what}; lower it, or stop what else uses the device"
+        ) from error
 
 
 def _lacking_for_cuda() -> str | None:

@@ -5,10 +5,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kvtier.errors import ClosedError, InvalidInputError, KvtierError, LimitExceededError
 from kvtier.hierarchy import Hierarchy
 from kvtier.keys import PrefixHasher
+from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.request import DoneCallback, FinishReason, Request, Sampling, TokenCallback
 from kvtier_engine.scheduler import Scheduler
 
@@ -27,6 +29,18 @@ class EngineLimits:
     max_total_tokens: int
     """Prompt and answer: what the model's positions and the KV memory both allow."""
     vocab_size: int
+    model_is_the_limit: bool = False
+    """The model's positions are what allows no more; otherwise it is the KV memory."""
+
+    @classmethod
+    def of(cls, *, max_positions: int, kv: PagedKV, vocab_size: int) -> Self:
+        """Of a model with so many positions, and a request that has all of `kv` for itself."""
+        room = kv.num_blocks * kv.tokens_per_block
+        return cls(
+            max_total_tokens=min(max_positions, room),
+            vocab_size=vocab_size,
+            model_is_the_limit=max_positions <= room,
+        )
 
 
 ResetCallback = Callable[[int | None], None]
@@ -182,9 +196,12 @@ class Engine:
             raise InvalidInputError("the prompt is empty: give at least one token")
         most = self.limits.max_total_tokens
         if len(tokens) + sampling.max_tokens > most:
+            remedy = "; shorten the prompt, lower max_tokens, or raise engine.kv_bytes"
+            if self.limits.model_is_the_limit:
+                remedy = ", the model's own context; shorten the prompt or lower max_tokens"
             raise LimitExceededError(
                 f"{len(tokens)} prompt tokens and max_tokens {sampling.max_tokens} are more than the {most} tokens "
-                "that one request may have here; shorten the prompt, lower max_tokens, or raise engine.kv_bytes"
+                f"that one request may have here{remedy}"
             )
         if not 0 <= min(tokens) <= max(tokens) < self.limits.vocab_size:
             raise InvalidInputError(f"token ids must be from 0 to {self.limits.vocab_size - 1}")

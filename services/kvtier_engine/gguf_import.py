@@ -62,11 +62,10 @@ def import_gguf(path: Path, cache_dir: Path) -> Path:
         folder = cache_dir / f"gguf{_FORMAT}-{digest[:32]}"
         if folder.is_dir():
             return folder
-        reader = GGUFReader(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} cannot be read as GGUF: {error}; download it again") from error
+        reader, metadata = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
     log.info("dequantising %s into %s", path, folder)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(metadata, reader.tensors, path)
     tokenizer = build_tokenizer(metadata, str(path))
     with folder_published_at(folder) as draft:
@@ -75,6 +74,17 @@ def import_gguf(path: Path, cache_dir: Path) -> Path:
         _write_json(draft / "config.json", config)
         _write_json(draft / "tokenizer_config.json", _tokenizer_config(metadata))
     return folder
+
+
+def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """The file, and its fields by name. What the reader says of a torn one is about numpy's views, and helps nobody."""
+    try:
+        reader = GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as GGUF: it is torn, or of a format that is not GGUF 2 or 3; download it again"
+        ) from error
 
 
 def _config(metadata: Mapping[str, Any], tensors: list[ReaderTensor], path: Path) -> dict[str, Any]:
@@ -88,11 +98,13 @@ def _config(metadata: Mapping[str, Any], tensors: list[ReaderTensor], path: Path
         raise ConfigError(f"{path}: the fields {missing} are missing; download the file again")
     config: dict[str, Any] = {name: metadata[f"llama.{key}"] for name, key in _CONFIG_NAMES.items()}
     heads = config["num_attention_heads"]
+    head_dim = metadata.get("llama.attention.key_length", config["hidden_size"] // heads)
+    _check_rope(metadata, head_dim, path)
     return config | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "head_dim": metadata.get("llama.attention.key_length", config["hidden_size"] // heads),
+        "head_dim": head_dim,
         "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
         "vocab_size": metadata.get("llama.vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in tensors),
@@ -100,6 +112,23 @@ def _config(metadata: Mapping[str, Any], tensors: list[ReaderTensor], path: Path
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "dtype": "float32",
     }
+
+
+def _check_rope(metadata: Mapping[str, Any], head_dim: int, path: Path) -> None:
+    """Every dimension of a head is rotated, and no frequency scaled. (Llama 3's scaling comes as a tensor.)"""
+    for key, plain in (
+        ("scaling.type", ("none",)),
+        ("scaling.factor", (0, 1)),  # llama.cpp takes a factor without a type for a linear one
+        ("scale_linear", (0, 1)),  # its older name
+        ("dimension_count", (head_dim,)),
+    ):
+        value = metadata.get(f"llama.rope.{key}", plain[0])
+        if value not in plain:
+            known = " or ".join(map(repr, plain))
+            raise ConfigError(
+                f"{path}: llama.rope.{key} is {value!r}; from GGUF this engine computes {known} only. Give it "
+                "the model's Hugging Face folder instead"
+            )
 
 
 def _tensors(tensors: list[ReaderTensor], config: Mapping[str, Any], path: Path) -> dict[str, npt.NDArray[np.float32]]:

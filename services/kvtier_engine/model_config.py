@@ -61,11 +61,16 @@ def load_model_config(folder: Path) -> ModelConfig:
     """Reads `config.json` and, where there is one, `generation_config.json` of `folder`.
 
     :raises ConfigError: a file cannot be read, a value is missing or impossible, or the model is not one that this
-        engine computes (another family, other biases, a sliding window, another rope scaling).
+        engine computes (another family, other biases, a sliding window, another rope scaling, quantised weights).
     """
     path = folder / "config.json"
     raw = _read_json(path)
     family = _family(path, raw)
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{path}: quantization_config says that the weights are quantised; this engine computes with float32, "
+            "bfloat16 or float16: use the model that is not quantised"
+        )
     try:
         heads = int(raw["num_attention_heads"])
         config = ModelConfig(

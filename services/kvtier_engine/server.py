@@ -31,7 +31,8 @@ _BODY_BYTES_BESIDES = 64 * 1024
 class Server:
     """The endpoints of one engine and one model. Handlers run in the event loop; tokenisation in a thread.
 
-    Nobody is asked who they are: whoever reaches the port may use the engine, and reset its cache.
+    Nobody is asked who they are: whoever reaches the port may use the engine, and reset its cache. Only web pages may
+    not reset it: they reach the loopback address of whoever looks at them.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -62,6 +63,8 @@ class Server:
             ],
             exception_handlers=HANDLERS,
         )
+        app.router.redirect_slashes = False  # a redirect is no answer of OpenAI's; clients that post do not follow it
+        return app
 
     async def _completions(self, http: HttpRequest) -> Response:
         arrived_at = MONOTONIC()
@@ -134,6 +137,8 @@ class Server:
 
     async def _reset_cache(self, http: HttpRequest) -> Response:
         await parse_body(http, ResetBody, self._most_body_bytes)
+        if "origin" in http.headers:  # browsers add it to every POST of a page, and no page can leave it out
+            raise ApiError(403, "web pages may not reset the cache: send the request without an Origin header")
         done: Future[int | None] = Future()
         try:
             self._engine.reset_cache(done.set_result)

@@ -16,6 +16,7 @@ from kvtier_engine.atomic_files import write_text_atomically
 from kvtier_engine.model_config import ModelConfig
 
 _DIGEST_LABEL = b"kvtier.weights.v1"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class LlamaWeights:
 def load_weights(files: Sequence[Path], config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
     """Reads the tensors of a model, converted to `dtype`, on CPU.
 
-    :raises ConfigError: a file is torn, or a tensor is missing or of another shape than `config` says.
+    :raises ConfigError: a file is torn, or a tensor is missing, quantised, or of another shape than `config` says.
     """
     with ExitStack() as stack:
         reader = _TensorReader(files, dtype, stack)
@@ -93,16 +94,30 @@ def _read_layer(reader: "_TensorReader", config: ModelConfig, index: int) -> Lay
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
     """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
 
-    Costs one pass over the files; remembered in `cache_dir` under their paths, sizes and times of change.
+    Costs one pass over the files; remembered in `cache_dir` under their paths, inodes, sizes and times of change.
     """
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
-    known_as = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    known_as = hashlib.sha256(json.dumps([_identity(path) for path in sorted(files)]).encode()).hexdigest()
     memory = cache_dir / "digests" / known_as
-    if memory.is_file() and len(text := memory.read_text("ascii").strip()) == 64:
-        return bytes.fromhex(text)
-    digest = _digest_tensors(files)
-    write_text_atomically(memory, digest.hex() + "\n")
+    digest = _remembered_digest(memory)
+    if digest is None:
+        digest = _digest_tensors(files)
+        write_text_atomically(memory, digest.hex() + "\n")
     return digest
+
+
+def _identity(path: Path) -> tuple[str | int, ...]:
+    """Other content has another. Copying tools set size and time of modification alike, but nobody sets a ctime."""
+    stat = path.stat()
+    return str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _remembered_digest(memory: Path) -> bytes | None:
+    """None also when the file is garbled."""
+    try:
+        digest = bytes.fromhex(memory.read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+    return digest if len(digest) == hashlib.sha256().digest_size else None
 
 
 def _digest_tensors(files: Sequence[Path]) -> bytes:
@@ -135,6 +150,11 @@ class _TensorReader:
             raise ConfigError(
                 f"{self._files[0].parent}: {name!r} is {list(tensor.shape)} but config.json says {list(shape)}; "
                 "weights and config.json are of different models"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{self._files[0].parent}: {name!r} is {tensor.dtype}; this engine computes with weights in float32, "
+                "bfloat16 or float16: use the model that is not quantised"
             )
         return tensor.to(self._dtype)
 

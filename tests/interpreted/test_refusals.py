@@ -47,6 +47,8 @@ def test_prefill() -> None:
     refuses("lse is on meta", prefix_prefill, *good.args(), scale=0.125, lse=torch.empty(shape, device="meta"))
     refuses("tile.rows is 2: ", prefix_prefill, *good.args(), scale=0.125, tile=Tile(2, 16, 4, 1))
     refuses("tile.keys is 24: ", prefix_prefill, *good.args(), scale=0.125, tile=Tile(16, 24, 4, 1))
+    huge = Tile(1024, 128, 4, 1)
+    refuses("tile of them may need .* bytes of shared memory", prefix_prefill, *good.args(), scale=0.125, tile=huge)
 
 
 def test_decode() -> None:
