@@ -283,3 +283,33 @@ def test_a_tier_that_works_again_gets_what_it_missed_at_the_stop(shared: Shared)
         shared.fails = False
         (report,) = rig.core.drain(WAIT_S)
         assert (report.num_written, report.num_memory_only) == (20, 0)
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_readers_writers_and_discards_over_three_tiers(tmp_path: Path, shared: Shared, policy: WritePolicy) -> None:
+    """Each worker discards labels of its own for good: none of those comes back from anywhere."""
+    with core_rig(tmp_path, remote=shared, policy=policy, memory_bytes=MIB, queue_bytes=MIB // 4) as rig:
+
+        def work(worker: int) -> list[object]:
+            gone: list[object] = []
+            for i in range(60):
+                label: object = (i * 7 + worker * 13) % 40
+                rig.store(label)
+                assert rig.load(keys([label])) in ([None], payloads([label]))
+                own = ("own", worker, i)
+                rig.store(own)
+                rig.load(keys([own]))
+                if i % 3 == 0:
+                    rig.core.discard(keys([own]))
+                    gone.append(own)
+            return gone
+
+        with ThreadPoolExecutor(4) as executor:
+            gone = [label for labels in executor.map(work, range(4)) for label in labels]
+        assert rig.core.lookup(keys(gone)) == [Status.MISS] * len(gone)
+        rig.core.drain(WAIT_S)
+        assert rig.core.lookup(keys(gone)) == [Status.MISS] * len(gone)
+        for i in range(100, 140):  # nothing is left pinned: memory takes new blocks
+            assert rig.store(i) is WriteStatus.STORED
+    with core_rig(tmp_path, remote=shared) as rig:
+        assert rig.core.lookup(keys(gone)) == [Status.MISS] * len(gone)
