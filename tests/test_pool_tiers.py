@@ -13,6 +13,7 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.write_policy import WritePolicy
+from kvtier_pool.core import PoolCore
 from pool_rig import BLOCK_BYTES, BLUE, MIB, WAIT_S, core_rig
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
@@ -72,6 +73,12 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.002)
+
+
+def cold_end_is_written(core: PoolCore) -> bool:
+    """What `write_back` keeps written is on disk."""
+    way = core._ways[0]
+    return not way._writing and not way._owed.keys() & set(core._memory.near_eviction(1 / 16))
 
 
 def has(tier: Tier, labels: Sequence[object]) -> bool:
@@ -227,16 +234,16 @@ def test_write_back_keeps_up_with_cold_reads(tmp_path: Path) -> None:
     with core_rig(tmp_path, policy=WRITE_BACK, memory_bytes=4 * MIB) as rig:
         for i in range(200):
             rig.store(i)
-            time.sleep(0.001)
+            until(lambda: cold_end_is_written(rig.core))
         rig.core.drain(WAIT_S)
     with core_rig(tmp_path, policy=WRITE_BACK, memory_bytes=4 * MIB) as rig:
         for i in range(1000, 1060):
             rig.store(i)
+            until(lambda: cold_end_is_written(rig.core))
         for i in range(200):
             before = rig.count("kvtier_pool_evicted_unwritten_total", tier="disk")
             rig.load(keys([i]))
-            until(lambda: not rig.core._ways[0]._entered)
-            time.sleep(0.002)
+            until(lambda: cold_end_is_written(rig.core))
             assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == before
 
 
