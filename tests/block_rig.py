@@ -11,6 +11,7 @@ from kvtier.codec import encode_header
 from kvtier.testing.contract import make_key
 from kvtier.wire.block import PRELUDE_BYTES, Fields, decode_header, decode_prelude
 from kvtier.wire.block_socket import FrameSocket
+from kvtier.wire.stream import PlainStream
 from kvtier_pool.auth import TokenAuthenticator
 from kvtier_pool.block_session import BlockSession
 from kvtier_pool.metrics import PoolMetrics
@@ -88,7 +89,7 @@ def session(rig: CoreRig, limits: PoolLimits | None = None) -> Iterator[socket.s
     """A real session on a thread; the client's end of its connection. Its end is waited for."""
     ours, theirs = socket.socketpair()
     served = BlockSession(
-        FrameSocket(theirs),
+        FrameSocket(PlainStream(theirs)),
         rig.core,
         TokenAuthenticator(TENANTS),
         limits or PoolLimits(),

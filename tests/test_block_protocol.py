@@ -22,6 +22,7 @@ from kvtier.tiers.pool_socket import SocketTransport
 from kvtier.wire.address import Address
 from kvtier.wire.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, PRELUDE_BYTES, decode_header, encode_head, error_for
 from kvtier.wire.block_socket import FrameSocket
+from kvtier.wire.stream import PlainStream
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.strangers import answer_for
 from pool_rig import MIB, RED, TOKENS, WAIT_S, CoreRig, core_rig
@@ -205,7 +206,7 @@ def test_an_idle_peer_may_wait_longer_than_any_deadline(rig: CoreRig) -> None:
 @pytest.mark.parametrize("num_buffers", [1, 3000])
 def test_frames_of_any_number_of_buffers(num_buffers: int) -> None:
     """More than one system call takes, sent and received in pieces of other sizes."""
-    ours, theirs = map(FrameSocket, socket.socketpair())
+    ours, theirs = (FrameSocket(PlainStream(end)) for end in socket.socketpair())
     sent = [make_payload(i, 5_000_000 // num_buffers) for i in range(num_buffers)]
     received = [memoryview(bytearray(len(part))) for part in sent]
     deadline = time.monotonic() + WAIT_S
@@ -225,7 +226,7 @@ def test_frames_of_any_number_of_buffers(num_buffers: int) -> None:
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_deadlines_hold_while_the_peer_moves_a_little_at_a_time(side: str) -> None:
     ours, theirs = socket.socketpair()
-    connection = FrameSocket(ours)
+    connection = FrameSocket(PlainStream(ours))
     stop = threading.Event()
 
     def dribble() -> None:

@@ -9,6 +9,7 @@ from kvtier.tiers.base import ReadableBuffer
 from kvtier.wire.address import Address, open_connection
 from kvtier.wire.block import VERSIONS, Fields, Result, Verb, error_for
 from kvtier.wire.block_socket import FrameSocket
+from kvtier.wire.stream import PlainStream
 
 _CLIENT = "kvtier"
 
@@ -32,7 +33,7 @@ class PoolConnection:
     @classmethod
     def open(cls, address: Address, token: str, tenant: TenantId, deadline: float) -> "PoolConnection":
         """Connects and exchanges HELLO. The token must be that tenant's."""
-        connection = cls(FrameSocket(open_connection(address, deadline)))
+        connection = cls(FrameSocket(PlainStream(open_connection(address, deadline))))
         try:
             hello = {"versions": list(VERSIONS), "token": token, "client": _CLIENT}
             greeting = connection.ask(Verb.HELLO, hello, (), deadline)

@@ -1,12 +1,5 @@
-"""Frames over a connected stream socket: few system calls, no copy in Python, a deadline on each.
+"""Frames over a connected stream: few system calls, no copy of payloads in Python, a deadline on each call."""
 
-The socket blocks in the kernel, with SO_RCVTIMEO and SO_SNDTIMEO: one call moves a whole batch of blocks and
-takes the GIL back once. Python's own timeouts would make the socket non-blocking, and a busy interpreter
-would then be asked for the GIL at every few hundred KiB.
-"""
-
-import socket
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC
@@ -19,12 +12,16 @@ from kvtier.wire.block import (
     decode_prelude,
     encode_head,
 )
-from kvtier.wire.gather import MAX_VECTORS, SEND_SLICE_S, piece, skip, timeval
+from kvtier.wire.gather import MAX_VECTORS, skip
+from kvtier.wire.stream import Stream
 
 _Buffer = bytes | bytearray | memoryview
 _HEADER_STEP_BYTES = 64 << 10
 """Memory for a header is taken as its bytes arrive, not as its length claims."""
-_UNIX_BUFFER_BYTES = 1 << 20
+_AHEAD_BYTES = 16 << 10
+"""What one call may receive beyond the bytes asked for: a small frame, or several, costs one system call."""
+_SPIN_S = 50e-6
+"""How long a thread looks for the next frame before it goes to sleep: what waking up costs on a virtual machine."""
 
 
 class FrameSocket:
@@ -34,26 +31,32 @@ class FrameSocket:
     `InvalidInputError`: the peer does not keep to the protocol. After any of them only `close` makes sense.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
-        """:param connected: blocking stream socket, TCP or Unix; owned from now on."""
-        self._socket = connected
-        self._prelude = bytearray(PRELUDE_BYTES)
-        self._num_ahead = 0
-        """Bytes of the next prelude that `wait` has received already."""
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
-        if connected.family == socket.AF_UNIX:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-        else:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _keep_alive(connected)
+    def __init__(self, stream: Stream) -> None:
+        """:param stream: owned from now on."""
+        self._stream = stream
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._start = self._stop = 0
+        """The bytes of `_ahead` that were received and not asked for yet."""
+        self._asked_at = 0.0
+        """When the last bytes were asked for, monotonic."""
+        self._spins = True
+        """Whether the last frame came so soon that looking for the next one is worth while."""
 
-    def send_frame(self, header: Mapping[str, object], payload: Sequence[_Buffer] = (), *, deadline: float) -> None:
+    def send_frame(
+        self,
+        header: Mapping[str, object],
+        payload: Sequence[_Buffer] = (),
+        *,
+        deadline: float,
+        descriptors: Sequence[int] = (),
+    ) -> None:
         """Sends header and payload; the buffers are the caller's again on return.
 
         :param payload: one-dimensional bytes, sent one after the other.
+        :param descriptors: duplicated for the peer; Unix sockets only.
         """
         payload_bytes = sum(map(len, payload))
-        self._send([encode_head(header, payload_bytes), *payload], deadline)
+        self._send([encode_head(header, payload_bytes), *payload], deadline, descriptors)
 
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
         """Sends bytes that are no frame: for peers who speak another protocol."""
@@ -61,20 +64,26 @@ class FrameSocket:
 
     def wait(self) -> bool:
         """Blocks, however long, until a frame begins. False when the connection has ended instead."""
-        self._set_receive_timeout(0.0)
-        self._num_ahead = self._socket.recv_into(self._prelude)
-        return self._num_ahead > 0
+        if self._start == self._stop and not self._look():
+            self._start, self._stop = 0, self._stream.wait(self._ahead)
+            self._spins = MONOTONIC() - self._asked_at < 2 * _SPIN_S
+        return self._start < self._stop
 
     def receive_head(self, *, deadline: float, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Fields, int]:
         """The header of the next frame, and how many bytes of payload follow it: the caller's to receive."""
-        self.receive_into([memoryview(self._prelude)[self._num_ahead :]], deadline=deadline)
-        self._num_ahead = 0
-        header_bytes, payload_bytes = decode_prelude(self._prelude, max_header_bytes)
+        if self._start == self._stop and not self._look():
+            self._need(PRELUDE_BYTES, deadline)
+            self._spins = MONOTONIC() - self._asked_at < 2 * _SPIN_S
+        self._need(PRELUDE_BYTES, deadline)
+        header_bytes, payload_bytes = decode_prelude(self._take(PRELUDE_BYTES), max_header_bytes)
+        if header_bytes <= _AHEAD_BYTES:
+            self._need(header_bytes, deadline)
+            return decode_header(self._take(header_bytes)), payload_bytes
         packed = bytearray()
         while len(packed) < header_bytes:
-            piece = bytearray(min(_HEADER_STEP_BYTES, header_bytes - len(packed)))
-            self.receive_into([memoryview(piece)], deadline=deadline)
-            packed += piece
+            part = bytearray(min(_HEADER_STEP_BYTES, header_bytes - len(packed)))
+            self.receive_into([memoryview(part)], deadline=deadline)
+            packed += part
         return decode_header(packed), payload_bytes
 
     def receive_into(self, into: Iterable[memoryview], *, deadline: float) -> None:
@@ -82,16 +91,14 @@ class FrameSocket:
         views = [view for view in into if len(view)]
         start = 0
         while start < len(views):
-            remaining_s = deadline - MONOTONIC()
-            if remaining_s <= 0:
-                raise TimeoutError("the peer did not send in time")
-            self._set_receive_timeout(remaining_s)
-            try:
-                count, _, _, _ = self._socket.recvmsg_into(views[start : start + MAX_VECTORS], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                continue
-            if not count:
-                raise ConnectionResetError("the peer closed the connection")
+            if self._start < self._stop:
+                part = self._take(min(len(views[start]), self._stop - self._start))
+                views[start][: len(part)] = part
+                count = len(part)
+            else:
+                count = self._stream.receive(views[start : start + MAX_VECTORS], fill=True, deadline=deadline)
+                if not count:
+                    raise ConnectionResetError("the peer closed the connection")
             start = skip(views, start, count)
 
     def linger(self, *, deadline: float) -> None:
@@ -99,51 +106,64 @@ class FrameSocket:
 
         Closing with bytes unread would reset the connection, and the last frame might be lost with it.
         """
-        self._socket.shutdown(socket.SHUT_WR)
-        waste = bytearray(_HEADER_STEP_BYTES)
-        while (remaining_s := deadline - MONOTONIC()) > 0:
-            self._set_receive_timeout(remaining_s)
-            if not self._socket.recv_into(waste):
-                return
+        self._stream.end_sending()
+        while self._stream.receive([self._ahead], fill=False, deadline=deadline):
+            pass
 
     def shut_down(self) -> None:
         """Ends the connection under a thread that is using it. Any thread."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended already
+        self._stream.shut_down()
 
     def close(self) -> None:
         """Idempotent."""
-        self._socket.close()
+        self._stream.close()
 
-    def _send(self, parts: Sequence[_Buffer], deadline: float) -> None:
+    def _look(self) -> bool:
+        """Whether a frame begins within the time that going to sleep and waking up would take."""
+        self._asked_at = now = MONOTONIC()
+        while self._spins and now - self._asked_at < _SPIN_S:
+            count = self._stream.poll(self._ahead)
+            if count is not None:
+                self._start, self._stop = 0, count
+                return count > 0
+            now = MONOTONIC()
+        return False
+
+    def _need(self, nbytes: int, deadline: float) -> None:
+        """Receives until so many bytes are ahead."""
+        if self._stop - self._start >= nbytes:
+            return
+        if len(self._ahead) - self._start < nbytes:
+            rest = self._take(self._stop - self._start)
+            self._ahead[: len(rest)] = rest
+            self._start, self._stop = 0, len(rest)
+        while self._stop - self._start < nbytes:
+            count = self._stream.receive([self._ahead[self._stop :]], fill=False, deadline=deadline)
+            if not count:
+                raise ConnectionResetError("the peer closed the connection")
+            self._stop += count
+
+    def _take(self, nbytes: int) -> bytes:
+        """The next bytes of what was received ahead."""
+        taken = bytes(self._ahead[self._start : self._start + nbytes])
+        self._start += nbytes
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        return taken
+
+    def _send(self, parts: Sequence[_Buffer], deadline: float, descriptors: Sequence[int] = ()) -> None:
         views = [memoryview(part) for part in parts if len(part)]
         start = 0
         while start < len(views):
-            try:
-                count = self._socket.sendmsg(piece(views, start))
-            except BlockingIOError:
-                count = 0
+            count = self._stream.send(views, start, descriptors)
+            if count:
+                descriptors = ()
             start = skip(views, start, count)
             if start < len(views) and MONOTONIC() >= deadline:
                 raise TimeoutError("the peer did not receive in time")
-
-    def _set_receive_timeout(self, seconds: float) -> None:
-        """0 waits for ever."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
 
 
 def require_no_payload(payload_bytes: int) -> None:
     """Raises `InvalidInputError` for a payload where none belongs."""
     if payload_bytes:
         raise InvalidInputError(f"a payload of {payload_bytes} bytes where none belongs")
-
-
-def _keep_alive(connected: socket.socket) -> None:
-    """Finds out within a minute that the other machine has vanished without a word."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -7,6 +7,7 @@ import threading
 from kvtier.wire.address import Address
 from kvtier.wire.block import VERSIONS, Result, encode_head
 from kvtier.wire.block_socket import FrameSocket
+from kvtier.wire.stream import PlainStream
 from kvtier_pool.auth import TokenAuthenticator
 from kvtier_pool.block_session import BlockSession
 from kvtier_pool.core import PoolCore
@@ -90,7 +91,7 @@ class BlockServer:
 
     def _admit(self, connection: socket.socket) -> None:
         session = BlockSession(
-            FrameSocket(connection), self._core, self._authenticator, self._settings.limits, self._metrics
+            FrameSocket(PlainStream(connection)), self._core, self._authenticator, self._settings.limits, self._metrics
         )
         with self._lock:
             admitted = len(self._sessions) < self._settings.max_connections
