@@ -2,63 +2,94 @@
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import checksum as checksum_of
 from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.events import EventKind, EventSink, ignore_event
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers import memfd
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.memory import PAGE_BYTES, copy_bytes, round_up
 from kvtier.tiers.outbox import Outbox
-from kvtier.tiers.slab import SLOT_ALIGN_BYTES, SizeClass
+from kvtier.tiers.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Lane, Slab
+from kvtier.tiers.slab_memory import Growth, SlabMemory
 from kvtier.tiers.slot_index import Entry
+from kvtier.wire.shared_memory import PLACE
 
 _log = logging.getLogger(__name__)
-
-_SLABS_AT_LEAST = 8
-"""A slab is at most this fraction of the capacity, so that several tenants and sizes fit beside each other."""
 
 
 class Lease:
     """A committed block that stays in place until `HostTier.release`."""
 
-    __slots__ = ("_entry", "_size_class", "checksum", "view")
+    __slots__ = ("_entry", "_lane", "checksum", "view")
 
-    def __init__(self, view: memoryview, entry: Entry[StoreKey], size_class: SizeClass) -> None:
+    def __init__(self, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
         self.view = view
         """The payload, read-only. Do not use it after release: the slot may hold another block."""
         self.checksum = entry.checksum
         """What was given to commit: by convention the stored form's (`kvtier.codec.checksum`)."""
         self._entry: Entry[StoreKey] | None = entry
         """None once released. Guarded by the tier's lock."""
-        self._size_class = size_class
+        self._lane = lane
 
 
 class WriteSlot:
     """Room for one block, until `HostTier.commit` or `HostTier.abort`; lookups answer PENDING meanwhile."""
 
-    __slots__ = ("_entry", "_size_class", "key", "view")
+    __slots__ = ("_entry", "_lane", "key", "slot", "view")
 
-    def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], size_class: SizeClass) -> None:
+    def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
         self.key = key
         self.view = view
         """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
+        self.slot = entry.slot
+        """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
         self._entry: Entry[StoreKey] | None = entry
         """None once committed or aborted. Guarded by the tier's lock."""
-        self._size_class = size_class
+        self._lane = lane
+
+
+class SharedSlab(NamedTuple):
+    """A slab that another process may map."""
+
+    descriptor: int
+    writable: bool
+    slot_bytes: int
+    num_slots: int
+
+
+class HeldPlaces:
+    """Where blocks lie that another process is reading, until `HostTier.release_places`."""
+
+    __slots__ = ("_held", "places", "statuses")
+
+    def __init__(self, held: list[tuple[Lane, Entry[StoreKey]]], statuses: bytes, places: bytes) -> None:
+        self._held = held
+        """Empty once released. Guarded by the tier's lock."""
+        self.statuses = statuses
+        """HIT or MISS per key, in order."""
+        self.places = places
+        """A `kvtier.wire.shared_memory.PLACE` per hit."""
 
 
 class HostTier:
-    """Blocks in slabs of anonymous memory, each slab of one tenant and one slot size.
+    """Blocks in slabs of memory, each slab of one tenant, one slot size and one writer.
 
     Slabs are made on demand until `capacity_bytes`. Then a block takes the place of the least recently
     used one of its own size class; a class that holds less than others gets a slab of the largest one,
-    whose blocks are evicted, until shares are even. A slab that somebody reads from or writes to stays.
-    The memory of all slabs together never exceeds the capacity. A payload larger than `slab_bytes` gets
-    a slab of its own; one larger than the capacity is FULL.
+    whose blocks are evicted, until shares are even (`kvtier.tiers.slab_memory`). A slab that somebody reads
+    from or writes to stays. The memory of all slabs together never exceeds the capacity. A payload larger
+    than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
+
+    With `shared`, slabs lie in memory that other processes may map: they read what `acquire_places` holds for
+    them, and write to slots that were prepared for them as `writer`.
 
     Any thread. Copies run outside the lock, the slot pinned, and release the GIL. About 3 us per block
     besides the copy, but a new slab takes 0.1 to 0.4 ms per MiB to prefault.
@@ -71,36 +102,36 @@ class HostTier:
         slab_bytes: int = 64 * 2**20,
         name: str = "host",
         prefault: bool = True,
+        shared: bool = False,
+        min_residency_s: float = 0.0,
         on_event: EventSink = ignore_event,
+        clock: Clock = MONOTONIC,
     ) -> None:
         """
         :param capacity_bytes: memory for payloads, rounded down to whole pages.
         :param slab_bytes: memory taken at a time; smaller wastes fewer bytes on small tenants, larger
             takes less bookkeeping. Limited to an eighth of the capacity.
         :param prefault: touch new memory before use. Off only where start-up counts more than speed.
+        :param shared: in memory that other processes may map; Linux only.
+        :param min_residency_s: a block is not evicted before: writers hear FULL instead.
         :param on_event: called from the threads that use the tier; must not call `close`.
         """
         if capacity_bytes < PAGE_BYTES or slab_bytes < 1:
             raise InvalidInputError(f"host tier of {capacity_bytes} bytes in slabs of {slab_bytes}: too small")
         self._name = name
-        self._capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        self._slab_bytes = min(slab_bytes, self._capacity_bytes // _SLABS_AT_LEAST)
-        self._prefault = prefault
+        self._min_residency_s = min_residency_s
+        self._clock = clock
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
         self._lock = threading.Lock()
         self._grown = threading.Condition(self._lock)
         """Notified when a thread has finished making a slab."""
-        self._classes: dict[tuple[TenantId, int], SizeClass] = {}
-        """By tenant and slot size. Guarded by _lock."""
-        self._class_of: dict[StoreKey, SizeClass] = {}
+        self._memory = SlabMemory(capacity_bytes, slab_bytes, shared=shared, prefault=prefault)
+        """Guarded by _lock, but for making slabs."""
+        self._lane_of: dict[StoreKey, Lane] = {}
         """Where each visible key is. Guarded by _lock."""
-        self._slabs_total_bytes = 0
-        """Memory of all slabs, those being made included. Guarded by _lock."""
         self._growing = False
         """A thread is making a slab outside the lock. Guarded by _lock."""
-        self._uses = 0
-        """Clock of the slabs' recency. Guarded by _lock."""
 
     @property
     def name(self) -> str:
@@ -143,42 +174,37 @@ class HostTier:
             with self._lock:
                 found = [key for key in keys if self._forget(key)]
                 self._outbox.post(EventKind.REMOVED, found)
+                dropped = self._memory.take_dropped()
+            _give_back(dropped)
             self._outbox.flush()
             return len(found)
 
     def usage(self) -> Usage:
         """See `Tier.usage`: bytes are those of payloads that can be read."""
         with self._gate, self._lock:
-            return self._sum(self._classes.values())
+            return self._sum(self._memory.lanes())
 
     def usage_of(self, tenant: TenantId) -> Usage:
         """One tenant's part of `usage`."""
         with self._gate, self._lock:
-            return self._sum(c for c in self._classes.values() if c.tenant == tenant)
+            return self._sum(self._memory.lanes(tenant))
 
     def check(self) -> None:
         """See `Tier.check`."""
         with self._gate, self._lock:
-            for size_class in self._classes.values():
-                size_class.check()
-            if sum(len(c.index) for c in self._classes.values()) != len(self._class_of):
-                raise InvariantError(f"tier {self._name}: keys and size classes disagree")
-            if any(c.index.find(key) is None for key, c in self._class_of.items()):
-                raise InvariantError(f"tier {self._name}: a key is not in its size class")
-            made_bytes = sum(c.nbytes for c in self._classes.values())
-            if self._slabs_total_bytes > self._capacity_bytes:
-                raise InvariantError(f"tier {self._name}: slabs of {self._slabs_total_bytes} bytes exceed the capacity")
-            if not self._growing and made_bytes != self._slabs_total_bytes:
-                raise InvariantError(f"tier {self._name}: slab memory is miscounted")
+            self._memory.check(being_made=self._growing)
+            if sum(len(lane.index) for lane in self._memory.lanes()) != len(self._lane_of):
+                raise InvariantError(f"tier {self._name}: keys and lanes disagree")
+            if any(lane.index.find(key) is None for key, lane in self._lane_of.items()):
+                raise InvariantError(f"tier {self._name}: a key is not in its lane")
 
     def close(self) -> None:
         """See `Tier.close`. Memory under a lease or write slot lives until its view is gone."""
         if not self._gate.close():
             return
         with self._lock:
-            self._classes.clear()
-            self._class_of.clear()
-            self._slabs_total_bytes = 0
+            self._memory.clear()
+            self._lane_of.clear()
             self._outbox.post(EventKind.CLEARED)
         self._outbox.flush()
 
@@ -197,8 +223,7 @@ class HostTier:
         :param share: from 0 to 1; slots that are free already count as part of it. O(blocks returned).
         """
         with self._gate, self._lock:
-            room_bytes = self._capacity_bytes - self._slabs_total_bytes
-            full = [c.index for c in self._classes.values() if c.slab_bytes(1) > room_bytes]
+            full = [lane.index for lane in self._memory.full_lanes()]
             at_risk = [(index, math.ceil(index.num_slots * share) - index.num_free) for index in full]
             return [key for index, most in at_risk if most > 0 for key in index.coldest(most)]
 
@@ -206,13 +231,15 @@ class HostTier:
         """Gives leases back. Ignores None and what was released before. Allowed after `close`."""
         self._release(leases)
 
-    def prepare(self, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
+    def prepare(self, key: StoreKey, nbytes: int, *, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
         """Room for a payload of `nbytes`, to be filled by the caller. May evict other blocks.
 
         Returns EXISTS or FULL as `write` does. The slot stays the caller's until `commit` or `abort`.
+
+        :param writer: in whose slabs; see `retire_writer`.
         """
         with self._gate:
-            outcome = self._prepare(key, nbytes)
+            outcome = self._prepare(key, nbytes, writer)
             self._outbox.flush()
             return outcome
 
@@ -229,13 +256,52 @@ class HostTier:
         with self._lock:
             self._abort(slot)
 
-    def _sum(self, classes: Iterable[SizeClass]) -> Usage:
-        indexes = [size_class.index for size_class in classes]
-        return Usage(sum(i.num_ready for i in indexes), sum(i.ready_bytes for i in indexes), self._capacity_bytes)
+    def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> HeldPlaces:
+        """Holds committed blocks in place for another process that maps the slabs; counts as a use.
+
+        A block of another length than asked for is a MISS. Ends with `release_places`, from any thread.
+        """
+        with self._gate:
+            return self._acquire_places(keys, payload_bytes)
+
+    def release_places(self, places: HeldPlaces) -> None:
+        """Gives back all that is held. Idempotent; allowed after `close`."""
+        with self._lock:
+            held, places._held = places._held, []
+            for lane, entry in held:
+                lane.index.unpin(entry)
+
+    def retire_writer(self, writer: int) -> None:
+        """Nobody will write to this writer's slabs again: what is committed in them can be read until it is evicted.
+
+        Commit or abort all its slots first. Allowed after `close`.
+        """
+        with self._lock:
+            self._memory.retire(writer)
+            dropped = self._memory.take_dropped()
+        _give_back(dropped)
+
+    def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
+        """A descriptor of one of the tenant's slabs, to be passed to `writer`: writable if the slab is its own.
+
+        None when there is no such slab, or no longer. The caller closes the descriptor. `OSError`: none to be had.
+        """
+        with self._gate, self._lock:
+            slab = self._memory.find(tenant, number)
+            if slab is None or slab.descriptor is None:
+                return None
+            own = slab.lane.writer == writer and not slab.lane.retired
+            descriptor = os.dup(slab.descriptor) if own else memfd.reopen_read_only(slab.descriptor)
+            return SharedSlab(descriptor, own, slab.lane.slot_bytes, slab.num_slots)
+
+    def _sum(self, lanes: Iterable[Lane]) -> Usage:
+        indexes = [lane.index for lane in lanes]
+        capacity_bytes = self._memory.capacity_bytes
+        return Usage(sum(i.num_ready for i in indexes), sum(i.ready_bytes for i in indexes), capacity_bytes)
 
     def _status(self, key: StoreKey) -> Status:
-        size_class = self._class_of.get(key)
-        entry = size_class.index.find(key) if size_class is not None else None
+        lane = self._lane_of.get(key)
+        entry = lane.index.find(key) if lane is not None else None
         if entry is None:
             return Status.MISS
         return Status.HIT if entry.ready else Status.PENDING
@@ -244,89 +310,91 @@ class HostTier:
         leases: list[Lease | None] = []
         with self._lock:
             for key in reversed(keys):
-                size_class = self._class_of.get(key)
-                entry = size_class.index.pin(key) if size_class is not None else None
-                if size_class is None or entry is None:
+                lane = self._lane_of.get(key)
+                entry = lane.index.pin(key) if lane is not None else None
+                if lane is None or entry is None:
                     leases.append(None)
                     continue
                 if touch:
-                    self._uses += 1
-                    size_class.note_use(entry, self._uses)
-                leases.append(Lease(size_class.view(entry, entry.nbytes).toreadonly(), entry, size_class))
+                    lane.size_class.note_use(lane, entry)
+                leases.append(Lease(lane.size_class.view(entry, entry.nbytes).toreadonly(), entry, lane))
         leases.reverse()
         return leases
+
+    def _acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> HeldPlaces:
+        held: list[tuple[Lane, Entry[StoreKey]]] = []
+        places: list[bytes] = []
+        statuses = bytearray(len(keys))
+        with self._lock:
+            for i in range(len(keys) - 1, -1, -1):
+                lane = self._lane_of.get(keys[i])
+                entry = lane.index.pin(keys[i]) if lane is not None else None
+                if lane is None or entry is None:
+                    continue
+                held.append((lane, entry))
+                if entry.nbytes == payload_bytes[i]:
+                    lane.size_class.note_use(lane, entry)
+                    places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
+                    statuses[i] = Status.HIT
+        places.reverse()
+        return HeldPlaces(held, bytes(statuses), b"".join(places))
 
     def _release(self, leases: Iterable[Lease | None]) -> None:
         with self._lock:
             for lease in leases:
                 if lease is not None and lease._entry is not None:
-                    lease._size_class.index.unpin(lease._entry)
+                    lease._lane.index.unpin(lease._entry)
                     lease._entry = None
 
-    def _prepare(self, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
+    def _prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
         """Finds a slot, if need be by making a slab outside the lock; one thread makes slabs at a time."""
         tenant = TenantId(key[:TENANT_ID_BYTES])
         slot_bytes = max(SLOT_ALIGN_BYTES, round_up(nbytes, SLOT_ALIGN_BYTES))
-        if slot_bytes > self._capacity_bytes:
+        if not self._memory.may_hold(slot_bytes):
             return WriteStatus.FULL
         while True:
             with self._lock:
-                if key in self._class_of:
+                if key in self._lane_of:
                     return WriteStatus.EXISTS
-                size_class = self._classes.get((tenant, slot_bytes)) or SizeClass(tenant, slot_bytes)
-                if size_class.index.num_free:
-                    return self._take_slot(size_class, key, nbytes)
+                lane = self._memory.lane(tenant, slot_bytes, writer)
+                if lane.index.num_free:
+                    return self._take_slot(lane, key, nbytes)
                 if self._growing:
                     self._grown.wait()
                     continue
-                num_slots = self._make_room(size_class)
-                if not num_slots:
-                    return self._take_slot(size_class, key, nbytes)
-                self._classes[tenant, slot_bytes] = size_class
-                self._slabs_total_bytes += size_class.slab_bytes(num_slots)
+                growth, evicted = self._memory.grow(lane, young_s=self._young_s())
+                for lost in evicted:
+                    del self._lane_of[lost]
+                self._outbox.post(EventKind.REMOVED, evicted)
+                if growth is None:
+                    return self._take_slot(lane, key, nbytes)
                 self._growing = True
-            if not self._grow(size_class, num_slots):
+                dropped = self._memory.take_dropped()
+            if not self._grow(growth, dropped):
                 return WriteStatus.FULL
 
-    def _take_slot(self, size_class: SizeClass, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
-        """A free slot of the class, or that of its coldest block. Locked."""
-        outcome = size_class.index.prepare(key)
+    def _take_slot(self, lane: Lane, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
+        """A free slot of the lane, or that of its coldest block. Locked."""
+        outcome = lane.index.prepare(key, young_s=self._young_s())
         if isinstance(outcome, WriteStatus):
             return outcome
         if outcome.evicted is not None:
-            del self._class_of[outcome.evicted]
+            del self._lane_of[outcome.evicted]
             self._outbox.post(EventKind.REMOVED, [outcome.evicted])
-        self._class_of[key] = size_class
-        return WriteSlot(key, size_class.view(outcome.entry, nbytes), outcome.entry, size_class)
+        self._lane_of[key] = lane
+        lane.size_class.renew(outcome.entry)
+        return WriteSlot(key, lane.size_class.view(outcome.entry, nbytes), outcome.entry, lane)
 
-    def _make_room(self, size_class: SizeClass) -> int:
-        """How many slots a new slab of this class may have, after dropping slabs of larger classes. Locked."""
-        wanted = max(1, size_class.slots_within(self._slab_bytes))
-        wanted_bytes = size_class.slab_bytes(wanted)
-        while True:
-            room_bytes = self._capacity_bytes - self._slabs_total_bytes
-            if room_bytes >= size_class.slab_bytes(1):
-                return min(wanted, size_class.slots_within(room_bytes))
-            largest = max(self._classes.values(), key=lambda c: c.nbytes)
-            uneven = largest.nbytes - wanted_bytes >= size_class.nbytes + wanted_bytes
-            if largest is size_class or not (uneven or size_class.nbytes == 0):
-                return 0
-            dropped = largest.drop_coldest()
-            if dropped is None:
-                return 0
-            nbytes, evicted = dropped
-            self._slabs_total_bytes -= nbytes
-            if not largest.nbytes:
-                del self._classes[largest.tenant, largest.slot_bytes]
-            for key in evicted:
-                del self._class_of[key]
-            self._outbox.post(EventKind.REMOVED, evicted)
+    def _young_s(self) -> float:
+        """Blocks committed after this time stay."""
+        return self._clock() - self._min_residency_s if self._min_residency_s else math.inf
 
-    def _grow(self, size_class: SizeClass, num_slots: int) -> bool:
+    def _grow(self, growth: Growth, dropped: Sequence[Slab]) -> bool:
         """Makes the slab that `_prepare` has accounted for; False when there is no memory. Unlocked."""
         slab = None
         try:
-            slab = size_class.map_slab(num_slots, prefault=self._prefault)
+            _give_back(dropped)
+            slab = self._memory.make(growth)
         except (OSError, MemoryError):
             _log.exception("tier %s: no memory for a slab; lower its capacity", self._name)
         finally:
@@ -334,14 +402,15 @@ class HostTier:
                 self._growing = False
                 self._grown.notify_all()
                 if slab is None:
-                    self._slabs_total_bytes -= size_class.slab_bytes(num_slots)
+                    self._memory.cancel(growth)
                 else:
-                    size_class.add(slab)
+                    self._memory.add(slab)
         return slab is not None
 
     def _finish(self, slots: Sequence[WriteSlot], checksums: dict[WriteSlot, int]) -> None:
         """Commits the slots that have a checksum, last to first, and aborts the others."""
         stored: list[StoreKey] = []
+        now_s = self._clock()
         with self._lock:
             for slot in reversed(slots):
                 if slot not in checksums:
@@ -350,8 +419,8 @@ class HostTier:
                 entry, slot._entry = slot._entry, None
                 if entry is None:
                     raise InvalidInputError("write slot was committed or aborted before")
-                index = slot._size_class.index
-                if index.commit(entry, nbytes=len(slot.view), checksum=checksums[slot]):
+                index = slot._lane.index
+                if index.commit(entry, nbytes=len(slot.view), checksum=checksums[slot], now_s=now_s):
                     stored.append(slot.key)
             stored.reverse()
             self._outbox.post(EventKind.STORED, stored)
@@ -360,17 +429,20 @@ class HostTier:
     def _abort(self, slot: WriteSlot) -> None:
         entry, slot._entry = slot._entry, None
         if entry is not None:
-            if slot._size_class.index.find(slot.key) is entry:
-                self._class_of.pop(slot.key, None)
-            slot._size_class.index.abort(entry)
+            if slot._lane.index.find(slot.key) is entry:
+                self._lane_of.pop(slot.key, None)
+            slot._lane.index.abort(entry)
 
     def _forget(self, key: StoreKey) -> bool:
-        """Drops a key from its class; True when it was readable. Locked."""
-        size_class = self._class_of.pop(key, None)
-        if size_class is None:
+        """Drops a key from its lane; True when it was readable. Locked."""
+        lane = self._lane_of.pop(key, None)
+        if lane is None:
             return False
-        entry = size_class.index.find(key)
-        return size_class.index.discard(key) and entry is not None and entry.ready
+        entry = lane.index.find(key)
+        found = lane.index.discard(key) and entry is not None and entry.ready
+        if lane.retired and entry is not None:
+            self._memory.note_freed(lane, entry.slot)
+        return found
 
 
 def _copy_out(lease: Lease | None, into: memoryview) -> Status:
@@ -378,3 +450,9 @@ def _copy_out(lease: Lease | None, into: memoryview) -> Status:
         return Status.MISS
     copy_bytes(into, lease.view)
     return Status.HIT
+
+
+def _give_back(slabs: Iterable[Slab]) -> None:
+    """Without the lock: it takes a while."""
+    for slab in slabs:
+        slab.give_back()

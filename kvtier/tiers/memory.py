@@ -32,8 +32,13 @@ def map_memory(nbytes: int, *, prefault: bool) -> memoryview:
             memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
     if prefault:
-        np.copyto(np.frombuffer(view, dtype=np.uint8)[::PAGE_BYTES], 0)
+        touch_pages(view)
     return view
+
+
+def touch_pages(memory: memoryview) -> None:
+    """Writes to every page of memory that is zero as yet, so that nobody has to wait for pages later."""
+    np.copyto(np.frombuffer(memory, dtype=np.uint8)[::PAGE_BYTES], 0)
 
 
 def copy_bytes(into: memoryview, source: ReadableBuffer) -> None:

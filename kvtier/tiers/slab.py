@@ -1,88 +1,207 @@
-"""Slabs: the memory of the host tier, each of one tenant and one slot size."""
+"""Slabs: the memory of the host tier, each of one tenant, one slot size and one writer."""
+
+import math
+import os
+from collections import OrderedDict
 
 from kvtier.errors import InvariantError
 from kvtier.eviction import LRU
 from kvtier.keys import StoreKey, TenantId
+from kvtier.tiers import memfd
 from kvtier.tiers.memory import PAGE_BYTES, map_memory, round_up
 from kvtier.tiers.slot_index import Entry, SlotIndex
 
 SLOT_ALIGN_BYTES = 64
 """Slots start at cache lines; a slot is its payload length rounded up to this."""
-_SLAB_STRIDE = 1 << 32
-"""Slot id = slab number * stride + place in the slab, so that a slab's ids are one range."""
+SLAB_STRIDE = 1 << 32
+"""Slot id = slab number * stride + place in the slab. Slab numbers are never used again, so an id is one place."""
+OWN_PROCESS = 0
+"""The writer of slabs that this process fills itself; other writers are clients that map them."""
+WORD_BYTES = 8
+
+
+def words_of(payload_bytes: int, num_slots: int) -> slice:
+    """Where in a shared slab its words lie, behind the slots: a u64 that is 1 as long as the slab is in use, then
+    the generation of each slot's content."""
+    start = round_up(payload_bytes, PAGE_BYTES)
+    return slice(start, start + (1 + num_slots) * WORD_BYTES)
+
+
+def slab_bytes(slot_bytes: int, num_slots: int, *, shared: bool) -> int:
+    """Memory of a slab of `num_slots`: whole pages."""
+    payload_bytes = slot_bytes * num_slots
+    return round_up(words_of(payload_bytes, num_slots).stop if shared else payload_bytes, PAGE_BYTES)
 
 
 class Slab:
-    """One piece of memory cut into slots. Immutable but for `last_use`."""
+    """One piece of memory cut into slots. The tier's lock guards its words."""
 
-    __slots__ = ("last_use", "memory", "nbytes", "num_slots")
+    __slots__ = ("descriptor", "lane", "memory", "nbytes", "num_slots", "number", "words")
 
-    def __init__(self, memory: memoryview, num_slots: int) -> None:
+    def __init__(self, number: int, lane: "Lane", memory: memoryview, num_slots: int, descriptor: int | None) -> None:
+        self.number = number
+        self.lane = lane
         self.memory = memory
         self.nbytes = len(memory)
         self.num_slots = num_slots
-        self.last_use = 0
-        """Counter value of the last use of one of its blocks. Guarded by the tier's lock."""
+        self.descriptor = descriptor
+        """Of memory that other processes may map; None once given back, or where it is this process's alone."""
+        self.words: memoryview | None = None
+        """See `words_of`; None in memory that is not shared."""
+        if descriptor is not None:
+            self.words = memory[words_of(num_slots * lane.slot_bytes, num_slots)].cast("Q")
+            self.words[0] = 1
+
+    @property
+    def slots(self) -> range:
+        """Ids of its slots."""
+        first = self.number * SLAB_STRIDE
+        return range(first, first + self.num_slots)
+
+    def give_back(self) -> None:
+        """Shared memory goes back to the system at once, whoever maps it; other memory with its last view.
+
+        Slow, a quarter of a millisecond per MiB: hold no lock. Once, after `end`.
+        """
+        if self.descriptor is not None:
+            memfd.punch(self.descriptor, self.nbytes)
+            self.close()
+
+    def end(self) -> None:
+        """Tells all who map it that nothing in it holds any more."""
+        if self.words is not None:
+            self.words[:] = memoryview(bytes(self.words.nbytes)).cast("Q")
+
+    def close(self) -> None:
+        """Gives up the descriptor; the memory lives until its last view and its last map are gone. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def make_slab(number: int, lane: "Lane", num_slots: int, *, shared: bool, prefault: bool) -> Slab:
+    """New memory, not yet part of anything. Slow when prefaulting: hold no lock. `OSError`: there is none."""
+    nbytes = slab_bytes(lane.slot_bytes, num_slots, shared=shared)
+    if not shared:
+        return Slab(number, lane, map_memory(nbytes, prefault=prefault), num_slots, None)
+    descriptor = memfd.create("kvtier-slab", nbytes)
+    try:
+        return Slab(number, lane, memfd.map_new(descriptor, nbytes, prefault=prefault), num_slots, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+class Lane:
+    """The slots of a size class that one writer fills: one index, one LRU. The tier's lock guards it."""
+
+    def __init__(self, size_class: "SizeClass", writer: int) -> None:
+        self.size_class = size_class
+        self.slot_bytes = size_class.slot_bytes
+        self.writer = writer
+        self.retired = False
+        """The writer is gone: what it wrote can be read, and is dropped with its slab."""
+        self.index: SlotIndex[StoreKey] = SlotIndex(0, LRU())
 
 
 class SizeClass:
-    """All slabs of one tenant and slot size, under one index and one LRU. The tier's lock guards it."""
+    """All slabs of one tenant and slot size, whoever writes them. The tier's lock guards it."""
 
     def __init__(self, tenant: TenantId, slot_bytes: int) -> None:
         self.tenant = tenant
         self.slot_bytes = slot_bytes
-        self.index: SlotIndex[StoreKey] = SlotIndex(0, LRU())
         self.nbytes = 0
         """Memory of its slabs."""
-        self._slabs: dict[int, Slab] = {}
-        self._next_number = 0
-        """Slab numbers are never used again, so a slot id means one place for good."""
+        self._slabs: OrderedDict[int, Slab] = OrderedDict()
+        """By number, the one used longest ago first."""
+        self._lanes: dict[int, Lane] = {}
+        """Of writers that are there, by writer."""
 
-    def slots_within(self, room_bytes: int) -> int:
-        """How many slots fit into a slab of at most `room_bytes`, whole pages counted."""
-        return room_bytes // PAGE_BYTES * PAGE_BYTES // self.slot_bytes
+    def lane(self, writer: int) -> Lane:
+        """The writer's lane, made if need be."""
+        lane = self._lanes.get(writer)
+        if lane is None:
+            lane = self._lanes[writer] = Lane(self, writer)
+        return lane
 
-    def map_slab(self, num_slots: int, *, prefault: bool) -> Slab:
-        """New memory, not yet part of the class. Slow when prefaulting: hold no lock."""
-        return Slab(map_memory(self.slab_bytes(num_slots), prefault=prefault), num_slots)
+    def lanes(self) -> list[Lane]:
+        """Those that have memory, retired ones included. O(slabs)."""
+        return list({slab.lane: None for slab in self._slabs.values()})
 
-    def slab_bytes(self, num_slots: int) -> int:
-        """Memory of a slab of `num_slots`: whole pages."""
-        return round_up(num_slots * self.slot_bytes, PAGE_BYTES)
+    def slabs(self) -> list[Slab]:
+        """The one used longest ago first."""
+        return list(self._slabs.values())
+
+    def slab(self, number: int) -> Slab | None:
+        return self._slabs.get(number)
 
     def add(self, slab: Slab) -> None:
-        first = self._next_number * _SLAB_STRIDE
-        self._slabs[self._next_number] = slab
-        self._next_number += 1
+        """Takes in a new slab. One whose writer has gone meanwhile holds nothing, and should be dropped."""
+        self._slabs[slab.number] = slab
         self.nbytes += slab.nbytes
-        self.index.add_slots(range(first, first + slab.num_slots))
+        slab.lane.index.add_slots(slab.slots)
 
-    def drop_coldest(self) -> tuple[int, list[StoreKey]] | None:
-        """Gives back the slab used longest ago that nobody reads or writes: its size and the keys it held."""
-        for number, slab in sorted(self._slabs.items(), key=lambda item: item[1].last_use):
-            first = number * _SLAB_STRIDE
-            evicted = self.index.remove_slots(range(first, first + slab.num_slots))
+    def retire(self, writer: int) -> list[Slab]:
+        """Lets nobody write to the writer's slabs again; returns those that were dropped because they hold nothing."""
+        lane = self._lanes.pop(writer, None)
+        if lane is None:
+            return []
+        lane.retired = True
+        return [slab for slab in self.slabs() if slab.lane is lane and self.drop_empty(slab)]
+
+    def drop_empty(self, slab: Slab) -> bool:
+        """Drops a slab of a retired lane in which nothing is held; False when it is something else."""
+        if not slab.lane.retired or slab.lane.index.holds(slab.slots):
+            return False
+        return self._drop(slab) is not None
+
+    def drop_coldest(self, stop_at: Lane | None, *, young_s: float) -> tuple[Slab, list[StoreKey]] | None:
+        """Drops the slab used longest ago that nobody reads or writes; returns it and the keys it held.
+
+        :param stop_at: give up at this lane's coldest slab; what follows it was used later.
+        :param young_s: slabs with blocks committed after that stay.
+        """
+        for slab in self._slabs.values():
+            if slab.lane is stop_at:
+                return None
+            evicted = self._drop(slab, young_s=young_s)
             if evicted is not None:
-                del self._slabs[number]
-                self.nbytes -= slab.nbytes
-                return slab.nbytes, evicted
+                return slab, evicted
         return None
 
     def view(self, entry: Entry[StoreKey], nbytes: int) -> memoryview:
         """The first `nbytes` of the entry's slot, writable; keeps the slab's memory alive."""
-        number, place = divmod(entry.slot, _SLAB_STRIDE)
+        number, place = divmod(entry.slot, SLAB_STRIDE)
         start = place * self.slot_bytes
         return self._slabs[number].memory[start : start + nbytes]
 
-    def note_use(self, entry: Entry[StoreKey], now: int) -> None:
-        """Touches the block and its slab. `now` grows with every use of the tier."""
-        self.index.touch(entry.key)
-        self._slabs[entry.slot // _SLAB_STRIDE].last_use = now
+    def renew(self, entry: Entry[StoreKey]) -> None:
+        """Begins another generation in the entry's slot: whoever still copies the old content will notice."""
+        number, place = divmod(entry.slot, SLAB_STRIDE)
+        words = self._slabs[number].words
+        if words is not None:
+            words[place + 1] += 1
+            entry.generation = words[place + 1]
+
+    def note_use(self, lane: Lane, entry: Entry[StoreKey]) -> None:
+        """Touches the block and its slab."""
+        lane.index.touch(entry.key)
+        self._slabs.move_to_end(entry.slot // SLAB_STRIDE)
 
     def check(self) -> None:
-        """Raises `InvariantError` when slabs and index disagree."""
-        self.index.check()
-        if self.index.num_slots != sum(slab.num_slots for slab in self._slabs.values()):
-            raise InvariantError(f"size class {self.slot_bytes}: index and slabs differ in slots")
-        if self.nbytes != sum(slab.nbytes for slab in self._slabs.values()):
+        """Raises `InvariantError` when slabs and indexes disagree."""
+        for lane in self.lanes():
+            lane.index.check()
+            if lane.index.num_slots != sum(slab.num_slots for slab in self.slabs() if slab.lane is lane):
+                raise InvariantError(f"size class {self.slot_bytes}: index and slabs differ in slots")
+        if self.nbytes != sum(slab.nbytes for slab in self.slabs()):
             raise InvariantError(f"size class {self.slot_bytes}: memory is miscounted")
+
+    def _drop(self, slab: Slab, *, young_s: float = math.inf) -> list[StoreKey] | None:
+        """The keys that it held; None, and nothing changed, when it is in use or holds what is too young."""
+        evicted = slab.lane.index.remove_slots(slab.slots, young_s=young_s)
+        if evicted is not None:
+            del self._slabs[slab.number]
+            self.nbytes -= slab.nbytes
+            slab.end()
+        return evicted

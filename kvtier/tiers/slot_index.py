@@ -1,5 +1,6 @@
 """Which key lives in which slot of an arena, and which slot may be taken next. Bookkeeping only."""
 
+import math
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import InvalidInputError, InvariantError
@@ -12,7 +13,7 @@ K = TypeVar("K", bound=bytes)
 class Entry(Generic[K]):
     """One occupied slot. Read its fields freely under the index's lock; only the index writes them."""
 
-    __slots__ = ("_parked", "_visible", "checksum", "key", "nbytes", "pins", "ready", "slot")
+    __slots__ = ("_parked", "_visible", "checksum", "generation", "key", "nbytes", "pins", "ready", "since_s", "slot")
 
     def __init__(self, key: K, slot: int) -> None:
         self.key = key
@@ -23,6 +24,10 @@ class Entry(Generic[K]):
         """Readers that rely on the bytes; a pinned slot is never given to another key."""
         self.nbytes = 0
         self.checksum = 0
+        self.generation = 0
+        """Of the slot's content, where the owner counts it."""
+        self.since_s = 0.0
+        """When it was committed, by the owner's clock."""
         self._visible = True
         """Found under its key. False after discard; the slot is freed by the last holder."""
         self._parked = False
@@ -90,17 +95,17 @@ class SlotIndex(Generic[K]):
         """The entry, ready or being written. Not a use; valid only as long as the lock is held, unless pinned."""
         return self._entries.get(key)
 
-    def prepare(self, key: K) -> Prepared[K] | WriteStatus:
+    def prepare(self, key: K, *, young_s: float = math.inf) -> Prepared[K] | WriteStatus:
         """Takes a free slot, or the slot of the policy's first unpinned victim.
 
         Returns `WriteStatus.EXISTS` when the key is there or being written, `WriteStatus.FULL` when
-        every slot is pinned or being written.
+        every slot is pinned or being written, or the victim was committed after `young_s`.
         """
         if key in self._entries:
             return WriteStatus.EXISTS
         evicted = None
         if not self._free:
-            evicted = self._evict()
+            evicted = self._evict(young_s)
             if evicted is None:
                 return WriteStatus.FULL
         slot, _ = self._free.popitem()
@@ -108,7 +113,7 @@ class SlotIndex(Generic[K]):
         self._entries[key] = self._held[slot] = entry
         return Prepared(entry, evicted)
 
-    def commit(self, entry: Entry[K], *, nbytes: int, checksum: int = 0) -> bool:
+    def commit(self, entry: Entry[K], *, nbytes: int, checksum: int = 0, now_s: float = 0.0) -> bool:
         """Makes a prepared entry ready. False when its key was discarded meanwhile: the slot is free again."""
         self._require_writing(entry)
         if not entry._visible:
@@ -116,6 +121,7 @@ class SlotIndex(Generic[K]):
             return False
         entry.nbytes = nbytes
         entry.checksum = checksum
+        entry.since_s = now_s
         entry.ready = True
         self._num_ready += 1
         self._ready_bytes += nbytes
@@ -180,19 +186,23 @@ class SlotIndex(Generic[K]):
         """Manages these slots too; they are new and free. O(len(slots))."""
         self._free.update(dict.fromkeys(reversed(slots)))
 
-    def remove_slots(self, slots: range) -> list[K] | None:
+    def remove_slots(self, slots: range, *, young_s: float = math.inf) -> list[K] | None:
         """Stops managing these slots and returns the keys evicted with them. O(len(slots)).
 
-        None, and nothing changed, when one of them is pinned or being written.
+        None, and nothing changed, when one of them is pinned, being written, or was committed after `young_s`.
         """
         entries = [self._held[slot] for slot in slots if slot in self._held]
-        if any(entry.pins or not entry.ready for entry in entries):
+        if any(entry.pins or not entry.ready or entry.since_s > young_s for entry in entries):
             return None
         for entry in entries:
             self.discard(entry.key)
         for slot in slots:
             del self._free[slot]
         return [entry.key for entry in entries]
+
+    def holds(self, slots: range) -> bool:
+        """Whether one of these slots is anything but free. O(len(slots))."""
+        return any(slot in self._held for slot in slots)
 
     def check(self) -> None:
         """Verifies the bookkeeping; raises `InvariantError`. O(slots)."""
@@ -213,14 +223,20 @@ class SlotIndex(Generic[K]):
         _require(self._num_ready == sum(e.ready for e in visible), "ready entries are miscounted")
         _require(self._ready_bytes == sum(e.nbytes for e in visible if e.ready), "ready bytes are off")
 
-    def _evict(self) -> K | None:
+    def _evict(self, young_s: float) -> K | None:
         """Frees the slot of the first unpinned victim. Amortised O(1): a pinned one is met once per pin."""
-        while (key := self._policy.pop()) is not None:
+        while coldest := self._policy.coldest(1):
+            (key,) = coldest
             entry = self._entries[key]
-            if not entry.pins:
-                self._hide(entry)
-                return key
-            entry._parked = True
+            if entry.pins:
+                self._policy.remove(key)
+                entry._parked = True
+                continue
+            if entry.since_s > young_s:
+                return None
+            self._policy.remove(key)
+            self._hide(entry)
+            return key
         return None
 
     def _hide(self, entry: Entry[K]) -> None:

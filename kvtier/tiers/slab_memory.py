@@ -1,0 +1,193 @@
+"""How size classes share the memory of a host tier: which slab is made next, and which one goes for it."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvtier.errors import InvariantError
+from kvtier.keys import StoreKey, TenantId
+from kvtier.tiers.memory import PAGE_BYTES
+from kvtier.tiers.slab import OWN_PROCESS, SLAB_STRIDE, WORD_BYTES, Lane, SizeClass, Slab, make_slab, slab_bytes
+
+_SLABS_AT_LEAST = 8
+"""A slab is at most this fraction of the capacity, so that several tenants and sizes fit beside each other."""
+_CLIENT_SLABS_AT_LEAST = 32
+"""Likewise of slabs that clients write to: each client has slabs of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A slab that may be made: its memory is accounted for."""
+
+    number: int
+    lane: Lane
+    num_slots: int
+    nbytes: int
+
+
+class SlabMemory:
+    """The slabs of a tier, within its capacity. The tier's lock guards it, but for `make`, which takes none.
+
+    A class that needs room takes what is left of the capacity, then a slab of the class that holds most, until
+    shares are even. Within a class, the slab used longest ago goes first, whoever wrote it. Slabs in which somebody
+    reads or writes stay.
+    """
+
+    def __init__(self, capacity_bytes: int, most_bytes: int, *, shared: bool, prefault: bool) -> None:
+        """
+        :param most_bytes: memory taken at a time, if a slot is not larger.
+        :param shared: in memory that other processes may map.
+        """
+        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self._most_bytes = most_bytes
+        self._shared = shared
+        self._prefault = prefault
+        self._classes: dict[tuple[TenantId, int], SizeClass] = {}
+        """By tenant and slot size."""
+        self._total_bytes = 0
+        """Memory of all slabs, those being made included."""
+        self._numbers = itertools.count(1)
+        self._dropped: list[Slab] = []
+        """No longer part of anything, and to be given back."""
+
+    def lane(self, tenant: TenantId, slot_bytes: int, writer: int) -> Lane:
+        """The lane of this writer, made if need be."""
+        size_class = self._classes.get((tenant, slot_bytes))
+        if size_class is None:
+            size_class = self._classes[tenant, slot_bytes] = SizeClass(tenant, slot_bytes)
+        return size_class.lane(writer)
+
+    def lanes(self, tenant: TenantId | None = None) -> Iterator[Lane]:
+        """All that have memory, or all of one tenant."""
+        for size_class in self._classes.values():
+            if tenant is None or size_class.tenant == tenant:
+                yield from size_class.lanes()
+
+    def full_lanes(self) -> Iterator[Lane]:
+        """Those for which no further slab fits into what is left of the capacity."""
+        room_bytes = self.capacity_bytes - self._total_bytes
+        return (lane for lane in self.lanes() if self._slab_bytes(lane, 1) > room_bytes)
+
+    def may_hold(self, slot_bytes: int) -> bool:
+        """Whether a slot of this size fits at all."""
+        return slab_bytes(slot_bytes, 1, shared=self._shared) <= self.capacity_bytes
+
+    def grow(self, lane: Lane, *, young_s: float) -> tuple[Growth | None, list[StoreKey]]:
+        """The next slab for this lane, if it should have one, and the keys that were evicted for it.
+
+        :param young_s: slabs with blocks committed after that are not dropped for it.
+        """
+        evicted: list[StoreKey] = []
+        wanted = self._wanted(lane)
+        while (num_slots := self._slots_within(lane, self.capacity_bytes - self._total_bytes, wanted)) == 0:
+            keys = self._drop_for(lane, wanted, young_s)
+            if keys is None:
+                return None, evicted
+            evicted += keys
+        growth = Growth(next(self._numbers), lane, num_slots, self._slab_bytes(lane, num_slots))
+        self._total_bytes += growth.nbytes
+        return growth, evicted
+
+    def take_dropped(self) -> list[Slab]:
+        """Slabs to be given back by `Slab.give_back`, without the lock and before another one is made."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def make(self, growth: Growth) -> Slab:
+        """The memory. Slow when prefaulting. `OSError` when there is none. Call `add` or `cancel` next."""
+        return make_slab(growth.number, growth.lane, growth.num_slots, shared=self._shared, prefault=self._prefault)
+
+    def add(self, slab: Slab) -> None:
+        """Puts a slab from `make` to use."""
+        size_class = slab.lane.size_class
+        self._classes[size_class.tenant, size_class.slot_bytes] = size_class
+        size_class.add(slab)
+        if size_class.drop_empty(slab):  # its writer has gone in the meantime
+            self._count_dropped(size_class, slab)
+
+    def cancel(self, growth: Growth) -> None:
+        """There was no memory."""
+        self._total_bytes -= growth.nbytes
+        self._forget_if_empty(growth.lane.size_class)
+
+    def retire(self, writer: int) -> None:
+        """The writer's slabs can be read, but not written to again."""
+        for size_class in list(self._classes.values()):
+            for slab in size_class.retire(writer):
+                self._count_dropped(size_class, slab)
+            self._forget_if_empty(size_class)
+
+    def note_freed(self, lane: Lane, slot: int) -> None:
+        """A block of this lane was forgotten: a slab that nobody will write to again may be empty now."""
+        slab = lane.size_class.slab(slot // SLAB_STRIDE)
+        if slab is not None and lane.size_class.drop_empty(slab):
+            self._count_dropped(lane.size_class, slab)
+
+    def find(self, tenant: TenantId, number: int) -> Slab | None:
+        """A slab of this tenant by number."""
+        for size_class in self._classes.values():
+            if size_class.tenant == tenant and (slab := size_class.slab(number)) is not None:
+                return slab
+        return None
+
+    def clear(self) -> None:
+        """Forgets everything; memory in use lives on until its last view and its last map are gone."""
+        for size_class in self._classes.values():
+            for slab in size_class.slabs():
+                slab.close()
+        self._classes.clear()
+        self._total_bytes = 0
+
+    def check(self, *, being_made: bool) -> None:
+        """Raises `InvariantError`. `being_made`: between `grow` and `add` or `cancel`."""
+        for size_class in self._classes.values():
+            size_class.check()
+        if self._total_bytes > self.capacity_bytes:
+            raise InvariantError(f"slabs of {self._total_bytes} bytes exceed the capacity")
+        if not being_made and sum(c.nbytes for c in self._classes.values()) != self._total_bytes:
+            raise InvariantError("slab memory is miscounted")
+
+    def _drop_for(self, lane: Lane, wanted: int, young_s: float) -> Iterable[StoreKey] | None:
+        """Drops one slab so that `lane` gets its room; None when it has to make do with its own."""
+        own = lane.size_class
+        largest = max(self._classes.values(), key=lambda c: c.nbytes)
+        wanted_bytes = self._slab_bytes(lane, wanted)
+        uneven = largest.nbytes - wanted_bytes >= own.nbytes + wanted_bytes
+        if largest is not own and (uneven or own.nbytes == 0):
+            dropped = largest.drop_coldest(None, young_s=young_s)
+            victim = largest
+        else:
+            dropped = own.drop_coldest(lane, young_s=young_s)
+            victim = own
+        if dropped is None:
+            return None
+        slab, evicted = dropped
+        self._count_dropped(victim, slab)
+        return evicted
+
+    def _count_dropped(self, size_class: SizeClass, slab: Slab) -> None:
+        self._total_bytes -= slab.nbytes
+        self._dropped.append(slab)
+        self._forget_if_empty(size_class)
+
+    def _forget_if_empty(self, size_class: SizeClass) -> None:
+        """Classes without memory are not kept, or a thousand sizes would be a thousand classes."""
+        if not size_class.nbytes:
+            self._classes.pop((size_class.tenant, size_class.slot_bytes), None)
+
+    def _wanted(self, lane: Lane) -> int:
+        """How many slots a slab of this lane should have."""
+        share = _SLABS_AT_LEAST if lane.writer == OWN_PROCESS else _CLIENT_SLABS_AT_LEAST
+        return max(1, self._slots_within(lane, min(self._most_bytes, self.capacity_bytes // share), SLAB_STRIDE))
+
+    def _slots_within(self, lane: Lane, room_bytes: int, most: int) -> int:
+        """How many slots, at most `most`, fit into a slab of at most `room_bytes`."""
+        overhead_bytes = 2 * PAGE_BYTES + WORD_BYTES if self._shared else PAGE_BYTES
+        per_slot_bytes = lane.slot_bytes + (WORD_BYTES if self._shared else 0)
+        num_slots = max(0, room_bytes - overhead_bytes) // per_slot_bytes
+        while num_slots < most and self._slab_bytes(lane, num_slots + 1) <= room_bytes:
+            num_slots += 1
+        return min(most, num_slots)
+
+    def _slab_bytes(self, lane: Lane, num_slots: int) -> int:
+        return slab_bytes(lane.slot_bytes, num_slots, shared=self._shared)
