@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit test-compose bench proto clean
+.PHONY: demo test lint unit test-compose soak chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -25,12 +25,26 @@ unit: .venv/dev.stamp
 test-compose: .venv/dev.stamp
 	KVTIER_TEST_COMPOSE=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/compose
 
+# A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too.
+soak: .venv/dev.stamp
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
+
+# Every kind of fault over every path, 20 seconds each: about 10 minutes.
+chaos: .venv/dev.stamp
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --sweep --seconds 20 --json .venv/chaos.json $(SOAK_ARGS)
+
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash
 	$(BIN)/kvtier bench block-pool
 	$(BIN)/kvtier bench paths
+	$(BIN)/kvtier bench tiers
+	$(BIN)/kvtier bench clients
 	$(BIN)/kvtier bench codec
 	$(BIN)/kvtier bench ttft
+
+# What `kvtier bench paths` runs beside, each in an environment of its own: gigabytes of downloads, once.
+peers: .venv/dev.stamp
+	$(BIN)/python benchmarks/peers/prepare.py --into .venv/peers
 
 # Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older
 # runtime refuses what a newer protoc has made.

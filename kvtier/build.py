@@ -1,16 +1,18 @@
 """The only place that turns a `Config` into live objects."""
 
 import contextlib
+import json
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from kvtier.codec import Codec
-from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.config import Config, parse_config
+from kvtier.errors import ConfigError
+from kvtier.events import EventSink
 from kvtier.hierarchy import (
     AlwaysFetch,
     Directory,
@@ -20,21 +22,27 @@ from kvtier.hierarchy import (
     InventoryLog,
     Mover,
 )
-from kvtier.keys import PrefixHasher, TenantId, tenant_id
+from kvtier.keys import NamespaceId, PrefixHasher, TenantId, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.namespace import Namespace
+from kvtier.tiers import memfd
+from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.metered import Metered
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool_access import PoolAccess, open_transport
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
-from kvtier.wire.address import GRPC_PREFIX
+from kvtier.wire.tls import ClientTls
 
 _log = logging.getLogger(__name__)
 _MIN_SLOTS = 16
+_DISK, _POOL = "disk", "pool"
+"""Names of the tiers below host memory."""
+_PROCESS_MARGIN_S = 1.0
+"""Above the deadlines of tiers: who answers late is not hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +77,16 @@ def engine_cache(
     metrics, tier_metrics = HierarchyMetrics(registry), Metrics(registry)
     inventory = InventoryLog(tenant, namespace.id)
     with contextlib.ExitStack() as stack:
-        tiers: dict[str, Tier] = {}
-        if config.disk.directory is not None:
-            disk = _disk_tier(config, inventory, tier_metrics)
-            tiers[disk.name] = disk
-            stack.callback(disk.close)
-        shared: Tier | None = None
-        if config.pool.address is not None:
-            shared = _pool_tier(config, tenant, tier_metrics)
-            tiers[shared.name] = shared
-            stack.callback(shared.close)
-        arena = Arena(num_slots, device.block_bytes)
+        arena = Arena(num_slots, device.block_bytes, shared=_has_io_process(config))
         stack.callback(arena.close)
+        opened = stack.enter_context(_tiers_below(config, namespace.id, arena, inventory, tier_metrics))
+        below = {tier.name: tier for tier in opened}
         mover = Mover(
             tenant=tenant,
             namespace=namespace.id,
             device=device,
             arena=arena,
-            tiers=tiers,
+            tiers=below,
             inventory=inventory,
             num_load_threads=config.cache.load_threads,
         )
@@ -94,8 +94,8 @@ def engine_cache(
             tenant=tenant,
             namespaces=[namespace.id],
             num_slots=num_slots,
-            local_tiers=[name for name, tier in tiers.items() if tier is not shared],
-            shared=shared,
+            local_tiers=[name for name in below if name != _POOL],
+            shared=below.get(_POOL),
             metrics=metrics,
             settings=DirectorySettings(
                 batch_blocks=config.cache.batch_blocks,
@@ -104,8 +104,8 @@ def engine_cache(
                 lookup_deadline_s=config.cache.lookup_deadline_s,
                 host_policy=WritePolicy(config.host.write_policy),
                 tier_policies={
-                    "disk": WritePolicy(config.disk.write_policy),
-                    "pool": WritePolicy(config.pool.write_policy),
+                    _DISK: WritePolicy(config.disk.write_policy),
+                    _POOL: WritePolicy(config.pool.write_policy),
                 },
                 selective_uses=config.cache.selective_uses,
             ),
@@ -117,51 +117,123 @@ def engine_cache(
         yield EngineCache(hasher, hierarchy, metrics, min(config.cache.clean_ahead_blocks, num_slots // 2))
 
 
-def _disk_tier(config: Config, inventory: InventoryLog, metrics: Metrics) -> Tier:
+def tiers_of_process(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """What runs in a tier process; see `kvtier.tiers.aside.process.MakeTiers`.
+
+    :param settings: made by `_process_settings`.
+    """
+    packed = json.loads(settings)
+    folder = Path(packed["folder"])
+    config = parse_config(packed["config"], source="tier process", folder=folder, environ=packed["environ"])
+    return _open_tiers(config, NamespaceId(bytes.fromhex(packed["namespace"])), on_event, metrics)
+
+
+def _has_io_process(config: Config) -> bool:
+    if not config.cache.io_process or (config.disk.directory is None and not config.pool.address):
+        return False
+    if not memfd.available():
+        raise ConfigError("cache.io_process: needs Linux; set it to false")
+    return True
+
+
+@contextlib.contextmanager
+def _tiers_below(
+    config: Config, namespace: NamespaceId, arena: Arena, inventory: InventoryLog, metrics: Metrics
+) -> Iterator[list[Tier]]:
+    """The tiers below the arena, wherever their I/O happens; closed at the end."""
+    with contextlib.ExitStack() as stack:
+        if _has_io_process(config):
+            shared = SharedMemory(arena.descriptor, arena.memory)
+            settings = _process_settings(config, namespace)
+            process = TierProcess(shared, settings, on_event=inventory.on_event, metrics=metrics)
+            stack.callback(process.close)
+            tiers: list[Tier] = [AsideTier(name, process) for name in _names(config)]
+        else:
+            tiers = _open_tiers(config, namespace, inventory.on_event, metrics)
+        for tier in tiers:
+            stack.callback(tier.close)
+        yield [Metered(tier, metrics) for tier in tiers]
+
+
+def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
+    """What the tier process has to know: not the secret that keys the hash chain."""
+    name, _ = config.engine_tenant()
+    token = config.pool_token() if config.pool.address else None
+    settings = {
+        "config": {
+            "tenant": name,
+            "tenants": {name: {"token": "env:TOKEN"} if token is not None else {}},
+            **config.model_dump(mode="json", include={"disk", "pool"}),
+        },
+        "namespace": namespace.hex(),
+        "folder": str(config.resolve_path(Path())),
+        "environ": {"TOKEN": token} if token is not None else {},
+    }
+    return ProcessSettings(
+        factory=f"{__name__}:{tiers_of_process.__name__}",
+        settings=json.dumps(settings),
+        call_timeout_s=max(config.cache.load_deadline_s, config.pool.call_timeout_s + _PROCESS_MARGIN_S),
+    )
+
+
+def _names(config: Config) -> list[str]:
+    """Of the tiers that `_open_tiers` opens."""
+    disk = [_DISK] if config.disk.directory is not None else []
+    return disk + ([_POOL] if config.pool.address else [])
+
+
+def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """Disk and pool as configured. Does their I/O in threads of this process."""
+    with contextlib.ExitStack() as stack:
+        tiers: list[Tier] = []
+        if config.disk.directory is not None:
+            tiers.append(_disk_tier(config, on_event, metrics))
+            stack.callback(tiers[0].close)
+        if config.pool.address:
+            tiers.append(_pool_tier(config, tenant_id(config.engine_tenant()[0]), namespace, metrics))
+        stack.pop_all()
+        return tiers
+
+
+def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
     assert config.disk.directory is not None
-    return Metered(
-        DiskTier.open(
-            config.resolve_path(config.disk.directory),
-            int(config.disk.capacity_bytes),
-            reserve_bytes=int(config.disk.reserve_bytes),
-            on_event=inventory.on_event,
-            metrics=metrics,
-            codec=Codec.parse(config.disk.codec),
-        ),
-        metrics,
+    return DiskTier.open(
+        config.resolve_path(config.disk.directory),
+        int(config.disk.capacity_bytes),
+        reserve_bytes=int(config.disk.reserve_bytes),
+        codec=Codec.parse(config.disk.codec),
+        name=_DISK,
+        on_event=on_event,
+        metrics=metrics,
     )
 
 
-def _pool_tier(config: Config, tenant: TenantId, metrics: Metrics) -> Tier:
+def _pool_tier(config: Config, tenant: TenantId, namespace: NamespaceId, metrics: Metrics) -> Tier:
     pool = config.pool
-    return Metered(
-        PoolTier(
-            _pool_transport(config, tenant),
-            tenant,
-            metrics=metrics,
-            breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
-            call_timeout_s=pool.call_timeout_s,
-        ),
-        metrics,
+    access = PoolAccess(
+        addresses=pool.address,
+        tenant=tenant,
+        token=config.pool_token(),
+        tls=_pool_tls(config),
+        namespaces=[namespace],
+        connect_timeout_s=pool.connect_timeout_s,
+        shared_memory=pool.shared_memory,
+    )
+    return PoolTier(
+        open_transport(access, metrics),
+        tenant,
+        metrics=metrics,
+        breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
+        call_timeout_s=pool.call_timeout_s,
+        name=_POOL,
     )
 
 
-def _pool_transport(config: Config, tenant: TenantId) -> PoolTransport:
-    address, token = config.pool.address, config.pool_token()
-    assert address is not None
-    if address.startswith(GRPC_PREFIX):
-        # Imported here, because engines that speak the block protocol have no use for grpc.
-        from kvtier.tiers.pool_grpc import GrpcTransport
-
-        return GrpcTransport(address.removeprefix(GRPC_PREFIX), token, connect_timeout_s=config.pool.connect_timeout_s)
-    transport = SocketTransport(address, token, tenant, connect_timeout_s=config.pool.connect_timeout_s)
-    threading.Thread(target=_connect_ahead, args=(transport,), name="kvtier-connect", daemon=True).start()
-    return transport
-
-
-def _connect_ahead(transport: SocketTransport) -> None:
-    """So that the first request does not wait for it. Ends within `connect_timeout_s`."""
-    try:
-        transport.connect()
-    except KvtierError as error:
-        _log.warning("no connection yet, everything misses until there is one: %s", error)
+def _pool_tls(config: Config) -> ClientTls | None:
+    """Raises `ConfigError` when the files are no good: now, rather than at the first connection."""
+    files = config.pool_tls()
+    if files is None:
+        return None
+    tls = ClientTls(files, config.pool.tls_server_name)
+    tls.check()
+    return tls

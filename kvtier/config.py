@@ -21,16 +21,27 @@ import difflib
 import hashlib
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import tenant_id
 from kvtier.wire.address import GRPC_PREFIX, Address
+from kvtier.wire.certificates import TlsFiles
 
 OVERRIDE_PREFIX = "KVTIER__"
 
@@ -56,6 +67,11 @@ BlockAddress = Annotated[str, AfterValidator(_checked_address)]
 """Text that `Address.parse` takes, or a gRPC address behind `grpc:`."""
 
 
+def _as_list(value: Any) -> Any:
+    """One address where several may stand."""
+    return [value] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """A table of the file. Frozen; unknown keys are errors."""
 
@@ -73,6 +89,9 @@ class TenantConfig(Section):
     """Bearer token for the cache pool. Engines only."""
     token_sha256: list[str] = []
     """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`."""
+    certificate_names: list[Annotated[str, Field(min_length=1)]] = []
+    """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
+    alternative names needs no token. Needs `pool_service.tls_client_ca`."""
 
 
 class EngineConfig(Section):
@@ -122,6 +141,9 @@ class CacheConfig(Section):
     """At which use `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
     clean_ahead_blocks: Annotated[int, Field(ge=0)] = 256
     """How many of the coldest device blocks are kept copied. 0 copies nothing but what was saved when full."""
+    io_process: bool = sys.platform == "linux"
+    """I/O of disk and pool in a process of its own, which costs about 40 MB; Linux only, and the default there. False
+    does it in threads of the engine, which an engine busy in Python slows down to a tenth."""
 
 
 class HostConfig(Section):
@@ -152,8 +174,22 @@ class DiskConfig(Section):
 class PoolConfig(Section):
     """Access to the shared cache pool; off unless `address` is set."""
 
-    address: BlockAddress | None = None
-    """`host:port` or `unix:/path` of the pool's `listen`; `grpc:host:port` of its `grpc_listen`, which is slower."""
+    address: Annotated[list[BlockAddress], BeforeValidator(_as_list)] = []
+    """`unix:/path` or `host:port` of the pool's `listen`, `grpc:host:port` of its `grpc_listen`, or a list of several
+    of these: of the ways that work, the fastest is taken, which is the order here. Over a Unix socket, the pool shares
+    its memory."""
+    shared_memory: bool = True
+    """Map the pool's memory where it is shared. Off to compare, or where descriptors cannot be passed."""
+    tls_ca: Path | None = None
+    """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets; without, token and blocks travel
+    in the clear."""
+    tls_certificate: Path | None = None
+    """This engine's certificate, for a pool with `tls_client_ca`. One in its tenant's `certificate_names` stands for
+    the token."""
+    tls_key: Path | None = None
+    """Of that certificate."""
+    tls_server_name: str | None = None
+    """What the pool's certificate must be for; without, the host in `address`."""
     connect_timeout_s: Seconds = 1.0
     call_timeout_s: Annotated[float, Field(gt=0, le=30)] = 5.0
     """Deadline of one call; the pool itself ends those that take over a minute. Below the time of a good transfer
@@ -175,12 +211,26 @@ class PoolServiceConfig(Section):
     """Addresses of the gRPC API, likewise."""
     http_listen: str = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
+    tls_certificate: Path | None = None
+    """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
+    files count from the next connection on."""
+    tls_key: Path | None = None
+    """Of that certificate, not encrypted."""
+    tls_client_ca: Path | None = None
+    """CAs, in PEM, of clients' certificates: who has none is refused, but by `http_listen`, since probes have none."""
+    shared_memory: bool = True
+    """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
     """Of the block protocol, one thread each. An engine needs `load_threads` and two or three more."""
     memory_bytes: Bytes = ByteSize(2**30)
     """Memory tier; the process needs about 100 MB besides."""
+    min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """So long a block stays in memory at least: writers hear FULL rather than that others lose what they have just been
+    told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at most, so
+    large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what memory
+    evicts."""
     disk_dir: Path | None = None
     """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
     disk_bytes: Bytes = ByteSize(10 * 2**30)
@@ -251,11 +301,13 @@ class Config(Section):
             raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
         return secret
 
-    def pool_token(self) -> str:
-        """The bearer token of the engine's tenant."""
+    def pool_token(self) -> str | None:
+        """The bearer token of the engine's tenant. None: its certificate stands for it."""
         name, tenant = self.engine_tenant()
         key = f"tenants.{name}.token"
         if tenant.token is None:
+            if self.pool.tls_certificate is not None:
+                return None
             raise self._error(key, 'missing; the pool at pool.address wants it: set "env:NAME" or "file:PATH"')
         return self._resolve(key, tenant.token)
 
@@ -270,9 +322,44 @@ class Config(Section):
                     raise self._error(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
                 if accepted.setdefault(digest, name) != name:
                     raise self._error(key, f"the same token as tenant {accepted[digest]!r}: tenants must differ")
-        if not accepted:
+        if not accepted and not any(tenant.certificate_names for tenant in self.tenants.values()):
             raise self._error("tenants", "no token_sha256 anywhere: nobody could use the pool; add a tenant's")
         return accepted
+
+    def accepted_certificates(self) -> dict[str, str]:
+        """For the pool service: name in a client certificate -> tenant name."""
+        accepted: dict[str, str] = {}
+        for tenant_name, tenant in self.tenants.items():
+            for name in tenant.certificate_names:
+                if accepted.setdefault(name, tenant_name) != tenant_name:
+                    key = f"tenants.{tenant_name}.certificate_names"
+                    raise self._error(key, f"{name!r} is also of tenant {accepted[name]!r}: tenants must differ")
+        return accepted
+
+    def pool_tls(self) -> TlsFiles | None:
+        """The engine's files for TLS towards the pool; None without TLS."""
+        pool = self.pool
+        if pool.tls_ca is None:
+            for key, value in (("tls_certificate", pool.tls_certificate), ("tls_server_name", pool.tls_server_name)):
+                if value is not None:
+                    raise self._error(f"pool.{key}", "needs tls_ca, which turns TLS on: name the CA of the pool")
+            return None
+        return TlsFiles(
+            certificate=self._resolved(pool.tls_certificate),
+            key=self._resolved(pool.tls_key),
+            ca=self._resolved(pool.tls_ca),
+        )
+
+    def pool_service_tls(self) -> TlsFiles | None:
+        """The pool service's files for TLS; None without TLS."""
+        service = self.pool_service
+        if service.tls_certificate is None and service.tls_key is None and service.tls_client_ca is None:
+            return None
+        return TlsFiles(
+            certificate=self._resolved(service.tls_certificate),
+            key=self._resolved(service.tls_key),
+            ca=self._resolved(service.tls_client_ca),
+        )
 
     def redis_password(self) -> str | None:
         """The password of the pool's Redis; None without one."""
@@ -282,6 +369,9 @@ class Config(Section):
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""
         return self._folder / path.expanduser()
+
+    def _resolved(self, path: Path | None) -> Path | None:
+        return None if path is None else self.resolve_path(path)
 
     def _resolve(self, key: str, reference: str) -> str:
         scheme, _, name = reference.partition(":")

@@ -39,6 +39,18 @@ class Metrics:
             buckets=_BATCH_BUCKETS_S,
             registry=self.registry,
         )
+        self.evicted_blocks = Counter(
+            "kvtier_tier_evicted_blocks",
+            "Blocks that a tier gave up to make room",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.path_bytes = Counter(
+            "kvtier_path_bytes",
+            "Payload bytes to and from the cache pool by path (shm, unix, tcp, tls, grpc)",
+            ["path", "op"],
+            registry=self.registry,
+        )
         self.corrupt_blocks = Counter(
             "kvtier_corrupt_blocks",
             "Stored blocks found torn, altered or in another's place; each was answered as a miss and dropped",

@@ -4,13 +4,16 @@ The arena is the host tier's memory and, when there is no host tier, the staging
 slot, preallocated and pre-faulted, because a copy into fresh pages runs at a tenth of the speed.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.tiers import memfd
 from kvtier.tiers.memory import map_memory
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -23,23 +26,34 @@ class Arena:
     Holds no bookkeeping and no lock: whoever hands out slot ids keeps writers apart.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, *, shared: bool = False) -> None:
         """Allocates and touches all memory: about 0.6 s per GiB on fresh pages.
 
-        Raises `ConfigError` when the system does not have that much.
+        Raises `ConfigError` when the system does not have that much, or cannot share it.
+
+        :param shared: a memfd of fixed size, which a tier process can map: copies are as fast, the first touch has
+            no huge pages and takes twice as long. Otherwise anonymous memory.
         """
         if num_slots < 1 or slot_bytes < 1:
             raise InvalidInputError(f"arena of {num_slots} slots x {slot_bytes} bytes: both must be at least 1")
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
+        self._rows: Bytes2D | None = None
+        self._descriptor: int | None = None
+        nbytes = num_slots * slot_bytes
         try:
-            memory = map_memory(num_slots * slot_bytes, prefault=True)
+            if shared:
+                self._descriptor = memfd.create("kvtier-arena", nbytes)
+                memory = memfd.map_new(self._descriptor, nbytes, prefault=True)
+            else:
+                memory = map_memory(nbytes, prefault=True)
         except (OSError, OverflowError) as error:
+            self.close()
             raise ConfigError(
                 f"host memory for {num_slots:,} slots of {slot_bytes:,} bytes cannot be had: {error}; "
                 "lower host.capacity_bytes"
             ) from error
-        self._rows: Bytes2D | None = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, slot_bytes)
+        self._rows = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, slot_bytes)
 
     @property
     def rows(self) -> Bytes2D:
@@ -52,9 +66,24 @@ class Arena:
         """Writable view of one slot."""
         return memoryview(self.rows[slot])
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it, slot after slot; writable."""
+        return self.rows.reshape(-1).data
+
+    @property
+    def descriptor(self) -> int:
+        """The memfd of a shared arena; open until `close`."""
+        if self._descriptor is None:
+            raise InvalidInputError("the arena is not shared, or closed")
+        return self._descriptor
+
     def close(self) -> None:
         """Drops the memory as soon as the last view of it is gone. Idempotent."""
         self._rows = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class DeviceKV(Protocol):
@@ -88,6 +117,9 @@ class HostMemoryKV:
                 "need a writable uint8 view of [num_blocks, block_bytes] with contiguous rows"
             )
         self._blocks: Bytes2D = blocks
+        self._scattering = threading.Lock()
+        """Held by the one scatter that copies. One core's copy is nearly as fast as the memory; a second one beside it
+        would take the engine's core, while the next batch can be read."""
 
     @property
     def num_blocks(self) -> int:
@@ -99,10 +131,42 @@ class HostMemoryKV:
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         rows, blocks = arena.rows, self._blocks
-        for device_slot, arena_slot in zip(device_slots, arena_slots, strict=True):
-            np.copyto(rows[arena_slot], blocks[device_slot])
+        for device_run, arena_run in _runs(device_slots, arena_slots):
+            np.copyto(rows[arena_run, : self.block_bytes], blocks[device_run])
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         rows, blocks = arena.rows, self._blocks
-        for arena_slot, device_slot in zip(arena_slots, device_slots, strict=True):
-            np.copyto(blocks[device_slot], rows[arena_slot])
+        runs = list(_runs(arena_slots, device_slots))
+        with self._scattering:
+            for arena_run, device_run in runs:
+                np.copyto(blocks[device_run], rows[arena_run, : self.block_bytes])
+
+
+def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Pairs of slots as few pairs of slices: in each, both go up or down by a step of their own.
+
+    One copy per run, since every copy gives up the GIL and has to wait for it afterwards. Slots that were taken
+    together mostly follow one another; those of a chain that was freed or evicted do so from its end.
+    """
+    start = 0
+    pairs = list(zip(first, second, strict=True))
+    while start < len(pairs):
+        stop, steps = start + 1, (1, 1)
+        if stop < len(pairs):
+            steps = (pairs[stop][0] - pairs[start][0], pairs[stop][1] - pairs[start][1])
+            while stop < len(pairs) and _differ_by(pairs[stop - 1], pairs[stop], steps):
+                stop += 1
+            if stop == start + 1:
+                steps = (1, 1)
+        yield _span(pairs[start][0], steps[0], stop - start), _span(pairs[start][1], steps[1], stop - start)
+        start = stop
+
+
+def _differ_by(before: tuple[int, int], after: tuple[int, int], steps: tuple[int, int]) -> bool:
+    return 0 not in steps and (after[0] - before[0], after[1] - before[1]) == steps
+
+
+def _span(start: int, step: int, count: int) -> slice:
+    """`count` slots from `start` on."""
+    stop = start + step * count
+    return slice(start, None if stop < 0 else stop, step)

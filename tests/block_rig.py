@@ -12,10 +12,11 @@ from kvtier.testing.contract import make_key
 from kvtier.wire.block import PRELUDE_BYTES, Fields, decode_header, decode_prelude
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
-from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.auth import Authenticator
 from kvtier_pool.block_session import BlockSession
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolLimits
+from kvtier_pool.shared_memory import SharedClients
 from pool_rig import TENANTS, WAIT_S, CoreRig
 
 KEY = make_key("golden")
@@ -85,15 +86,18 @@ GOLDEN: dict[str, tuple[bytes, bytes]] = {
 
 
 @contextlib.contextmanager
-def session(rig: CoreRig, limits: PoolLimits | None = None) -> Iterator[socket.socket]:
+def session(
+    rig: CoreRig, limits: PoolLimits | None = None, clients: SharedClients | None = None
+) -> Iterator[socket.socket]:
     """A real session on a thread; the client's end of its connection. Its end is waited for."""
     ours, theirs = socket.socketpair()
     served = BlockSession(
         FrameSocket(PlainStream(theirs)),
         rig.core,
-        TokenAuthenticator(TENANTS),
+        Authenticator(TENANTS),
         limits or PoolLimits(),
         PoolMetrics(CollectorRegistry()),
+        clients,
     )
     thread = threading.Thread(target=served.run)
     thread.start()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -20,9 +20,8 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.host import WriteSlot
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool_access import PoolAccess, open_transport
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.core import LowerTier, PoolCore
 from kvtier_pool.event_hub import EventHub
@@ -116,8 +115,9 @@ def core_rig(
     event_buffer: int = 100,
     remote: Tier | None = None,
     policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    shared: bool = False,
 ) -> Iterator[CoreRig]:
-    """A core that is checked and closed at the end."""
+    """A core that is checked and closed at the end. Its disk, under `write_through`, keeps what is acknowledged."""
     registry = CollectorRegistry()
     hub = EventHub(max_streams=max_streams, buffer=event_buffer)
     files = files if files is not None else GatedFiles()
@@ -127,10 +127,10 @@ def core_rig(
         disk = DiskTier.open(
             disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
         )
-        below.append(LowerTier(disk, settings))
+        below.append(LowerTier(disk, replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)))
     if remote is not None:
         below.append(LowerTier(remote, settings))
-    core = PoolCore(memory_bytes=memory_bytes, below=below, hub=hub, metrics=PoolMetrics(registry))
+    core = PoolCore(memory_bytes=memory_bytes, below=below, hub=hub, metrics=PoolMetrics(registry), shared=shared)
     core.start()
     try:
         yield CoreRig(core, registry, files)
@@ -182,7 +182,14 @@ class PoolProcess:
 def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[Addresses]:
     """A service in this process."""
     free = "127.0.0.1:0"
-    arguments = {"listen": (free,), "grpc_listen": (free,), "http_listen": free, "shutdown_grace_s": 2.0} | settings
+    defaults = {
+        "listen": (free,),
+        "grpc_listen": (free,),
+        "http_listen": free,
+        "min_residency_s": 0.0,
+        "shutdown_grace_s": 2.0,
+    }
+    arguments = defaults | settings
     service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
     addresses = service.start()
     try:
@@ -215,17 +222,20 @@ def connect(
     metrics: Metrics | None = None,
     breaker: CircuitBreaker | None = None,
     max_batch_bytes: int = 64 * MIB,
+    shared_memory: bool = False,
 ) -> PoolTier:
-    """A pool tier for `tenant` at an address as engines are given it."""
-    transport: PoolTransport
-    if address.startswith("grpc:"):
-        transport = GrpcTransport(address.removeprefix("grpc:"), token or TOKENS[tenant], connect_timeout_s=1.0)
-    else:
-        transport = SocketTransport(address, token or TOKENS[tenant], tenant_id(tenant), connect_timeout_s=1.0)
+    """A pool tier for `tenant` at an address, or several separated by commas, as engines are given them."""
+    access = PoolAccess(
+        addresses=address.split(","),
+        tenant=tenant_id(tenant),
+        token=token or TOKENS[tenant],
+        shared_memory=shared_memory,
+    )
+    metrics = metrics or Metrics()
     return PoolTier(
-        transport,
+        open_transport(access, metrics, connect_ahead=False),
         tenant_id(tenant),
-        metrics=metrics or Metrics(),
+        metrics=metrics,
         breaker=breaker or CircuitBreaker(1000, 0.05),
         call_timeout_s=call_timeout_s,
         max_batch_bytes=max_batch_bytes,

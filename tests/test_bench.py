@@ -1,17 +1,62 @@
 """Benchmarks run and report; what they measure is not tested."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.bench.peers import start_peers
+from kvtier.bench.plot import Bar, write_bars
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples, Spread, Subject, in_turn, percentile, process_clock, timed
+from kvtier.errors import KvtierError
+
+NUMBER = (int, float)
+SCHEMA: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "op": (str,),
+    "payload_bytes": (int, type(None)),
+    "batch": (int, type(None)),
+    "gb_per_s": (*NUMBER, type(None)),
+    "p50_us": (*NUMBER, type(None)),
+    "p99_us": (*NUMBER, type(None)),
+    "cpu_s_per_gib": (*NUMBER, type(None)),
+    "floor": (str, type(None)),
+    "ratio_to_floor": (*NUMBER, type(None)),
+}
+"""Of a case. Others may stand beside these."""
+FLOORS = {"memcpy", "raw tcp", "raw unix", "one client", "cbor"}
+SMALL = ["--payload-bytes", "4096", "--batch", "4"]
+
 
 def run(*arguments: str) -> Any:
     command = [sys.executable, "-m", "kvtier.cli", "bench", *arguments, "--json", "-"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return json.loads(answer.stdout)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    require_schema(report)
+    return report
+
+
+def require_schema(report: Any) -> None:
+    assert report["hardware"]
+    assert report["commit"]
+    assert report["cases"]
+    for case in report["cases"]:
+        assert case.keys() >= SCHEMA.keys()
+        for name, types in SCHEMA.items():
+            assert isinstance(case[name], types), (name, case)
+        assert case["gb_per_s"] is not None or case["p50_us"] is not None
+        assert (case["floor"] is None) == (case["ratio_to_floor"] is None)
+        assert case["floor"] is None or case["floor"] in FLOORS
+        assert all(case[name] is None or case[name] > 0 for name in ("gb_per_s", "p50_us", "p99_us", "ratio_to_floor"))
 
 
 @pytest.mark.parametrize(
@@ -20,12 +65,155 @@ def run(*arguments: str) -> Any:
         (["hash"], ["int32 buffer", "list", "cbor"]),
         (["block-pool"], ["allocate + free", "match", "match + acquire + free"]),
         (["codec", "--payload-bytes", "4096"], ["raw in", "raw out", "lz4 in", "lz4 out"]),
-        (["paths", "--payload-bytes", "4096", "--batch", "4"], ["tcp", "unix", "grpc"] * 2),
     ],
 )
 def test_a_benchmark_reports_json(arguments: list[str], cases: list[str]) -> None:
-    report = run(*arguments)
-    assert report["hardware"]
-    assert report["commit"]
-    assert [case["name"] for case in report["cases"]] == cases
-    assert all(case["p50_us"] > 0 for case in report["cases"])
+    assert [case["name"] for case in run(*arguments)["cases"]] == cases
+
+
+def test_paths_are_held_against_floors(tmp_path: Path) -> None:
+    """A memcpy and bare sockets; peers that are not prepared are left out, and it says so."""
+    report = run("paths", *SMALL, "--rounds", "9", "--peers", str(tmp_path))
+    cases = {(case["name"], case["op"], case["batch"]): case for case in report["cases"]}
+    for path in ("unix", "tcp", "grpc"):
+        for op in ("read", "write"):
+            for batch in (1, 4):
+                case = cases[path, op, batch]
+                assert case["payload_bytes"] == 4096
+                assert case["cpu_s_per_gib"] > 0
+                assert case["floor"] == {"unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"}[path]
+                assert case["rounds"] == 9
+        assert cases[path, "lookup", 4096]["gb_per_s"] is None
+    assert cases["raw tcp", "read", 4]["floor"] == "memcpy"
+    if ("shm", "read", 4) in cases:
+        assert cases["shm", "read", 4]["floor"] == "memcpy"
+        assert {batch for name, op, batch in cases if op == "acquire"} == {1, 128}
+    for peer in ("redis-py", "mooncake-tcp", "lmcache-shm"):
+        assert any(note.startswith(f"Without {peer}: ") and "make peers" in note for note in report["notes"])
+
+
+def test_tiers(tmp_path: Path) -> None:
+    report = run("tiers", *SMALL, "--disk-dir", str(tmp_path))
+    assert {case["name"] for case in report["cases"]} >= {"host", "disk", "pool"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_clients() -> None:
+    report = run("clients", *SMALL, "--clients", "2", "--seconds", "0.1", "--path", "unix")
+    assert [(case["name"], case["op"]) for case in report["cases"]] == [("unix", "read"), ("unix", "write")]
+    for case in report["cases"]:
+        assert case["floor"] == "one client"
+        assert 0 < case["figures"]["slowest_to_mean"] <= 1
+        assert case["figures"]["pool_rss_after_bytes"] > 0
+
+
+def test_an_unknown_path_is_named() -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "bench", "clients", *SMALL, "--path", "udp"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 1
+    assert "no path udp: there are " in answer.stderr
+
+
+def test_subjects_take_turns() -> None:
+    order: list[str] = []
+    subjects = {
+        name: Subject(timed(lambda name=name: order.append(name)), prepare=lambda name=name: order.append(f"({name})"))
+        for name in "ab"
+    }
+    samples = in_turn(subjects, rounds=9, label="turns")
+    assert order == ["(a)", "a", "(b)", "b"] * 10
+    assert all(len(of.rounds_s) == len(of.calls_s) == 9 for of in samples.values())
+
+
+def test_a_percentile_was_measured() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert (percentile(values, 50), percentile(values, 99), percentile(values[:9], 99)) == (50.0, 99.0, 9.0)
+
+
+def test_cpu_time_of_another_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            clock = process_clock(busy.pid)
+            deadline = time.monotonic() + 30
+            while clock() < 0.05 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert 0.05 <= clock() < 30
+        finally:
+            busy.kill()
+    with pytest.raises(KvtierError, match=r"no CPU clock of process \d+"):
+        process_clock(busy.pid)
+
+
+def test_ratios_compare_the_same_round() -> None:
+    """The machine was half as fast in the second round: the ratio does not show it."""
+    ours, floor = Samples([2.0, 4.0], [2.0, 4.0], 6.0), Samples([1.0, 2.0], [1.0, 2.0], 3.0)
+    case = Case.of("ours", "read", ours, floor=("floor", floor), beside={"peer": ours}, round_bytes=3 * 10**9)
+    assert case.ratio_to_floor == 0.5
+    assert case.ratio_spread == (0.5, 0.5)
+    assert case.beside == {"peer": Spread(1.0, 1.0, 1.0)}
+    assert case.gb_per_s == 1.0
+    assert case.cpu_s_per_gib == pytest.approx(6.0 / (6 * 10**9 / 2**30))
+
+
+def test_a_peer_is_told_round_by_round(tmp_path: Path) -> None:
+    """redis-py against a real server, with this Python in place of an environment that `make peers` made."""
+    environment = tmp_path / "redis"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "prepared.json").write_text('{"redis": "8.1.0"}')
+    python = environment / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with ExitStack() as stack:
+        peers, notes = start_peers(4096, 8, environments=tmp_path, logs=tmp_path, stack=stack)
+        assert [peer.kind.name for peer in peers] == ["redis-py"]
+        assert [note.split(":")[0] for note in notes] == ["redis-py", "Without mooncake-tcp", "Without lmcache-shm"]
+        (redis,) = peers
+        for op in ("read", "write"):
+            samples = in_turn(redis.subjects(op, 2), rounds=9, label=op)  # type: ignore[arg-type]
+            assert all(len(of.calls_s) == 9 * 4 for of in samples.values())
+        pids = redis.pids
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_peer_that_does_not_start_is_left_out(tmp_path: Path) -> None:
+    environment = tmp_path / "redis"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "prepared.json").write_text("{}")
+    python = environment / "bin" / "python"
+    python.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
+    python.chmod(0o755)
+    with ExitStack() as stack:
+        peers, notes = start_peers(4096, 8, environments=tmp_path, logs=tmp_path, stack=stack)
+    assert not peers
+    assert notes[0] == "Without redis-py: ended: out of luck."
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+BARS = [Bar("shm <&>", 12.0, "12 GB/s", "shm", heading="read"), Bar("lookup", 3.0, "3 ms", scale="ms")]
+
+
+def test_a_picture_in_svg(tmp_path: Path) -> None:
+    write_bars(tmp_path / "bars.svg", BARS, title="Paths", caption="hardware")
+    text = (tmp_path / "bars.svg").read_text()
+    assert text.startswith("<svg ")
+    assert "shm &lt;&amp;&gt;" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
+def test_a_picture_in_png(tmp_path: Path) -> None:
+    write_bars(tmp_path / "bars.png", BARS, title="Paths", caption="hardware")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "bench", "hash", "--plot", str(tmp_path / "bars.gif")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert "name a file that ends in .svg or .png" in answer.stderr

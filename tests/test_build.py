@@ -1,55 +1,15 @@
 """From a configuration to live tiers, and back to the same blocks after a restart."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
+from build_rig import build, result
 from hierarchy_rig import chain, until
-from kvtier.build import EngineCache, engine_cache
-from kvtier.config import parse_config, token_sha256
+from kvtier.config import token_sha256
 from kvtier.errors import ConfigError
-from kvtier.hierarchy import JobResult
-from kvtier.namespace import Namespace
-from kvtier.transfer import HostMemoryKV
 from pool_rig import TENANTS, running_pool
-
-NAMESPACE = Namespace(
-    weights_digest=bytes(32),
-    dtype="float32",
-    kv_dtype="float32",
-    physical_layout="L2NHD",
-    backend="test",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-)
-
-
-@contextmanager
-def build(folder: Path, device: np.ndarray[Any, Any], **sections: Any) -> Iterator[EngineCache]:
-    config = parse_config(
-        {
-            "tenant": "red",
-            "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}},
-            "host": {"capacity_bytes": "16MiB"},
-            **sections,
-        },
-        source="test.toml",
-        folder=folder,
-        environ={"SECRET": "s" * 32, "TOKEN": "t" * 32},
-    )
-    with engine_cache(config, device=HostMemoryKV(device), namespace=NAMESPACE, registry=CollectorRegistry()) as cache:
-        yield cache
-
-
-def result(cache: EngineCache, job_id: int | None) -> JobResult:
-    assert job_id is not None
-    return until(lambda: next((r for r in cache.hierarchy.poll() if r.job_id == job_id), None))
 
 
 def test_blocks_survive_a_restart_on_disk(tmp_path: Path) -> None:

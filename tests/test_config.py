@@ -44,14 +44,14 @@ def test_a_full_file(path: Path) -> None:
 def test_an_empty_file_is_all_defaults() -> None:
     config = parse_config({}, source="x", environ={})
     assert config.model_dump() == Config().model_dump()
-    assert config.pool.address is None
+    assert config.pool.address == []
 
 
 def test_environment_overrides(path: Path) -> None:
     config = load_config(
         path, {**ENVIRON, "KVTIER__POOL__ADDRESS": "pool:1", "KVTIER__CACHE__TOKENS_PER_BLOCK": "32", "KVTIER_X": "y"}
     )
-    assert config.pool.address == "pool:1"
+    assert config.pool.address == ["pool:1"]
     assert config.cache.tokens_per_block == 32
 
 

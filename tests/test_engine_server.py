@@ -237,7 +237,7 @@ def _answers(engine: EngineProcess) -> bool:
 def test_the_limit_on_open_files_is_raised_as_far_as_it_goes() -> None:
     program = """
 import resource
-from kvtier_engine.http_connections import raise_open_files_limit
+from kvtier.open_files import raise_open_files_limit
 for soft, hard in ((200, 300), (300, 300)):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert raise_open_files_limit() == 300

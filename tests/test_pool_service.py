@@ -27,6 +27,7 @@ from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.tiers import pool_grpc
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.pool import PoolTier
@@ -375,21 +376,19 @@ def test_a_server_that_is_no_pool_is_a_miss() -> None:
         tier.close()
 
 
-class DamagingTransport(GrpcTransport):
-    """Delivers the first block with a flipped bit and the second under the third one's header."""
+def test_damage_on_the_way_is_a_miss_and_a_counter(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block arrives with a flipped bit and the second under the third one's header."""
+    receive = pool_grpc._receive
 
-    def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
-    ) -> Iterator[tuple[int, bytes]]:
-        headers = dict(super().read(keys, into, timeout_s))
+    def damaged(stream: Iterator[bytes], into: Sequence[memoryview]) -> Iterator[tuple[int, bytes]]:
+        headers = dict(receive(stream, into))
         into[0][100] ^= 4
         headers[1] = headers[2]
         yield from headers.items()
 
-
-def test_damage_on_the_way_is_a_miss_and_a_counter(address: str) -> None:
+    monkeypatch.setattr(pool_grpc, "_receive", damaged)
     metrics = Metrics()
-    transport = DamagingTransport(address, TOKENS["red"])
+    transport = GrpcTransport(address, TOKENS["red"])
     tier = PoolTier(transport, RED, metrics=metrics, breaker=CircuitBreaker(3, 1.0))
     batch = [(make_key(("damage", i)), PAYLOADS[i]) for i in range(3)]
     tier.write(batch)

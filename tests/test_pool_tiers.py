@@ -77,8 +77,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 def cold_end_is_written(core: PoolCore) -> bool:
     """What `write_back` keeps written is on disk."""
-    way = core._ways[0]
-    return not way._writing and not way._owed.keys() & set(core._memory.near_eviction(1 / 16))
+    waiting = core._ways[0]._waiting
+    with waiting.changed:
+        return not waiting.num_writing and not waiting.owes(core._memory.near_eviction(1 / 16))
 
 
 def has(tier: Tier, labels: Sequence[object]) -> bool:

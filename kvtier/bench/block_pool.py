@@ -1,12 +1,10 @@
 """`kvtier bench block-pool`: what the device tier's bookkeeping costs per block."""
 
-from pathlib import Path
-from typing import Annotated
-
 import numpy as np
-import typer
 
-from kvtier.bench.report import Case, Spread, interleave, report
+from kvtier.bench.options import Json, Plot, Rounds
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
 from kvtier.block_pool import BlockPool
 from kvtier.keys import PrefixHasher
 
@@ -16,7 +14,9 @@ NUM_BATCHES = 5_000
 
 
 def bench_block_pool(
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    json: Json = None,
+    plot: Plot = None,
+    rounds: Rounds = NUM_ROUNDS,
 ) -> None:
     """Allocate, key, match and free in batches of 16 blocks, in a pool of 100,000."""
     empty, cached = BlockPool(NUM_BLOCKS), BlockPool(NUM_BLOCKS)
@@ -41,12 +41,11 @@ def bench_block_pool(
             cached.acquire(ids)
             cached.free(ids)
 
-    seconds = interleave(
-        {"allocate + free": allocate_free, "match": match, "match + acquire + free": hit}, label="pool"
-    )
-    per_block = 1e6 / (NUM_BATCHES * BATCH_BLOCKS)
+    subjects = {"allocate + free": allocate_free, "match": match, "match + acquire + free": hit}
+    samples = in_turn({name: Subject(timed(run)) for name, run in subjects.items()}, rounds=rounds, label="pool")
+    per_block = 1 / (NUM_BATCHES * BATCH_BLOCKS)
     cases = [
-        Case(name, f"batches of {BATCH_BLOCKS}", Spread.of(values).median_s * per_block, "block")
-        for name, values in seconds.items()
+        Case.of(name, "block-pool", of.scaled(per_block), batch=BATCH_BLOCKS, unit="block")
+        for name, of in samples.items()
     ]
-    report("Block pool", cases, as_json=json)
+    report("Block pool", cases, as_json=json, plot=plot)

@@ -7,7 +7,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvtier.bench.report import Case, Spread, interleave, ratios, report
+from kvtier.bench.options import Json, Plot, Rounds
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import NUM_ROUNDS, Spread, Subject, in_turn, timed
 from kvtier.codec import HEADER_BYTES, Codec, decode_into, encode, parse_stored_header, unpack, verify
 from kvtier.errors import CorruptBlockError, KvtierError
 from kvtier.keys import STORE_KEY_BYTES, StoreKey
@@ -20,7 +22,9 @@ _HEAD_DIM = 64
 
 
 def bench_codec(
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    json: Json = None,
+    plot: Plot = None,
+    rounds: Rounds = NUM_ROUNDS,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block of the stand-in.")] = 1 << 20,
     disk: Annotated[
         Path | None, typer.Option(help="Folder of a disk tier: take blocks from there, which are real KV.")
@@ -38,15 +42,25 @@ def bench_codec(
         name = codec.name.lower()
         cases[f"{name} in"] = lambda codec=codec: blocks.encode(codec)  # type: ignore[misc]
         cases[f"{name} out"] = lambda codec=codec: blocks.decode(codec)  # type: ignore[misc]
-    seconds = interleave(cases, label="codec")
+    samples = in_turn({name: Subject(timed(run)) for name, run in cases.items()}, rounds=rounds, label="codec")
     rows = []
     for name in list(cases)[1:]:
-        beside = ratios(seconds["memcpy"], seconds[name])
-        median_s = Spread.of(seconds[name]).median_s
-        what = f"{len(blocks)} blocks, {blocks.nbytes / 1e6:,.0f} MB, {blocks.nbytes / median_s / 1e9:.2f} GB/s"
-        spread = f"{beside.min_s:.2f} .. {beside.max_s:.2f}"
-        rows.append(Case(name, what, median_s * 1e6, "batch", "memcpy", beside.median_s, spread))
-    report("Codecs", rows, as_json=json, notes=_notes(blocks, seconds))
+        codec_name, way = name.split()
+        rows.append(
+            Case.of(
+                name,
+                {"in": "encode", "out": "decode"}[way],
+                samples[name],
+                floor=("memcpy", samples["memcpy"]),
+                round_bytes=blocks.nbytes,
+                payload_bytes=blocks.nbytes // len(blocks),
+                batch=len(blocks),
+                unit="batch",
+                detail=codec_name,
+            )
+        )
+    seconds = {name: of.rounds_s for name, of in samples.items()}
+    report("Codecs", rows, as_json=json, plot=plot, notes=_notes(blocks, seconds))
 
 
 def _notes(blocks: "_Blocks", seconds: dict[str, list[float]]) -> list[str]:

@@ -1,13 +1,12 @@
 """`kvtier bench hash`: the prefix chain of a long prompt, beside the same chain hashed as CBOR."""
 
 import hashlib
-from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
-from kvtier.bench.report import Case, Spread, interleave, ratios, report
+from kvtier.bench.options import Json, Plot, Rounds
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
 from kvtier.errors import KvtierError
 from kvtier.keys import PrefixHasher
 
@@ -16,7 +15,9 @@ TOKENS_PER_BLOCK = 16
 
 
 def bench_hash(
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    json: Json = None,
+    plot: Plot = None,
+    rounds: Rounds = NUM_ROUNDS,
 ) -> None:
     """Hash 100,000 tokens in blocks of 16, beside SHA-256 over CBOR of (parent, token tuple, extras)."""
     try:
@@ -39,19 +40,10 @@ def bench_hash(
             block = (parent, tuple(token_list[start : start + TOKENS_PER_BLOCK]), None)
             parent = hashlib.sha256(cbor2.dumps(block, canonical=True)).digest()
 
-    seconds = interleave({"int32 buffer": ours, "list": from_list, "cbor": cbor}, label="hash")
-    cases = []
-    for name in ("int32 buffer", "list", "cbor"):
-        ratio = ratios(seconds["cbor"], seconds[name])
-        cases.append(
-            Case(
-                name,
-                f"hash {NUM_TOKENS:,} tokens",
-                Spread.of(seconds[name]).median_s * 1e6,
-                "prompt",
-                "sha256 of cbor",
-                ratio.median_s,
-                f"{ratio.min_s:.2f} .. {ratio.max_s:.2f}",
-            )
-        )
-    report("Prefix chain", cases, as_json=json)
+    subjects = {"int32 buffer": ours, "list": from_list, "cbor": cbor}
+    samples = in_turn({name: Subject(timed(run)) for name, run in subjects.items()}, rounds=rounds, label="hash")
+    cases = [
+        Case.of(name, "hash", samples[name], floor=("cbor", samples["cbor"]), batch=NUM_TOKENS, unit="prompt")
+        for name in subjects
+    ]
+    report("Prefix chain of 100,000 tokens", cases, as_json=json, plot=plot)

@@ -1,186 +1,242 @@
 """`kvtier bench paths`: blocks between an engine's memory and a pool process, over every path there is."""
 
-import secrets
+import os
+import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated
 
-import numpy as np
 import typer
 
-from kvtier.bench.report import Case, Spread, interleave, ratios, report
-from kvtier.config import token_sha256
+from kvtier.bench.blocks import NUM_SLOTS, Rotation, keys_of, repeated
+from kvtier.bench.options import Json, PayloadBytes, Plot, Rounds
+from kvtier.bench.peers import CHECKOUT, Peer, start_peers
+from kvtier.bench.pool_process import CALL_TIMEOUT_S, SHM, PoolProcess, pool_process
+from kvtier.bench.raw_socket import RawSocket
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import Samples, Spread, Subject, in_turn, percentile
+from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
-from kvtier.keys import NamespaceId, PrefixHasher, StoreKey, store_key, tenant_id
+from kvtier.keys import StoreKey
 from kvtier.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
-from kvtier.processes import Service
-from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
-from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.memory import copy_bytes, map_memory
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.base import Status
+from kvtier.tiers.pool import PoolTier
 
-if TYPE_CHECKING:
-    import redis as redis_py
-
-TENANT = "bench"
-_NUM_KEY_SETS = 6
-"""One to read, one to write for each path."""
+MEMCPY = "memcpy"
+FLOORS = {"shm": MEMCPY, "unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"}
+NUM_LOOKUP_KEYS = 4096
+_LOOKUPS_A_ROUND = 8
+_ACQUIRE_BATCHES = (1, 128)
+_ACQUIRES_A_ROUND = 100
+_ROOM = 16
+"""Memory of the pool, in rounds: blocks to read, and blocks that each path writes."""
 
 
 def bench_paths(
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
-    payload_bytes: Annotated[int, typer.Option(min=64, help="Bytes per block.")] = 2 << 20,
-    batch: Annotated[int, typer.Option(min=1, help="Blocks per call.")] = 64,
-    redis: Annotated[
-        str | None,
-        typer.Option(help="URL of a Redis with room for six batches: the pool's Redis tier, and redis-py, beside."),
+    json: Json = None,
+    plot: Plot = None,
+    payload_bytes: PayloadBytes = 2 << 20,
+    batch: Annotated[int, typer.Option(min=1, help="Blocks per call; calls of one are measured as well.")] = 64,
+    rounds: Rounds = 15,
+    peers: Annotated[
+        Path | None, typer.Option(help="Where `make peers` has prepared what to run beside; default: .venv/peers.")
     ] = None,
 ) -> None:
-    """Read and write a batch of blocks over TCP, Unix socket and gRPC, beside a memcpy of the same bytes.
+    """Read and write 64 blocks in turn over every path, beside a memcpy and bare sockets that move the same bytes.
 
-    Every block has memory of its own on both sides, touched before. Reads verify every block, but for redis-py's.
-    Before a write the pool is told to forget the blocks, which is a small part of the time.
+    Every block has memory of its own on both sides, touched before. Our reads verify every block, peers' do not.
+    CPU time is that of all processes which take part.
     """
     keep_freed_memory()
-    token = secrets.token_urlsafe(32)
+    num_slots = max(NUM_SLOTS, batch)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
-        ready = stack.enter_context(_pool(Path(folder), token, max(64 << 20, 8 * payload_bytes * batch))).ready()
-        tcp, unix = ready["block"].split(",")
-        tenant = tenant_id(TENANT)
-        transports: dict[str, PoolTransport] = {
-            "tcp": SocketTransport(tcp, token, tenant),
-            "unix": SocketTransport(unix, token, tenant),
-            "grpc": GrpcTransport(ready["grpc"], token),
+        memory_bytes = max(64 << 20, _ROOM * payload_bytes * num_slots)
+        pool = stack.enter_context(pool_process(Path(folder), memory_bytes))
+        started, notes = start_peers(
+            payload_bytes,
+            num_slots,
+            environments=peers or CHECKOUT / ".venv" / "peers",
+            logs=Path(folder),
+            stack=stack,
+        )
+        paths = Paths(Rotation(payload_bytes, num_slots), pool, started, rounds, stack)
+        cases = []
+        for op in ("read", "write"):
+            for blocks_a_call in sorted({1, batch}, reverse=True):
+                cases += paths.moves(op, blocks_a_call)
+        cases += paths.lookups()
+        if pool.shared_memory:
+            cases += paths.acquires()
+        else:
+            notes.append("Without shm: the pool does not share its memory.")
+    report("Paths to the pool", cases, as_json=json, plot=plot, notes=notes + paths.notes)
+
+
+class Paths:
+    """Everything that is compared, started."""
+
+    def __init__(
+        self, rotation: Rotation, pool: PoolProcess, peers: Sequence[Peer], rounds: int, stack: ExitStack
+    ) -> None:
+        """:param stack: closes what this opens."""
+        self._rotation = rotation
+        self.notes: list[str] = []
+        """What could not be measured."""
+        self._pids = (os.getpid(), pool.pid)
+        self._pool, self._stack = pool, stack
+        self._tiers = pool.tiers(stack)
+        self._peers = peers
+        self._rounds = rounds
+        shape = (rotation.payload_bytes, len(rotation.sources))
+        self._raw = {
+            "raw tcp": stack.enter_context(RawSocket(socket.AF_INET, *shape)),
+            "raw unix": stack.enter_context(RawSocket(socket.AF_UNIX, *shape)),
         }
-        paths: dict[str, _Path] = {}
-        for name, transport in transports.items():
-            breaker = CircuitBreaker(3, 1.0)
-            pool = PoolTier(transport, tenant, metrics=Metrics(), breaker=breaker, call_timeout_s=30.0)
-            stack.callback(pool.close)
-            paths[name] = pool
-        if redis is not None:
-            paths |= _redis_paths(redis, stack)
-        blocks = _Blocks(payload_bytes, batch)
-        cases: list[Case] = []
-        for op, runs in (("read", blocks.reads(paths)), ("write", blocks.writes(paths))):
-            seconds = interleave({"memcpy": blocks.copy, **runs}, label=op)
-            for name in runs:
-                ratio = ratios(seconds["memcpy"], seconds[name])
-                median_s = Spread.of(seconds[name]).median_s
-                what = f"{op} {batch} x {payload_bytes:,} B, {batch * payload_bytes / median_s / 1e9:.2f} GB/s"
-                spread = f"{ratio.min_s:.2f} .. {ratio.max_s:.2f}"
-                cases.append(Case(name, what, median_s * 1e6, "batch", "memcpy", ratio.median_s, spread))
-    report("Paths to the pool", cases, as_json=json)
+        rotation.fill(next(iter(self._tiers.values())), "read")
+
+    def moves(self, op: str, batch: int) -> list[Case]:
+        """Reads or writes of all blocks, `batch` a call."""
+        subjects: dict[str, Subject] = {MEMCPY: Subject(self._rotation.copies)}
+        subjects |= {name: self._raw_subject(raw, op, batch) for name, raw in self._raw.items()}
+        subjects |= {name: self._subject(tier, name, op, batch) for name, tier in self._tiers.items()}
+        calls: dict[str, tuple[str, str]] = {}
+        """Row and call of each peer's subject."""
+        for peer in self._peers:
+            for (row, call), subject in peer.subjects(op, batch).items():
+                if not self._works(subject, f"{row}, {op} {batch}"):
+                    continue
+                subjects[f"{row} {call}"] = subject
+                calls[f"{row} {call}"] = (row, call)
+        samples = in_turn(subjects, rounds=self._rounds, label=f"{op}, {batch} a call")
+        best = _best(calls, samples)
+        others = {row: samples[name] for row, (name, _) in best.items()}
+        cases = [self._case(MEMCPY, op, batch, samples, None, {})]
+        for name in self._raw:
+            cases.append(self._case(name, op, batch, samples, MEMCPY, {}))
+        for name in self._tiers:
+            floor = FLOORS[name]
+            beside = {other: samples[other] for other in (MEMCPY,) if other != floor} | others
+            cases.append(self._case(name, op, batch, samples, floor, beside))
+        floors = {peer.kind.name: peer.kind.floor for peer in self._peers}
+        for row, (name, call) in best.items():
+            floor = next(floor for kind, floor in floors.items() if row.startswith(kind))
+            cases.append(
+                self._case(name, op, batch, samples, floor, {}, row=row, detail="" if row.endswith(call) else call)
+            )
+        return cases
+
+    def _works(self, subject: Subject, what: str) -> bool:
+        """A peer's call that fails is left out, with a note: it must not cost the figures of all others."""
+        try:
+            if subject.prepare is not None:
+                subject.prepare()
+            subject.run()
+        except KvtierError as error:
+            self.notes.append(f"Without {what}: {error}.")
+            return False
+        return True
+
+    def lookups(self) -> list[Case]:
+        """Lookups of blocks that the pool has in memory."""
+        keys = keys_of(NUM_LOOKUP_KEYS, "lookup")
+        first = next(iter(self._tiers.values()))
+        first.write([(key, bytes(64)) for key in keys])
+
+        def look_up(tier: PoolTier) -> None:
+            if set(tier.lookup(keys)) != {Status.HIT}:
+                raise KvtierError("a lookup missed: the figures would mean nothing")
+
+        subjects = {
+            name: Subject(repeated(lambda tier=tier: look_up(tier), _LOOKUPS_A_ROUND), pids=self._pids)  # type: ignore[misc]
+            for name, tier in self._tiers.items()
+        }
+        samples = in_turn(subjects, rounds=self._rounds, label=f"lookup of {NUM_LOOKUP_KEYS:,} keys")
+        return [Case.of(name, "lookup", of, batch=NUM_LOOKUP_KEYS) for name, of in samples.items()]
+
+    def acquires(self) -> list[Case]:
+        """Blocks held in place in shared memory and released again, nothing copied."""
+        tier = next(iter(self._tiers.values()))
+        keys: list[StoreKey] = []
+        while len(keys) < max(_ACQUIRE_BATCHES):
+            label = f"acquire-{len(keys)}"
+            self._rotation.fill(tier, label)
+            keys += keys_of(len(self._rotation.sources), label)
+        transport = self._pool.local_transport(Metrics())
+        self._stack.callback(transport.close)
+
+        def acquire(batch: int) -> None:
+            deadline = MONOTONIC() + CALL_TIMEOUT_S
+            sizes = [self._rotation.payload_bytes] * batch
+            lease, num_held = transport.memory.acquire(keys[:batch], sizes, deadline)
+            transport.memory.release(lease, deadline)
+            if num_held != batch:
+                raise KvtierError("an acquire missed: the figures would mean nothing")
+
+        subjects = {
+            str(batch): Subject(repeated(lambda batch=batch: acquire(batch), _ACQUIRES_A_ROUND), pids=self._pids)  # type: ignore[misc]
+            for batch in _ACQUIRE_BATCHES
+        }
+        samples = in_turn(subjects, rounds=self._rounds, label="acquire and release")
+        return [
+            Case.of(
+                SHM,
+                "acquire",
+                samples[str(batch)],
+                payload_bytes=self._rotation.payload_bytes,
+                batch=batch,
+                figures={"p50_us_per_block": percentile(samples[str(batch)].calls_s, 50) * 1e6 / batch},
+            )
+            for batch in _ACQUIRE_BATCHES
+        ]
+
+    def _subject(self, tier: PoolTier, name: str, op: str, batch: int) -> Subject:
+        if op == "read":
+            return self._rotation.reads(tier, "read", batch, self._pids)
+        return self._rotation.writes(tier, name, batch, self._pids)
+
+    def _raw_subject(self, raw: RawSocket, op: str, batch: int) -> Subject:
+        rotation = self._rotation
+        starts = range(0, len(rotation.sources), batch)
+
+        def read() -> list[float]:
+            return [raw.read(rotation.into[at : at + batch], at) for at in starts]
+
+        def write() -> list[float]:
+            return [raw.write(rotation.sources[at : at + batch], at) for at in starts]
+
+        return Subject(read if op == "read" else write, pids=(os.getpid(), raw.pid))
+
+    def _case(
+        self,
+        name: str,
+        op: str,
+        batch: int,
+        samples: Mapping[str, Samples],
+        floor: str | None,
+        beside: Mapping[str, Samples],
+        *,
+        row: str = "",
+        detail: str = "",
+    ) -> Case:
+        return Case.of(
+            row or name,
+            op,
+            samples[name],
+            floor=None if floor is None else (floor, samples[floor]),
+            beside=beside,
+            round_bytes=self._rotation.nbytes,
+            payload_bytes=self._rotation.payload_bytes,
+            batch=batch,
+            detail=detail,
+        )
 
 
-class _Path(Protocol):
-    """What is measured of a `Tier`."""
-
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]: ...
-
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]: ...
-
-    def discard(self, keys: Sequence[StoreKey]) -> int: ...
-
-
-class _Blocks:
-    """A batch of random blocks, and memory to read it into."""
-
-    def __init__(self, payload_bytes: int, batch: int) -> None:
-        rng = np.random.default_rng(0)
-        self._sources = [map_memory(payload_bytes, prefault=True) for _ in range(batch)]
-        for source in self._sources:
-            copy_bytes(source, rng.bytes(payload_bytes))
-        self._into = [map_memory(payload_bytes, prefault=True) for _ in range(batch)]
-        hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(_NUM_KEY_SETS * batch, dtype=np.int32))
-        keys = [store_key(tenant_id(TENANT), NamespaceId(bytes(16)), h) for h in hashes]
-        self._key_sets = [keys[start : start + batch] for start in range(0, len(keys), batch)]
-
-    def copy(self) -> None:
-        """The floor: what moving these bytes costs at the least."""
-        for into, source in zip(self._into, self._sources, strict=True):
-            copy_bytes(into, source)
-
-    def reads(self, paths: dict[str, _Path]) -> dict[str, Callable[[], None]]:
-        """Reads of blocks that the server has in memory."""
-        for tier in paths.values():
-            tier.discard(self._key_sets[0])
-            self._write(tier, self._key_sets[0])
-
-        def read(tier: _Path) -> None:
-            if set(tier.read(self._key_sets[0], self._into)) != {Status.HIT}:
-                raise KvtierError("a read missed: the figures would mean nothing")
-
-        return {name: lambda tier=tier: read(tier) for name, tier in paths.items()}  # type: ignore[misc]
-
-    def writes(self, paths: dict[str, _Path]) -> dict[str, Callable[[], None]]:
-        """Writes under keys of each path's own, which the pool forgets in between."""
-        runs: dict[str, Callable[[], None]] = {}
-        for (name, tier), keys in zip(paths.items(), self._key_sets[1:], strict=False):
-
-            def write(tier: _Path = tier, keys: list[StoreKey] = keys) -> None:
-                tier.discard(keys)
-                self._write(tier, keys)
-
-            runs[name] = write
-        return runs
-
-    def _write(self, tier: _Path, keys: list[StoreKey]) -> None:
-        if set(tier.write(list(zip(keys, self._sources, strict=True)))) != {WriteStatus.STORED}:
-            raise KvtierError("a write was refused: the figures would mean nothing")
-
-
-class _PlainRedis:
-    """redis-py with hiredis as anybody would use it, pipelined. Verifies nothing."""
-
-    def __init__(self, client: "redis_py.Redis") -> None:
-        self._client = client
-
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        pipeline = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.get(_plain(key))
-        values = pipeline.execute()
-        for value, buffer in zip(values, into, strict=True):
-            copy_bytes(buffer, value)
-        return [Status.HIT] * len(values)
-
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
-        pipeline = self._client.pipeline(transaction=False)
-        for key, payload in items:
-            pipeline.set(_plain(key), payload)
-        return [WriteStatus.STORED if done else WriteStatus.FULL for done in pipeline.execute()]
-
-    def discard(self, keys: Sequence[StoreKey]) -> int:
-        return int(self._client.delete(*map(_plain, keys)))
-
-
-def _plain(key: StoreKey) -> bytes:
-    return b"kvtier-bench:" + key
-
-
-def _redis_paths(url: str, stack: ExitStack) -> dict[str, _Path]:
-    import redis as redis_py
-
-    from kvtier.tiers.redis import RedisTier
-
-    tier = RedisTier(url, metrics=Metrics(), breaker=CircuitBreaker(3, 1.0), call_timeout_s=30.0)
-    stack.callback(tier.close)
-    client = redis_py.Redis.from_url(url)
-    stack.callback(client.close)
-    return {"redis": tier, "redis-py": _PlainRedis(client)}
-
-
-def _pool(folder: Path, token: str, memory_bytes: int) -> Service:
-    config = folder / "pool.toml"
-    config.write_text(
-        f'[pool_service]\nlisten = ["127.0.0.1:0", "unix:{folder}/pool.sock"]\n'
-        f'grpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\nmemory_bytes = {memory_bytes}\n'
-        f'[tenants.{TENANT}]\ntoken_sha256 = ["{token_sha256(token)}"]\n'
-    )
-    return Service(["pool", "serve", "--config", str(config)], log=folder / "pool.log", environ={})
+def _best(calls: Mapping[str, tuple[str, str]], samples: Mapping[str, Samples]) -> dict[str, tuple[str, str]]:
+    """By row: the subject whose call was fastest, and that call."""
+    best: dict[str, tuple[str, str]] = {}
+    for name, (row, call) in sorted(calls.items(), key=lambda item: Spread.of(samples[item[0]].rounds_s).median_s):
+        best.setdefault(row, (name, call))
+    return dict(sorted(best.items()))

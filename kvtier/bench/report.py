@@ -1,34 +1,23 @@
-"""How benchmarks measure and report. No figure without the hardware, the commit and something beside it."""
+"""How benchmarks report. No figure without the hardware, the commit and something beside it."""
 
 import json
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-NUM_ROUNDS = 9
+from kvtier.bench.plot import Bar, write_bars
+from kvtier.bench.rounds import NUM_ROUNDS, Samples, Spread, interleave, percentile, ratios
 
+__all__ = ["NUM_ROUNDS", "Case", "Spread", "commit", "hardware", "interleave", "ratios", "report"]
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Seconds over several rounds."""
-
-    median_s: float
-    min_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Spread":
-        return cls(median(seconds), min(seconds), max(seconds))
+_GIB = 1 << 30
 
 
 def hardware() -> str:
@@ -55,69 +44,182 @@ def commit() -> str:
     return f"{revision}+changes" if changed else str(revision)
 
 
-def interleave(cases: dict[str, Callable[[], None]], *, rounds: int = NUM_ROUNDS, label: str) -> dict[str, list[float]]:
-    """Runs the cases in turn, A B A B ..., after one round that is not counted. Seconds per case and round.
-
-    Interleaving keeps a ratio honest on a machine whose speed drifts: pair by pair, both saw the same.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for counted in track([False] + [True] * rounds, description=label, console=Console(stderr=True)):
-        for name, run in cases.items():
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
-            if counted:
-                seconds[name].append(elapsed)
-    return seconds
-
-
-def ratios(slower: Sequence[float], faster: Sequence[float]) -> Spread:
-    """`slower / faster`, pair by pair."""
-    return Spread.of([a / b for a, b in zip(slower, faster, strict=True)])
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A row of a report."""
+    """A row of a report. None where a figure has no meaning."""
 
     name: str
     op: str
-    p50_us: float
-    """Median over the rounds, of one `unit`."""
-    unit: str
-    floor: str = ""
+    payload_bytes: int | None = None
+    """Of one block."""
+    batch: int | None = None
+    """Blocks or keys in one call."""
+    gb_per_s: float | None = None
+    """Bytes of a round over the median time of one, in 10^9 bytes."""
+    p50_us: float | None = None
+    """Median time of one call; what a call is says `unit`."""
+    p99_us: float | None = None
+    """Nearest rank: of fewer than 100 calls, the slowest."""
+    cpu_s_per_gib: float | None = None
+    """User and system time of all processes that take part, by 2^30 bytes."""
+    floor: str | None = None
     """What it is held against, in the same run."""
     ratio_to_floor: float | None = None
-    """Median of the floor's time / ours, pair by pair: above 1 is faster than the floor."""
-    spread: str = ""
+    """Median of the floor's time / ours, round by round: above 1 is faster than the floor."""
+    ratio_spread: tuple[float, float] | None = None
     """Lowest and highest of that ratio."""
+    beside: Mapping[str, Spread] = field(default_factory=dict)
+    """The same ratio to other floors and to peers, by their names."""
+    rounds: int | None = None
+    unit: str = "call"
+    detail: str = ""
+    """Which of a peer's calls it was, and the like."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else was measured, by names with units in them."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        op: str,
+        samples: Samples,
+        *,
+        floor: tuple[str, Samples] | None = None,
+        beside: Mapping[str, Samples] | None = None,
+        round_bytes: int = 0,
+        **fields: Any,
+    ) -> "Case":
+        """
+        :param samples: of the case itself.
+        :param floor: its name, and what it took in the same rounds.
+        :param beside: likewise, of whatever else it is compared with.
+        :param round_bytes: payload moved in a round; 0 where nothing is.
+        :param fields: the others, as they stand.
+        """
+        to_floor = None if floor is None else ratios(floor[1].rounds_s, samples.rounds_s)
+        return cls(
+            name,
+            op,
+            gb_per_s=round_bytes / Spread.of(samples.rounds_s).median_s / 1e9 if round_bytes else None,
+            p50_us=percentile(samples.calls_s, 50) * 1e6,
+            p99_us=percentile(samples.calls_s, 99) * 1e6,
+            cpu_s_per_gib=samples.cpu_s / (round_bytes * len(samples.rounds_s) / _GIB) if round_bytes else None,
+            floor=None if floor is None else floor[0],
+            ratio_to_floor=None if to_floor is None else to_floor.median_s,
+            ratio_spread=None if to_floor is None else (to_floor.min_s, to_floor.max_s),
+            beside={other: ratios(of.rounds_s, samples.rounds_s) for other, of in (beside or {}).items()},
+            rounds=len(samples.rounds_s),
+            **fields,
+        )
 
 
-def report(title: str, cases: Sequence[Case], *, as_json: Path | None, notes: Sequence[str] = ()) -> None:
-    """Prints a table and, if asked, writes JSON (`-` for standard output, and then no table)."""
-    data: dict[str, Any] = {"hardware": hardware(), "commit": commit(), "cases": [asdict(case) for case in cases]}
-    if as_json is not None:
-        text = json.dumps(data, indent=2) + "\n"
-        if str(as_json) == "-":
-            print(text, end="")
-            return
+def report(
+    title: str,
+    cases: Sequence[Case],
+    *,
+    as_json: Path | None,
+    plot: Path | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Prints a table and, if asked, writes JSON (`-` for standard output, and then no table) and a picture."""
+    data: dict[str, Any] = {
+        "hardware": hardware(),
+        "commit": commit(),
+        "cases": [asdict(case) for case in cases],
+        "notes": list(notes),
+    }
+    text = json.dumps(data, indent=2) + "\n"
+    if as_json is not None and str(as_json) != "-":
         as_json.write_text(text)
+    if plot is not None:
+        bars = [bar for case in cases if (bar := _bar(case)) is not None]
+        write_bars(plot, bars, title=title, caption=f"{data['hardware']}, commit {data['commit']}")
+    if as_json is not None and str(as_json) == "-":
+        print(text, end="")
+        return
     console = Console()
-    table = Table(title=title, caption=f"{data['hardware']}\ncommit {data['commit']}", caption_justify="left")
-    compared = any(case.floor for case in cases)
-    for column in ("case", "what", "median"):
-        table.add_column(column, justify="right" if column == "median" else "left")
-    for column in ("speed beside", "lowest .. highest") if compared else ():
-        table.add_column(column)
-    for case in cases:
-        row = [case.name, case.op, f"{_duration(case.p50_us)} / {case.unit}"]
-        if compared:
-            ratio = "" if case.ratio_to_floor is None else f"{case.ratio_to_floor:.2f}x {case.floor}"
-            row += [ratio, case.spread]
-        table.add_row(*row)
-    console.print(table)
+    console.print(_table(title, cases, caption=f"{data['hardware']}\ncommit {data['commit']}"))
+    if any(case.beside for case in cases):
+        console.print(_comparisons(cases))
     for note in notes:
         console.print(note)
+
+
+def _table(title: str, cases: Sequence[Case], *, caption: str) -> Table:
+    """Without the columns that no case has anything for."""
+    columns = ("case", "GB/s", "median", "p99", "CPU s/GiB", "beside", "lowest .. highest")
+    rows = [_row(case) for case in cases]
+    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    table = Table(title=title, caption=caption, caption_justify="left")
+    for i in used:
+        table.add_column(columns[i], justify="left" if i in (0, 5, 6) else "right")
+    heading = ""
+    for case, row in zip(cases, rows, strict=True):
+        if _heading(case) != heading:
+            heading = _heading(case)
+            table.add_section()
+            table.add_row(f"[bold]{heading}[/bold]")
+        table.add_row(*(row[i] for i in used))
+    return table
+
+
+def _comparisons(cases: Sequence[Case]) -> Table:
+    """How many times as fast as each of the others."""
+    others = list(dict.fromkeys(name for case in cases for name in case.beside))
+    table = Table(title="Times as fast as (median of pairs)")
+    table.add_column("case")
+    for name in others:
+        table.add_column(name, justify="right")
+    heading = ""
+    for case in cases:
+        if not case.beside:
+            continue
+        if _heading(case) != heading:
+            heading = _heading(case)
+            table.add_section()
+            table.add_row(f"[bold]{heading}[/bold]")
+        table.add_row(
+            case.name, *(f"{case.beside[name].median_s:.2f}" if name in case.beside else "" for name in others)
+        )
+    return table
+
+
+def _heading(case: Case) -> str:
+    count = "" if case.batch is None else f" {case.batch:,}"
+    size = "" if case.payload_bytes is None else f" x {_size(case.payload_bytes)}"
+    return f"{case.op}{count}{size}"
+
+
+def _row(case: Case) -> list[str]:
+    spread = case.ratio_spread
+    return [
+        f"{case.name} ({case.detail})" if case.detail else case.name,
+        "" if case.gb_per_s is None else f"{case.gb_per_s:.2f}",
+        "" if case.p50_us is None else _duration(case.p50_us) + ("" if case.unit == "call" else f" / {case.unit}"),
+        "" if case.p99_us is None else _duration(case.p99_us),
+        "" if case.cpu_s_per_gib is None else f"{case.cpu_s_per_gib:.3f}",
+        "" if case.ratio_to_floor is None else f"{case.ratio_to_floor:.2f}x {case.floor}",
+        "" if spread is None else f"{spread[0]:.2f} .. {spread[1]:.2f}",
+    ]
+
+
+def _bar(case: Case) -> Bar | None:
+    """What a picture shows of a case: speed where bytes move, otherwise time."""
+    beside = "" if case.ratio_to_floor is None else f", {case.ratio_to_floor:.2f}x {case.floor}"
+    if case.gb_per_s is not None:
+        text = f"{case.gb_per_s:.2f} GB/s{beside}"
+        return Bar(case.name, case.gb_per_s, text, group=case.name, heading=_heading(case))
+    if case.p50_us is not None:
+        text = f"{_duration(case.p50_us)} / {case.unit}{beside}"
+        return Bar(case.name, case.p50_us, text, group=case.name, heading=_heading(case), scale=case.op)
+    return None
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes:,} B"
 
 
 def _duration(microseconds: float) -> str:

@@ -73,8 +73,8 @@ class Mover:
         """
         :param tiers: the tiers below the arena by name.
         :param inventory: listens to those of the tiers that belong to this mover alone.
-        :param num_load_threads: batches read and copied at a time; 2 overlap a tier's read with the
-            device copy, more help tiers with latency.
+        :param num_load_threads: batches under way at a time, each with arena slots of its own: 2 are a double
+            buffer, one read from its tier while the other is copied to the device; more help tiers with latency.
         """
         if arena.slot_bytes < device.block_bytes:
             raise InvalidInputError(

@@ -305,6 +305,7 @@ class DiskTier:
                 coldest = self._index.take_coldest()
                 if coldest is None:
                     return False
+                self._metrics.evicted_blocks.labels(self._name).inc()
                 self._outbox.post(EventKind.REMOVED, [coldest[0]])
             if not self._remove_file(*coldest):
                 return False

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.clock import MONOTONIC, Clock
@@ -12,6 +12,7 @@ from kvtier.codec import checksum as checksum_of
 from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.events import EventKind, EventSink, ignore_event
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.gate import CallGate
@@ -78,6 +79,11 @@ class HeldPlaces:
         self.places = places
         """A `kvtier.wire.shared_memory.PLACE` per hit."""
 
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held, hits all of them."""
+        return len(self.places) // PLACE.size
+
 
 class HostTier:
     """Blocks in slabs of memory, each slab of one tenant, one slot size and one writer.
@@ -105,6 +111,7 @@ class HostTier:
         shared: bool = False,
         min_residency_s: float = 0.0,
         on_event: EventSink = ignore_event,
+        metrics: Metrics | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
@@ -115,6 +122,7 @@ class HostTier:
         :param shared: in memory that other processes may map; Linux only.
         :param min_residency_s: a block is not evicted before: writers hear FULL instead.
         :param on_event: called from the threads that use the tier; must not call `close`.
+        :param metrics: counts evictions.
         """
         if capacity_bytes < PAGE_BYTES or slab_bytes < 1:
             raise InvalidInputError(f"host tier of {capacity_bytes} bytes in slabs of {slab_bytes}: too small")
@@ -123,6 +131,7 @@ class HostTier:
         self._clock = clock
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
+        self._num_evicted = (metrics or Metrics()).evicted_blocks.labels(name)
         self._lock = threading.Lock()
         self._grown = threading.Condition(self._lock)
         """Notified when a thread has finished making a slab."""
@@ -251,6 +260,11 @@ class HostTier:
         with self._gate:
             self._finish([slot], {slot: checksum})
 
+    def commit_all(self, checksums: Mapping[WriteSlot, int]) -> None:
+        """`commit` of a batch; its last block becomes the coldest of it, as tails should."""
+        with self._gate:
+            self._finish(list(checksums), checksums)
+
     def abort(self, slot: WriteSlot) -> None:
         """Gives the slot back unwritten; does nothing after commit, abort or `close`."""
         with self._lock:
@@ -363,9 +377,7 @@ class HostTier:
                     self._grown.wait()
                     continue
                 growth, evicted = self._memory.grow(lane, young_s=self._young_s())
-                for lost in evicted:
-                    del self._lane_of[lost]
-                self._outbox.post(EventKind.REMOVED, evicted)
+                self._note_evicted(evicted)
                 if growth is None:
                     return self._take_slot(lane, key, nbytes)
                 self._growing = True
@@ -379,11 +391,17 @@ class HostTier:
         if isinstance(outcome, WriteStatus):
             return outcome
         if outcome.evicted is not None:
-            del self._lane_of[outcome.evicted]
-            self._outbox.post(EventKind.REMOVED, [outcome.evicted])
+            self._note_evicted([outcome.evicted])
         self._lane_of[key] = lane
         lane.size_class.renew(outcome.entry)
         return WriteSlot(key, lane.size_class.view(outcome.entry, nbytes), outcome.entry, lane)
+
+    def _note_evicted(self, keys: Sequence[StoreKey]) -> None:
+        """Their slots belong to others already. Locked."""
+        for key in keys:
+            del self._lane_of[key]
+        self._num_evicted.inc(len(keys))
+        self._outbox.post(EventKind.REMOVED, keys)
 
     def _young_s(self) -> float:
         """Blocks committed after this time stay."""
@@ -407,7 +425,7 @@ class HostTier:
                     self._memory.add(slab)
         return slab is not None
 
-    def _finish(self, slots: Sequence[WriteSlot], checksums: dict[WriteSlot, int]) -> None:
+    def _finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
         """Commits the slots that have a checksum, last to first, and aborts the others."""
         stored: list[StoreKey] = []
         now_s = self._clock()

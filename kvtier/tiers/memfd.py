@@ -10,7 +10,7 @@ import sys
 from kvtier.errors import ConfigError
 from kvtier.tiers.memory import touch_pages
 
-_F_ADD_SEALS = 1033
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: who maps it can rely on its size, so a read cannot end in SIGBUS."""
 _PUNCH = 0x1 | 0x2
@@ -44,6 +44,15 @@ def create(name: str, nbytes: int) -> int:
 def reopen_read_only(descriptor: int) -> int:
     """A second descriptor of the same memory that cannot be mapped for writing. The caller closes it."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def is_sealed(descriptor: int, nbytes: int) -> bool:
+    """Whether this is memory of so many bytes at least, and will be as long as it is mapped."""
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:  # not a memfd
+        return False
+    return seals & _SEALS == _SEALS and os.fstat(descriptor).st_size >= nbytes
 
 
 def map_descriptor(descriptor: int, nbytes: int, *, writable: bool) -> memoryview:

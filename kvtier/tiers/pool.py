@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.codec import decode
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.metrics import Metrics
@@ -31,10 +30,11 @@ class PoolTransport(Protocol):
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
-    ) -> Iterator[tuple[int, bytes]]:
-        """Yields (index, stored-form header) as soon as `into[index]` holds that block's payload, unverified.
+    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        """Yields (index, None) as soon as `into[index]` holds that block's payload, verified against its key.
 
-        Blocks that are not there are not yielded. What was yielded before an exception counts.
+        What arrived and is not that block is yielded with the reason. Blocks that are not there are not yielded.
+        What was yielded before an exception counts.
         """
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
@@ -123,15 +123,12 @@ class PoolTier:
         statuses = [Status.MISS] * len(keys)
 
         def ask(batch: slice, timeout_s: float) -> None:
-            for offset, header in self._transport.read(keys[batch], into[batch], timeout_s):
-                i = batch.start + offset
-                try:
-                    decode(header, keys[i], into[i])
-                except CorruptBlockError as error:
+            for offset, error in self._transport.read(keys[batch], into[batch], timeout_s):
+                if error is None:
+                    statuses[batch.start + offset] = Status.HIT
+                else:
                     self._metrics.corrupt_blocks.labels(self._name).inc()
                     self._dropped.warning(f"tier {self._name}: block dropped: {error}")
-                else:
-                    statuses[i] = Status.HIT
 
         with self._gate:
             self._calls.in_batches("read", [len(buffer) for buffer in into], ask)

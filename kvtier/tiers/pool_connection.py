@@ -4,12 +4,13 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from kvtier.errors import InvalidInputError, UnauthenticatedError
-from kvtier.keys import TenantId
+from kvtier.keys import NamespaceId, TenantId
 from kvtier.tiers.base import ReadableBuffer
 from kvtier.wire.address import Address, open_connection
 from kvtier.wire.block import VERSIONS, Fields, Result, Verb, error_for
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
+from kvtier.wire.tls import ClientTls, TlsStream
 
 _CLIENT = "kvtier"
 
@@ -21,9 +22,14 @@ class PoolConnection:
     said makes no sense. After either, only `close` makes sense.
     """
 
-    def __init__(self, socket: FrameSocket) -> None:
+    def __init__(self, stream: PlainStream | TlsStream) -> None:
         """For `open`."""
-        self._socket = socket
+        self._stream = stream
+        self._socket = FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local)
+        self.lease_s = 0.0
+        """How long the pool lets us read a block in its memory; 0 when it does not share it here."""
+        self.max_held_bytes = 0
+        """Payload bytes that we may hold in its memory at a time, to read and to write."""
         self._deadline = 0.0
         """Of the call under way, monotonic."""
         self._request_id = 0
@@ -31,19 +37,41 @@ class PoolConnection:
         """Payload of the last answer that nobody has received."""
 
     @classmethod
-    def open(cls, address: Address, token: str, tenant: TenantId, deadline: float) -> "PoolConnection":
-        """Connects and exchanges HELLO. The token must be that tenant's."""
-        connection = cls(FrameSocket(PlainStream(open_connection(address, deadline))))
+    def open(
+        cls,
+        address: Address,
+        token: str | None,
+        tenant: TenantId,
+        deadline: float,
+        *,
+        tls: ClientTls | None = None,
+        namespaces: Sequence[NamespaceId] = (),
+    ) -> "PoolConnection":
+        """Connects and exchanges HELLO. The credentials must be that tenant's.
+
+        :param token: None: the certificate says it all.
+        :param tls: not for Unix sockets, which stay as they are.
+        :param namespaces: all that will be used; none: any may be.
+        """
+        connection = cls(_stream(address, tls, deadline))
         try:
-            hello = {"versions": list(VERSIONS), "token": token, "client": _CLIENT}
+            hello: dict[str, object] = {"versions": list(VERSIONS)}
+            if token is not None:
+                hello["token"] = token
+            hello["client"] = _CLIENT
+            if namespaces:
+                hello["namespaces"] = list(namespaces)
             greeting = connection.ask(Verb.HELLO, hello, (), deadline)
             if greeting.number("version") not in VERSIONS:
                 raise InvalidInputError(f"the pool chose version {greeting.number('version')}, which was not offered")
             if greeting.data("tenant") != tenant:
                 raise UnauthenticatedError(
-                    "the pool takes the token for another tenant's: check `tenant` and its `token` in the engine's "
-                    "configuration, and `token_sha256` in the pool's"
+                    "the pool takes the credentials for another tenant's: check `tenant` and its `token` in the "
+                    "engine's configuration, and `token_sha256` and `certificate_names` in the pool's"
                 )
+            if greeting.has("lease_ms"):
+                connection.lease_s = greeting.number("lease_ms") / 1000
+                connection.max_held_bytes = greeting.number("max_held_bytes")
         except TimeoutError:
             connection.close()
             raise TimeoutError("connected, but no greeting in time; is this what the pool calls `listen`?") from None
@@ -75,19 +103,46 @@ class PoolConnection:
             raise InvalidInputError(f"answer {answer.number('id')} to request {self._request_id}")
         return answer
 
-    def receive_payload(self, into: Sequence[memoryview]) -> None:
-        """Fills `into` with all of the last answer's payload; nothing is written when its length is another."""
-        expected = sum(map(len, into))
+    def require_payload(self, expected: int) -> None:
+        """Raises `InvalidInputError` unless the last answer has a payload of so many bytes."""
         if self._unread_bytes != expected:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes for blocks of {expected}")
+
+    def receive_into(self, into: Sequence[memoryview]) -> None:
+        """Fills `into` with the next bytes of the last answer's payload: no more than it has, see `require_payload`."""
         self._socket.receive_into(into, deadline=self._deadline)
-        self._unread_bytes = 0
+        self._unread_bytes -= sum(map(len, into))
+
+    def tell(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> None:
+        """Sends a request that is not answered."""
+        self._request_id += 1
+        self._socket.send_frame({"id": self._request_id, "verb": verb, **fields}, deadline=deadline)
 
     def require_end(self) -> None:
         """Raises `InvalidInputError` when the last answer has a payload that was not received."""
         if self._unread_bytes:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes where none belongs")
 
+    def take_descriptors(self) -> list[int]:
+        """What came with the answers since the last call; the caller's to close."""
+        return self._stream.take_descriptors() if isinstance(self._stream, PlainStream) else []
+
+    def wait_for_end(self) -> None:
+        """Blocks until the pool has ended the connection, or `shut_down` has. Any thread, beside one that uses it."""
+        assert isinstance(self._stream, PlainStream), "memory is shared over Unix sockets only"
+        self._stream.wait_for_end()
+
+    def shut_down(self) -> None:
+        """Ends the connection under threads that use it. Any thread."""
+        self._socket.shut_down()
+
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
+
+
+def _stream(address: Address, tls: ClientTls | None, deadline: float) -> PlainStream | TlsStream:
+    connected = open_connection(address, deadline)
+    if tls is None or address.path:
+        return PlainStream(connected, takes_descriptors=bool(address.path))
+    return tls.connect(connected, address.host, deadline)

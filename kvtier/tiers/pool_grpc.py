@@ -3,24 +3,38 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvtier.codec import encode_header
-from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.codec import decode, encode_header
+from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
 from kvtier.tiers.memory import copy_bytes
 from kvtier.wire import pool_pb2
+from kvtier.wire.certificates import read_pem
 from kvtier.wire.frames import decode_frames, encode_blocks
 from kvtier.wire.status import error_for
+from kvtier.wire.tls import ClientTls, require_credentials
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
 _HASH = slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None)
 _MAX_MESSAGE_BYTES = 4 << 20
+_TLS_REMEDIES = (
+    ("WRONG_VERSION_NUMBER", "no TLS is spoken there: take tls_ca out of [pool], or give the pool a tls_certificate"),
+    ("Hostname Verification", "the pool's certificate is not for that host: see tls_server_name in [pool]"),
+    ("CERTIFICATE_VERIFY_FAILED", "the pool's certificate must be valid, and signed by a CA in tls_ca of [pool]"),
+    (
+        ": Socket closed",
+        "if the pool speaks TLS: is tls_ca set in [pool], and does the pool's tls_client_ca ask for another "
+        "certificate than tls_certificate?",
+    ),
+)
+"""Parts of what gRPC says, and what they mean."""
 _T = TypeVar("_T")
 
 
@@ -30,31 +44,28 @@ class GrpcTransport:
     The tenant is the token's: the transport sends no tenant, and the pool answers for no other.
     """
 
-    def __init__(self, address: str, token: str, *, connect_timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        *,
+        connect_timeout_s: float = 1.0,
+        tls: ClientTls | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
         """
         :param address: `host:port` or `unix:/path`.
-        :param token: the tenant's bearer token. Sent in the clear: use it on trusted networks.
+        :param token: the tenant's bearer token, sent in the clear without `tls`. None: a certificate stands for it.
         :param connect_timeout_s: one attempt to connect; calls made meanwhile fail with it.
+        :param tls: over TCP; a Unix socket needs none. Its files are read now, and not again when they are renewed.
+        :param metrics: takes the bytes moved.
         """
-        if not token or not all("!" <= c <= "~" for c in token):
-            raise ConfigError("the pool's token must be printable ASCII without spaces, and not empty")
-        connect_timeout_ms = max(1, round(connect_timeout_s * 1000))
-        self._metadata = (("authorization", f"Bearer {token}"),)
-        self._channel = grpc.insecure_channel(
-            address,
-            options=(
-                # A connection of its own: another tenant's trouble is not ours.
-                ("grpc.use_local_subchannel_pool", 1),
-                ("grpc.min_reconnect_backoff_ms", connect_timeout_ms),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 1000),
-                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-                ("grpc.enable_retries", 0),
-                ("grpc.enable_http_proxy", 0),
-            ),
-            compression=grpc.Compression.NoCompression,
-        )
+        require_credentials(token, None if address.startswith("unix:") else tls)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._channel = _channel(address, connect_timeout_s, tls)
+        path_bytes = (metrics if metrics is not None else Metrics()).path_bytes
+        self._read_bytes = path_bytes.labels("grpc", "read")
+        self._written_bytes = path_bytes.labels("grpc", "write")
         # No (de)serializers: messages are bytes, encoded where it matters by hand.
         self._lookup: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Lookup")
         self._read: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_SERVICE + "Read")
@@ -72,7 +83,7 @@ class GrpcTransport:
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
-    ) -> Iterator[tuple[int, bytes]]:
+    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`."""
         runs = groupby(zip(keys, into, strict=True), key=lambda item: (item[0][_NAMESPACE], len(item[1])))
         groups = [
@@ -82,7 +93,9 @@ class GrpcTransport:
         with _translated():
             stream = self._read(request, timeout=timeout_s, metadata=self._metadata)
             try:
-                yield from _receive(stream, into)
+                for i, header in _receive(stream, into):
+                    self._read_bytes.inc(len(into[i]))
+                    yield i, _fault(header, keys[i], into[i])
             finally:
                 stream.cancel()
 
@@ -94,6 +107,7 @@ class GrpcTransport:
         with _translated():
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
+        self._written_bytes.inc(sum(len(payload) for _, payload in items))
         return _require_length(statuses, len(items))
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
@@ -116,6 +130,30 @@ class GrpcTransport:
         self._channel.close()
 
 
+def _channel(address: str, connect_timeout_s: float, tls: ClientTls | None) -> grpc.Channel:
+    options: list[tuple[str, Any]] = [
+        # A connection of its own: another tenant's trouble is not ours.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.min_reconnect_backoff_ms", max(1, round(connect_timeout_s * 1000))),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    compression = grpc.Compression.NoCompression
+    if tls is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=options, compression=compression)
+    tls.check()  # names what is wrong, which gRPC does not
+    if tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    paths = (tls.files.ca, tls.files.key, tls.files.certificate)
+    root, key, certificates = (None if path is None else read_pem(path) for path in paths)
+    credentials = grpc.ssl_channel_credentials(root, key, certificates)
+    return grpc.secure_channel(address, credentials, options=options, compression=compression)
+
+
 def _receive(stream: Iterator[bytes], into: Sequence[memoryview]) -> Iterator[tuple[int, bytes]]:
     """Puts frames together; yields a block's index and header when its buffer is full."""
     block, filled, header = -1, 0, b""
@@ -135,6 +173,14 @@ def _receive(stream: Iterator[bytes], into: Sequence[memoryview]) -> Iterator[tu
             yield block, header
 
 
+def _fault(header: bytes, key: StoreKey, payload: memoryview) -> CorruptBlockError | None:
+    try:
+        decode(header, key, payload)
+    except CorruptBlockError as error:
+        return error
+    return None
+
+
 @contextmanager
 def _translated() -> Iterator[None]:
     """Turns whatever a call can end with into one of kvtier's exceptions."""
@@ -144,9 +190,15 @@ def _translated() -> Iterator[None]:
         # What a call raises is a Call too, which the stubs of RpcError do not say.
         if not isinstance(error, grpc.Call):
             raise error_for(grpc.StatusCode.UNKNOWN, str(error)) from error
-        raise error_for(error.code(), error.details() or "") from error
+        raise error_for(error.code(), _with_remedy(error.details() or "")) from error
     except (DecodeError, ValueError) as error:
         raise InvalidInputError(f"garbled answer of the pool: {error}") from error
+
+
+def _with_remedy(details: str) -> str:
+    """What gRPC says of a connection that failed, and what to do about it where that is TLS."""
+    remedy = next((remedy for sign, remedy in _TLS_REMEDIES if sign in details), None)
+    return details if remedy is None else f"{details}; {remedy}"
 
 
 def _groups(keys: Sequence[StoreKey]) -> list[pool_pb2.Keys]:

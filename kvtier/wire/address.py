@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 GRPC_PREFIX = "grpc:"
 """Before an engine's pool address: gRPC instead of the block protocol."""
 
-_UNIX = "unix:"
+UNIX_PREFIX = "unix:"
 _MAX_PATH_BYTES = 100
 """A socket's path is at most 107 bytes on Linux and 103 on macOS; servers need a few for a temporary name."""
 _SocketAddress = tuple[int, Any]
@@ -30,8 +30,8 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> "Address":
         """Reads `host:port`, `[v6]:port` or `unix:/path`. Raises `ConfigError` that says what is wrong."""
-        if text.startswith(_UNIX):
-            path = text.removeprefix(_UNIX)
+        if text.startswith(UNIX_PREFIX):
+            path = text.removeprefix(UNIX_PREFIX)
             if not path or len(path.encode()) > _MAX_PATH_BYTES:
                 raise ConfigError(f"address {text!r}: the path must have 1 to {_MAX_PATH_BYTES} bytes")
             return cls(path=path)
@@ -42,7 +42,7 @@ class Address:
 
     def __str__(self) -> str:
         if self.path:
-            return f"{_UNIX}{self.path}"
+            return f"{UNIX_PREFIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

@@ -27,7 +27,7 @@ VERSIONS = (1,)
 """What this release speaks, the newest first."""
 MAX_HEADER_BYTES = 8 << 20
 """Above the headers of 65,536 blocks in one write."""
-MAX_HELLO_BYTES = 4096
+MAX_HELLO_BYTES = 8192
 """Header of a HELLO, from a peer who has shown no token yet."""
 MAX_FRAME_PAYLOAD_BYTES = 8 << 20
 """Of an answer to `read`, unless its single block is larger. Bounds how much a slow reader holds in place."""
@@ -54,6 +54,12 @@ class Verb(enum.StrEnum):
     WRITE = "write"
     DISCARD = "discard"
     USAGE = "usage"
+    ACQUIRE = "acquire"
+    RELEASE = "release"
+    PREPARE = "prepare"
+    COMMIT = "commit"
+    ABORT = "abort"
+    MAP = "map"
 
 
 class Result(enum.StrEnum):
@@ -112,6 +118,16 @@ class Fields:
 
     def data(self, name: str) -> bytes:
         return self._get(name, bytes)
+
+    def datas(self, name: str) -> list[bytes]:
+        values: list[Any] = self._get(name, list)
+        if not all(isinstance(value, bytes) for value in values):
+            raise InvalidInputError(f"header: {name} must hold bytes")
+        return values
+
+    def has(self, name: str) -> bool:
+        """For fields that may be left out."""
+        return name in self._fields
 
     def numbers(self, name: str) -> list[int]:
         values: list[Any] = self._get(name, list)
@@ -175,9 +191,12 @@ def decode_header(packed: bytes | bytearray) -> Fields:
 class StrangerError(InvalidInputError):
     """The peer does not speak this protocol at all; the message names what it seems to speak."""
 
-    def __init__(self, first: bytes) -> None:
-        """:param first: the first bytes that came from it."""
-        super().__init__(f"not the block protocol: {_guess(first)}")
+    def __init__(self, first: bytes, expected: str = "the block protocol") -> None:
+        """
+        :param first: the first bytes that came from it.
+        :param expected: what is spoken here.
+        """
+        super().__init__(f"not {expected}: {_guess(first)}")
         self.first = first
 
 
@@ -186,6 +205,11 @@ def _guess(first: bytes) -> str:
         return "this looks like gRPC; the pool's gRPC port is `grpc_listen`, engines name it `grpc:host:port`"
     if first.startswith((b"HTTP", b"GET ", b"POST", b"HEAD", b"PUT ")):
         return "this looks like HTTP; the pool's HTTP port is `http_listen`, its block port `listen`"
-    if first.startswith(b"\x16\x03"):
-        return "this looks like TLS, which this port does not speak"
+    if first.startswith((b"\x16\x03", b"\x15\x03")):
+        return (
+            "this looks like TLS, which only one side speaks: set `tls_ca` in the engine's [pool] and "
+            "`tls_certificate` and `tls_key` in the pool's [pool_service], or none of them"
+        )
+    if first.startswith(_MAGIC):
+        return "this looks like kvtier in the clear: set `tls_ca` in the engine's [pool]"
     return f"it begins with {first[:4]!r}"

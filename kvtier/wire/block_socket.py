@@ -1,5 +1,6 @@
 """Frames over a connected stream: few system calls, no copy of payloads in Python, a deadline on each call."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC
@@ -31,15 +32,19 @@ class FrameSocket:
     `InvalidInputError`: the peer does not keep to the protocol. After any of them only `close` makes sense.
     """
 
-    def __init__(self, stream: Stream) -> None:
-        """:param stream: owned from now on."""
+    def __init__(self, stream: Stream, *, spins: bool = False) -> None:
+        """
+        :param stream: owned from now on.
+        :param spins: look for the next frame for a moment before going to sleep, as long as frames come that soon.
+            For peers on this machine that answer at once, and processes whose threads do not fight for the GIL.
+        """
         self._stream = stream
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._stop = 0
         """The bytes of `_ahead` that were received and not asked for yet."""
         self._asked_at = 0.0
         """When the last bytes were asked for, monotonic."""
-        self._spins = True
+        self._may_spin = self._spins = spins
         """Whether the last frame came so soon that looking for the next one is worth while."""
 
     def send_frame(
@@ -66,14 +71,14 @@ class FrameSocket:
         """Blocks, however long, until a frame begins. False when the connection has ended instead."""
         if self._start == self._stop and not self._look():
             self._start, self._stop = 0, self._stream.wait(self._ahead)
-            self._spins = MONOTONIC() - self._asked_at < 2 * _SPIN_S
+            self._note_delay()
         return self._start < self._stop
 
     def receive_head(self, *, deadline: float, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Fields, int]:
         """The header of the next frame, and how many bytes of payload follow it: the caller's to receive."""
         if self._start == self._stop and not self._look():
             self._need(PRELUDE_BYTES, deadline)
-            self._spins = MONOTONIC() - self._asked_at < 2 * _SPIN_S
+            self._note_delay()
         self._need(PRELUDE_BYTES, deadline)
         header_bytes, payload_bytes = decode_prelude(self._take(PRELUDE_BYTES), max_header_bytes)
         if header_bytes <= _AHEAD_BYTES:
@@ -122,12 +127,16 @@ class FrameSocket:
         """Whether a frame begins within the time that going to sleep and waking up would take."""
         self._asked_at = now = MONOTONIC()
         while self._spins and now - self._asked_at < _SPIN_S:
+            os.sched_yield()  # the peer may be waiting for this very core
             count = self._stream.poll(self._ahead)
             if count is not None:
                 self._start, self._stop = 0, count
                 return count > 0
             now = MONOTONIC()
         return False
+
+    def _note_delay(self) -> None:
+        self._spins = self._may_spin and MONOTONIC() - self._asked_at < 2 * _SPIN_S
 
     def _need(self, nbytes: int, deadline: float) -> None:
         """Receives until so many bytes are ahead."""

@@ -6,6 +6,7 @@ would then be asked for the GIL at every few hundred KiB.
 """
 
 import array
+import select
 import socket
 import sys
 from collections.abc import Sequence
@@ -113,6 +114,12 @@ class PlainStream:
             return self._socket.sendmsg(piece(views, start), ancillary)
         except BlockingIOError:
             return 0
+
+    def wait_for_end(self) -> None:
+        """Blocks until the peer has closed, or `shut_down` was called. Beside a thread that uses the stream."""
+        watched = select.poll()
+        watched.register(self._socket, select.POLLRDHUP)
+        watched.poll()
 
     def take_descriptors(self) -> list[int]:
         """What has come by SCM_RIGHTS since the last call; the caller's to close."""

@@ -1,65 +1,85 @@
 """`kvtier bench ttft`: time to first token of the engine, cold and warm, beside transformers' prefill."""
 
 import random
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from prometheus_client import CollectorRegistry
 
-from kvtier.bench.report import Case, Spread, interleave, ratios, report
+from kvtier.bench.blocks import TENANT
+from kvtier.bench.pool_process import PoolProcess, pool_process
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
+from kvtier.clock import MONOTONIC
 from kvtier.config import Config, parse_config
 from kvtier.errors import KvtierError
 
 if TYPE_CHECKING:
+    from kvtier_engine.assemble import AssembledEngine
     from kvtier_engine.engine import Engine
 
 PROMPT_TOKENS = 3_000
 NEW_TOKENS = 40
 """Of a warm prompt: what follows the shared document."""
+_POOL_BYTES = 2 << 30
+_PATIENCE_S = 60.0
 
 
 def bench_ttft(
     model: Annotated[Path | None, typer.Option(help="Hugging Face folder or GGUF file; default: SmolLM2-135M.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(help="Threads of both; 0 takes one per core.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 9,
+    io_process: Annotated[bool, typer.Option(help="As cache.io_process.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
     json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the cases to this SVG file.")] = None,
 ) -> None:
-    """Prefill 3,000 tokens in our engine and in transformers, same weights, dtype and threads, in turn; then
-    the same prompt with 40 new tokens, the others cached on the device."""
+    """Prefill 3,000 tokens in our engine and in transformers, same weights, dtype and threads, in turn; then the
+    same prompt with 40 new tokens, the others cached on the device, and again from a pool on the same machine."""
     # Imported here, so that the command line does not load torch for other commands.
     from kvtier_engine.assemble import assembled_engine
     from kvtier_engine.demo_model import demo_model_path
 
-    config = _config(model or demo_model_path(), dtype, threads)
-    with assembled_engine(config) as assembled:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
+        pool = stack.enter_context(pool_process(Path(folder), _POOL_BYTES))
+        config = _config(model or demo_model_path(), dtype, threads, pool, io_process)
+        assembled = stack.enter_context(assembled_engine(config))
         prompts = _Prompts(assembled.model.config.vocab_size)
-        first_token = _FirstToken(assembled.engine)
+        first_token = _FirstToken(assembled)
         bookkeeping = _Bookkeeping(assembled.registry)
         prefill = _transformers_prefill(assembled.model.weight_files[0].parent, dtype)
-        cases: dict[str, Callable[[], None]] = {
-            "cold": lambda: bookkeeping.of(lambda: first_token.wait_for(prompts.fresh(), num_cached=0)),
-            "transformers": lambda: prefill(prompts.latest),
-            "warm": lambda: first_token.wait_for(prompts.follow_up(), num_cached=PROMPT_TOKENS - NEW_TOKENS),
+
+        def cold() -> None:
+            bookkeeping.of(lambda: first_token.wait_for(prompts.fresh(), {}))
+
+        def warm(tier: str) -> Callable[[], None]:
+            return lambda: first_token.wait_for(prompts.follow_up(), {tier: PROMPT_TOKENS - NEW_TOKENS})
+
+        subjects = {
+            "cold": Subject(timed(cold)),
+            "transformers": Subject(timed(lambda: prefill(prompts.latest))),
+            "device": Subject(timed(warm("device")), first_token.settle),
+            "pool": Subject(timed(warm("pool")), first_token.leave_to_the_pool),
         }
-        seconds = interleave(cases, rounds=rounds, label="ttft")
-    rows = []
-    for name, what in (
+        samples = in_turn(subjects, rounds=rounds, label="ttft")
+    cases = []
+    for name, op in (
         ("cold", f"{PROMPT_TOKENS:,} tokens, nothing cached"),
         ("transformers", f"prefill of the same {PROMPT_TOKENS:,} tokens"),
-        ("warm", f"{NEW_TOKENS} new tokens after {PROMPT_TOKENS - NEW_TOKENS:,} on the device"),
+        ("device", f"{NEW_TOKENS} new tokens after {PROMPT_TOKENS - NEW_TOKENS:,} on the device"),
+        ("pool", f"{NEW_TOKENS} new tokens after {PROMPT_TOKENS - NEW_TOKENS:,} in the pool"),
     ):
-        ratio = ratios(seconds["transformers"], seconds[name])
-        spread = f"{ratio.min_s:.2f} .. {ratio.max_s:.2f}"
-        median_us = Spread.of(seconds[name]).median_s * 1e6
-        rows.append(Case(name, what, median_us, "prompt", "transformers", ratio.median_s, spread))
+        floor = "device" if name == "pool" else "transformers"
+        cases.append(Case.of(name, op, samples[name], floor=(floor, samples[floor]), unit="prompt"))
     note = (
         "At zero hits, hashing, lookup, allocation and the rest of the cache's bookkeeping take "
         f"{bookkeeping.share:.2%} of the engine's step time."
     )
-    report(f"Time to first token, {dtype}", rows, as_json=json, notes=[note])
+    report(f"Time to first token, {dtype}", cases, as_json=json, plot=plot, notes=[note])
 
 
 class _Prompts:
@@ -85,33 +105,58 @@ class _Prompts:
 class _FirstToken:
     """Asks an engine for one token and waits."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+    def __init__(self, assembled: "AssembledEngine") -> None:
+        self._engine: Engine = assembled.engine
+        self._registry = assembled.registry
+        self._num_computed = 0
+        """Full blocks so far: what the pool must have got."""
 
-    def wait_for(self, tokens: list[int], *, num_cached: int) -> None:
-        from kvtier.clock import MONOTONIC
+    def wait_for(self, tokens: list[int], cached: dict[str, int]) -> None:
+        """:param cached: how many tokens must come from where."""
         from kvtier_engine.request import Completion, Sampling
 
         completions: list[Completion] = []
         self._engine.submit(tokens, Sampling(max_tokens=1), MONOTONIC(), completions.append)
         self._engine.run_until(lambda: bool(completions))
-        cached = sum(completions[0].cached_by_tier.values())
-        if completions[0].finish_reason != "length" or cached != num_cached:
-            raise KvtierError(f"the engine ended with {completions[0]}: expected {num_cached} cached tokens")
+        self._num_computed += (len(tokens) - sum(cached.values())) // 16
+        if completions[0].finish_reason != "length" or completions[0].cached_by_tier != cached:
+            raise KvtierError(f"the engine ended with {completions[0]}: expected {cached} cached tokens")
+
+    def settle(self) -> None:
+        """Serves until the pool has everything that was computed."""
+        deadline = MONOTONIC() + _PATIENCE_S
+        self._engine.run_until(lambda: self._num_written() >= self._num_computed or MONOTONIC() > deadline)
+
+    def leave_to_the_pool(self) -> None:
+        """Makes the engine forget, so that only the pool has the prompt."""
+        self.settle()
+        forgotten: list[int | None] = []
+        self._engine.reset_cache(forgotten.append)
+        self._engine.run_until(lambda: bool(forgotten))
+
+    def _num_written(self) -> float:
+        return sum(
+            sample.value
+            for family in self._registry.collect()
+            if family.name == "kvtier_tier_blocks"
+            for sample in family.samples
+            if sample.labels.get("op") == "write" and sample.name.endswith("_total")
+        )
 
 
-def _config(model: Path, dtype: str, threads: int) -> Config:
+def _config(model: Path, dtype: str, threads: int, pool: PoolProcess, io_process: bool) -> Config:
     engine: dict[str, Any] = {"model": str(model.resolve()), "dtype": dtype, "num_threads": threads}
     return parse_config(
         {
-            "tenant": "bench",
-            "tenants": {"bench": {"secret": "env:BENCH_SECRET"}},
+            "tenant": TENANT,
+            "tenants": {TENANT: {"secret": "env:BENCH_SECRET", "token": "env:BENCH_TOKEN"}},
             "engine": engine | {"kv_bytes": "2GiB"},
             "host": {"capacity_bytes": "512MiB"},
-            "cache": {"clean_ahead_blocks": 0},
+            "cache": {"clean_ahead_blocks": 0, "io_process": io_process},
+            "pool": {"address": pool.unix},
         },
         source="kvtier bench ttft",
-        environ={"BENCH_SECRET": "of a benchmark, shared with nobody"},
+        environ={"BENCH_SECRET": "of a benchmark, shared with nobody", "BENCH_TOKEN": pool.token},
     )
 
 

@@ -14,6 +14,7 @@ import typer
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
 from kvtier.malloc import keep_freed_memory
+from kvtier.open_files import raise_open_files_limit
 
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
@@ -51,7 +52,7 @@ def run(config: Config) -> None:
     import uvicorn
 
     from kvtier_engine.assemble import assembled_engine
-    from kvtier_engine.http_connections import BACKLOG, bounded_protocol, raise_open_files_limit
+    from kvtier_engine.http_connections import BACKLOG, bounded_protocol
     from kvtier_engine.server import Server
 
     open_files = raise_open_files_limit()

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -12,21 +11,9 @@ BACKLOG = 128
 """Clients that wait to be accepted. asyncio accepts as many in a row, before any of them can be refused, and logs as
 many errors when descriptors run out."""
 _MOST_CONNECTIONS = 1024
-_MOST_OPEN_FILES = 65_536
-"""Some systems allow a billion, which is slow for whoever walks them all."""
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
 log = logging.getLogger(__name__)
-
-
-def raise_open_files_limit() -> int:
-    """Raises the process's soft limit as far as the hard one allows; returns what it then is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
 
 
 def bounded_protocol(open_files: int) -> type[H11Protocol]:

@@ -1,5 +1,6 @@
 """The listening block protocol server: one bounded thread per connection."""
 
+import contextlib
 import logging
 import socket
 import threading
@@ -8,12 +9,14 @@ from kvtier.wire.address import Address
 from kvtier.wire.block import VERSIONS, Result, encode_head
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
-from kvtier_pool.auth import TokenAuthenticator
+from kvtier.wire.tls import ServerTls, TlsStream
+from kvtier_pool.auth import Authenticator
 from kvtier_pool.block_session import BlockSession
 from kvtier_pool.core import PoolCore
 from kvtier_pool.listener import Listener
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolSettings
+from kvtier_pool.shared_memory import SharedClients
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -26,13 +29,23 @@ class BlockServer:
     """Binds, serves and stops. One thread calls it."""
 
     def __init__(
-        self, core: PoolCore, authenticator: TokenAuthenticator, settings: PoolSettings, metrics: PoolMetrics
+        self,
+        core: PoolCore,
+        authenticator: Authenticator,
+        settings: PoolSettings,
+        metrics: PoolMetrics,
+        clients: SharedClients | None = None,
     ) -> None:
-        """Binds nothing yet: see `start`."""
+        """Binds nothing yet: see `start`.
+
+        :param clients: lets those on a Unix socket share memory with the pool.
+        """
         self._core = core
         self._authenticator = authenticator
         self._settings = settings
         self._metrics = metrics
+        self._clients = clients
+        self._tls = None if settings.tls is None else ServerTls(settings.tls)
         self._listeners: list[Listener] = []
         """Owner only."""
         self._accepting: list[threading.Thread] = []
@@ -45,7 +58,12 @@ class BlockServer:
         """Guarded by _lock."""
 
     def start(self) -> tuple[str, ...]:
-        """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
+        """Listens and serves; returns the addresses with real ports.
+
+        Raises `ConfigError` when one cannot be bound, or the files for TLS are no good.
+        """
+        if self._tls is not None:
+            self._tls.check()
         for text in self._settings.listen:
             self._listeners.append(Listener(Address.parse(text), self._settings.socket_mode))
         for listener in self._listeners:
@@ -90,21 +108,35 @@ class BlockServer:
                 _log.warning("a connection on %s was dropped: %s", listener.address, error)
 
     def _admit(self, connection: socket.socket) -> None:
+        stream = self._stream(connection)
         session = BlockSession(
-            FrameSocket(PlainStream(connection)), self._core, self._authenticator, self._settings.limits, self._metrics
+            FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local),
+            self._core,
+            self._authenticator,
+            self._settings.limits,
+            self._metrics,
+            self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
+            stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
         )
         with self._lock:
             admitted = len(self._sessions) < self._settings.max_connections
             if admitted:
                 self._sessions.add(session)
         if not admitted:
-            self._refuse(connection)
+            self._refuse(stream)
             return
         try:
             threading.Thread(target=self._serve, args=(session,), name="kvtier-block", daemon=True).start()
         except RuntimeError:
             self._forget(session)
+            stream.close()
             raise
+
+    def _stream(self, connection: socket.socket) -> PlainStream | TlsStream:
+        """Does not block: a handshake is the session's."""
+        if self._tls is None or connection.family == socket.AF_UNIX:
+            return PlainStream(connection)
+        return self._tls.accept(connection)
 
     def _serve(self, session: BlockSession) -> None:
         self._metrics.block_connections.inc()
@@ -119,14 +151,17 @@ class BlockServer:
             self._sessions.discard(session)
             self._changed.notify_all()
 
-    def _refuse(self, connection: socket.socket) -> None:
+    def _refuse(self, stream: PlainStream | TlsStream) -> None:
         """Says why and closes, without waiting for a peer that may never speak."""
         self._metrics.block_connections_refused.inc()
         message = f"max_connections: {self._settings.max_connections} are open, and the pool takes no more"
         answer = {"id": 0, "result": Result.UNAVAILABLE, "message": message, "versions": list(VERSIONS)}
-        with connection:
-            connection.send(encode_head(answer), socket.MSG_DONTWAIT)
-            connection.shutdown(socket.SHUT_WR)
+        with contextlib.closing(stream):
+            if isinstance(stream, TlsStream):
+                stream.turn_away()
+            else:
+                stream.send([memoryview(encode_head(answer))], 0)
+            stream.end_sending()
 
     def _snapshot(self) -> list[BlockSession]:
         with self._lock:

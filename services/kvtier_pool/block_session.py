@@ -2,14 +2,16 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec import HEADER_BYTES, Header, parse_header
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError
-from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId
+from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host import WriteSlot
+from kvtier.tiers.pool_groups import windows
 from kvtier.wire.block import (
     MAX_FRAME_BLOCKS,
     MAX_FRAME_PAYLOAD_BYTES,
@@ -22,11 +24,14 @@ from kvtier.wire.block import (
     result_for,
 )
 from kvtier.wire.block_socket import FrameSocket, require_no_payload
-from kvtier_pool.auth import TokenAuthenticator
+from kvtier.wire.tls_errors import TlsError
+from kvtier_pool.auth import Authenticator
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import keys_of, require_blocks, require_bytes, require_room, windows
+from kvtier_pool.requests import keys_of, require_blocks, require_bytes, require_room
 from kvtier_pool.settings import PoolLimits
+from kvtier_pool.shared_memory import ClientMemory, SharedClients
+from kvtier_pool.shared_verbs import SHARED_VERBS, SharedVerbs, close_all
 from kvtier_pool.strangers import answer_for
 
 _log = logging.getLogger(__name__)
@@ -36,9 +41,11 @@ _LAST_WORDS_S = 1.0
 """How long the answer that ends a connection may take to be sent and received."""
 _SCRATCH_BYTES = 256 << 10
 """Where payloads go that nobody wants."""
+_NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
+"""Of a store key."""
 _Answer = dict[str, object]
-_Handler = Callable[[TenantId, Fields, int, float], _Answer]
-"""(tenant, request, payload bytes that follow, deadline) -> fields of the last answer."""
+_Handler = Callable[[TenantId, Fields, int, float], _Answer | None]
+"""(tenant, request, payload bytes that follow, deadline) -> fields of the last answer, None for none."""
 
 
 class BlockSession:
@@ -48,16 +55,30 @@ class BlockSession:
         self,
         connection: FrameSocket,
         core: PoolCore,
-        authenticator: TokenAuthenticator,
+        authenticator: Authenticator,
         limits: PoolLimits,
         metrics: PoolMetrics,
+        clients: SharedClients | None = None,
+        certificate_names: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """:param connection: owned from now on."""
+        """
+        :param connection: owned from now on.
+        :param clients: where the peer may share memory with the pool.
+        :param certificate_names: of the peer's verified certificate; called when it has said hello.
+        """
         self._connection = connection
         self._core = core
         self._authenticator = authenticator
         self._limits = limits
         self._metrics = metrics
+        self._clients = clients
+        self._client_memory: ClientMemory | None = None
+        """What the peer holds in shared memory, once it has asked for some. Own thread only."""
+        self._shared: SharedVerbs | None = None
+        """Likewise."""
+        self._certificate_names = certificate_names
+        self._namespaces: frozenset[bytes] | None = None
+        """All that the peer may use; None: any. Own thread only."""
         self._handlers: dict[str, _Handler] = {
             Verb.LOOKUP: self._lookup,
             Verb.READ: self._read,
@@ -77,15 +98,19 @@ class BlockSession:
 
     def run(self) -> None:
         """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
+        greeted = False
         try:
             tenant = self._greet()
+            greeted = True
             while tenant is not None and self._next_request():
                 self._serve(tenant)
         except StrangerError as error:
             _log.info("connection closed: %s", error)
-            self._end_with(Result.INVALID, str(error), stranger=answer_for(error.first))
+            self._end_with(Result.INVALID, str(error), stranger=None if greeted else answer_for(error.first))
         except KvtierError as error:
             self._end_with(result_for(error), str(error))
+        except TlsError as error:
+            _log.info("connection refused: %s", error)
         except OSError as error:
             _log.debug("connection lost: %s", error)
         except Exception:
@@ -93,6 +118,8 @@ class BlockSession:
             self._end_with(Result.INTERNAL, "internal error of the pool; see its log")
         finally:
             self._connection.close()
+            if self._clients is not None and self._client_memory is not None:
+                self._clients.end(self._client_memory)
 
     def finish(self) -> None:
         """Ends it now when it is idle, else after the request that it is serving."""
@@ -119,10 +146,19 @@ class BlockSession:
             message = f"the pool speaks versions {list(VERSIONS)} of the block protocol: upgrade the older side"
             self._end_with(Result.INCOMPATIBLE, message)
             return None
-        tenant = self._authenticator.tenant_of(hello.text("token"))
+        token = hello.text("token") if hello.has("token") else None
+        tenant = self._authenticator.tenant_of(token, self._certificate_names())
+        self._namespaces = _namespaces_of(hello)
         _log.debug("client %r connected", hello.text("client")[:100])
-        self._answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant}, deadline=deadline)
+        self._answer(self._greeting(common[0], tenant), deadline=deadline)
         return tenant
+
+    def _greeting(self, version: int, tenant: TenantId) -> _Answer:
+        fields: _Answer = {"versions": list(VERSIONS), "version": version, "tenant": tenant}
+        if self._clients is not None:
+            fields["lease_ms"] = round(self._clients.lease_s * 1000)
+            fields["max_held_bytes"] = self._clients.max_held_bytes
+        return fields
 
     def _next_request(self) -> bool:
         """Waits for a request to begin; False when there will be none."""
@@ -139,7 +175,8 @@ class BlockSession:
         request, payload_bytes = self._connection.receive_head(deadline=self._piece_deadline(deadline))
         self._request_id = request.number("id")
         verb = request.text("verb")
-        handler = self._handlers.get(verb)
+        shared = self._clients is not None and verb in SHARED_VERBS
+        handler = self._serve_shared if shared else self._handlers.get(verb)
         if handler is None:
             raise InvalidInputError(f"verb {verb[:100]!r} is not known here")
         if verb != Verb.WRITE:
@@ -147,7 +184,8 @@ class BlockSession:
         result: str = Result.INTERNAL
         try:
             answer = handler(tenant, request, payload_bytes, deadline)
-            self._answer(answer, deadline=self._piece_deadline(deadline))
+            if answer is not None:
+                self._answer(answer, deadline=self._piece_deadline(deadline))
             result = Result.OK
         except KvtierError as error:
             result = result_for(error)
@@ -156,7 +194,25 @@ class BlockSession:
             result = "lost"
             raise
         finally:
-            self._metrics.block_calls.labels(verb, result).inc()
+            self._metrics.count_block_call(verb, result)
+
+    def _serve_shared(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer | None:
+        """Verbs of clients that map the memory. Those that give something back are not answered."""
+        if self._shared is None:
+            assert self._clients is not None
+            self._client_memory = self._clients.open(tenant)
+            self._shared = SharedVerbs(self._client_memory, partial(self._blocks, tenant))
+        answer = self._shared.handlers[request.text("verb")](request)
+        if answer is None:
+            return None
+        fields, descriptors = answer
+        if not descriptors:
+            return fields
+        try:
+            self._answer(fields, deadline=self._piece_deadline(deadline), descriptors=descriptors)
+        finally:
+            close_all(descriptors)
+        return None
 
     def _lookup(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
         return {"statuses": bytes(self._core.lookup(self._keys(tenant, request.maps("groups"))))}
@@ -179,10 +235,7 @@ class BlockSession:
 
     def _read(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
         """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""
-        groups = request.maps("groups")
-        keys = self._keys(tenant, groups)
-        sizes = [g.number("payload_bytes") for g in groups for _ in range(len(g.data("hashes")) // CHAIN_HASH_BYTES)]
-        require_room(sizes, self._limits)
+        keys, sizes = self._blocks(tenant, request)
         for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
             with self._core.read(keys[start:stop], sizes[start]) as found:
                 blocks = [block for block in found if block is not None]
@@ -197,6 +250,7 @@ class BlockSession:
 
     def _write(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
         headers = _parse_headers(request.data("headers"))
+        self._require_named(header.key[_NAMESPACE] for header in headers)
         require_blocks(len(headers), self._limits)
         require_bytes(payload_bytes, self._limits)
         sizes = [header.stored_length for header in headers]
@@ -246,14 +300,39 @@ class BlockSession:
                 yield self._scratch[: header.stored_length - at]
 
     def _keys(self, tenant: TenantId, groups: Sequence[Fields]) -> list[StoreKey]:
+        self._require_named(group.data("namespace") for group in groups)
         return keys_of(tenant, ((group.data("namespace"), group.data("hashes")) for group in groups), self._limits)
+
+    def _blocks(self, tenant: TenantId, request: Fields) -> tuple[list[StoreKey], list[int]]:
+        """Keys and payload lengths of the request's groups, within the limits."""
+        groups = request.maps("groups")
+        keys = self._keys(tenant, groups)
+        sizes: list[int] = []
+        for group in groups:
+            sizes += [group.number("payload_bytes")] * (len(group.data("hashes")) // CHAIN_HASH_BYTES)
+        require_room(sizes, self._limits)
+        return keys, sizes
+
+    def _require_named(self, namespaces: Iterable[bytes]) -> None:
+        """Raises `InvalidInputError` for a namespace that HELLO should have named."""
+        if self._namespaces is not None:
+            for namespace in namespaces:
+                if namespace not in self._namespaces:
+                    raise InvalidInputError(f"namespace {namespace.hex()[:100]} is none of those that hello named")
 
     def _piece_deadline(self, deadline: float) -> float:
         return min(deadline, MONOTONIC() + self._limits.max_stall_s)
 
-    def _answer(self, fields: _Answer, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
+    def _answer(
+        self,
+        fields: _Answer,
+        payload: Sequence[memoryview] = (),
+        *,
+        deadline: float,
+        descriptors: Sequence[int] = (),
+    ) -> None:
         header = {"id": self._request_id, "result": Result.OK, **fields}
-        self._connection.send_frame(header, payload, deadline=deadline)
+        self._connection.send_frame(header, payload, deadline=deadline, descriptors=descriptors)
 
     def _end_with(self, result: Result, message: str, *, stranger: bytes | None = None) -> None:
         """The last answer of this connection, if the peer still takes it."""
@@ -267,6 +346,16 @@ class BlockSession:
             self._connection.linger(deadline=deadline)
         except OSError as error:
             _log.debug("the last answer was not sent: %s", error)
+
+
+def _namespaces_of(hello: Fields) -> frozenset[bytes] | None:
+    """What HELLO names; None when it names nothing, and any may be used."""
+    if not hello.has("namespaces"):
+        return None
+    named = hello.datas("namespaces")
+    if any(len(namespace) != NAMESPACE_ID_BYTES for namespace in named):
+        raise InvalidInputError(f"header: namespaces must hold ids of {NAMESPACE_ID_BYTES} bytes")
+    return frozenset(named)
 
 
 def _parse_headers(data: bytes) -> list[Header]:

@@ -13,10 +13,13 @@ import typer
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.malloc import keep_freed_memory
+from kvtier.open_files import raise_open_files_limit
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings, RedisSettings
 
+_PATHS = ("disk_dir", "tls_certificate", "tls_key", "tls_client_ca")
+"""Fields whose relative paths are relative to the file."""
 _LOOK_S = 0.2
 """Between looks at whether a signal has come."""
 
@@ -39,6 +42,13 @@ def serve(
     ] = None,
     grpc_listen: Annotated[list[str] | None, typer.Option(help="gRPC address, likewise. Repeatable.")] = None,
     http_listen: Annotated[str | None, typer.Option(help="host:port of /healthz and /metrics.")] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Certificate chain in PEM: TLS on all TCP ports.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="CAs in PEM: only clients with a certificate of theirs may connect.")
+    ] = None,
     memory_bytes: Annotated[str | None, typer.Option(help="Memory tier, e.g. 4GiB.")] = None,
     disk_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier; without: memory only.")] = None,
     disk_bytes: Annotated[str | None, typer.Option(help="Disk tier, e.g. 100GiB.")] = None,
@@ -60,6 +70,9 @@ def serve(
         "listen": listen,
         "grpc_listen": grpc_listen,
         "http_listen": http_listen,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "memory_bytes": memory_bytes,
         "disk_dir": disk_dir,
         "disk_bytes": disk_bytes,
@@ -83,6 +96,7 @@ def run(settings: PoolSettings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(settings)
     addresses = service.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
@@ -98,16 +112,19 @@ def _settings(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> P
     """File and flags, checked by the same rules."""
     base = load_config(file) if file is not None else parse_config({}, source="environment")
     section = base.pool_service.model_dump(exclude_unset=True) | flags
-    if base.pool_service.disk_dir is not None and "disk_dir" not in flags:
-        section["disk_dir"] = base.resolve_path(base.pool_service.disk_dir)
+    for name in _PATHS:
+        path = getattr(base.pool_service, name)
+        if path is not None and name not in flags:
+            section[name] = base.resolve_path(path)
     merged = parse_config(
         {"pool_service": section, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
     )
-    return settings_of(merged, (merged if tenants else base).accepted_tokens(), base.redis_password())
+    of_tenants = merged if tenants else base
+    return settings_of(merged, of_tenants, base.redis_password())
 
 
-def settings_of(config: Config, tenants: dict[str, str], redis_password: str | None = None) -> PoolSettings:
-    """What `config` says of the pool service; `tenants` as from `Config.accepted_tokens`."""
+def settings_of(config: Config, of_tenants: Config, redis_password: str | None = None) -> PoolSettings:
+    """What `config` says of the pool service, and `of_tenants` of who may use it."""
     section = config.pool_service
     redis: RedisSettings | None = None
     if section.redis_url:  # empty: none, so that an environment can take it away
@@ -122,8 +139,11 @@ def settings_of(config: Config, tenants: dict[str, str], redis_password: str | N
             codec=section.redis_codec,
         )
     return PoolSettings(
-        tenants=tenants,
+        tenants=of_tenants.accepted_tokens(),
+        certificate_names=of_tenants.accepted_certificates(),
+        tls=config.pool_service_tls(),
         memory_bytes=int(section.memory_bytes),
+        min_residency_s=section.min_residency_s,
         listen=tuple(section.listen),
         grpc_listen=tuple(section.grpc_listen),
         http_listen=section.http_listen,
@@ -134,6 +154,7 @@ def settings_of(config: Config, tenants: dict[str, str], redis_password: str | N
         disk_codec=section.disk_codec,
         redis=redis,
         selective_uses=section.selective_uses,
+        shared_memory=section.shared_memory,
         socket_mode=section.socket_mode,
         max_connections=section.max_connections,
         num_threads=section.num_threads,

@@ -1,7 +1,7 @@
 """All verbs of the cache pool, whatever the transport. Adapters decode, call and encode."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,11 @@ from kvtier.codec import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.host import HostTier, WriteSlot
+from kvtier.tiers.host import HeldPlaces, HostTier, SharedSlab, WriteSlot
+from kvtier.tiers.slab import OWN_PROCESS
 from kvtier_pool.cold_reads import Block, ColdReads, block_of
 from kvtier_pool.event_hub import EventHub, Subscription
 from kvtier_pool.metrics import PoolMetrics
@@ -49,6 +51,12 @@ class PoolCore:
     down in the background as each tier's policy says. A read finds it in memory, or in the first tier
     that has it and then in memory; tiers that did not have it are offered it as if it were new.
 
+    What is acknowledged is kept: below memory is a tier that `keeps_acknowledged`, then the block stays until that
+    tier has it, and writers hear THROTTLED or FULL while that tier is behind. Else memory forgets blocks when it needs
+    their room, each with an event, but none before `min_residency_s`: until then writers hear FULL. Tiers that fail,
+    and those that nobody waits for, refuse no write: then it is as if there were only memory. See
+    docs/adr/0010-acknowledged-means-kept.md.
+
     Any thread. Nothing is locked while a transport waits for its peer; what it holds meanwhile is bounded:
     the write slots of one piece that is coming in, the leases of one answer that is going out.
     """
@@ -60,19 +68,33 @@ class PoolCore:
         below: Sequence[LowerTier],
         hub: EventHub,
         metrics: PoolMetrics,
+        min_residency_s: float = 0.0,
+        shared: bool = False,
+        tier_metrics: Metrics | None = None,
     ) -> None:
         """
         :param memory_bytes: capacity of the memory tier, taken as it is used.
         :param below: from the fastest to the slowest; owned from now on. Their events go to `hub` already.
         :param hub: receives the memory tier's events, and is closed with the core.
+        :param min_residency_s: blocks stay in memory so long at least; 0 where a tier keeps what is acknowledged.
+        :param shared: the memory is such that clients on this host can map it.
+        :param tier_metrics: those of the tiers, for memory.
         """
         self._hub = hub
         self._metrics = metrics
-        self._memory = HostTier(memory_bytes, name="memory", on_event=self._on_memory_event)
+        self._num_mapped_reads = metrics.read_blocks.labels("memory")
+        self._memory = HostTier(
+            memory_bytes,
+            name="memory",
+            min_residency_s=0.0 if any(lower.settings.keeps_acknowledged for lower in below) else min_residency_s,
+            shared=shared,
+            on_event=self._on_memory_event,
+            metrics=tier_metrics,
+        )
         self._below = [lower.tier for lower in below]
         self._ways = [WriteDown(self._memory, lower.tier, metrics, lower.settings) for lower in below]
         self._cold_reads = [
-            ColdReads(self._memory, lower.tier, partial(self._note_entered, source=lower.tier)) for lower in below
+            ColdReads(self._memory, lower.tier, partial(self._note_admitted, source=lower.tier)) for lower in below
         ]
         for lower in below:
             metrics.prepare_tier(lower.tier.name)
@@ -129,27 +151,76 @@ class PoolCore:
         """
         outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
         if header.key[:TENANT_ID_BYTES] == tenant:
-            outcome = self._memory.prepare(header.key, header.stored_length)
+            outcome = self._prepare(header.key, header.stored_length)
         if isinstance(outcome, WriteStatus):
             self._count_write(outcome, 0)
         return outcome
 
     def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
-        """Checks the payload in `slot` and makes it readable: STORED, or FAILED when the checksum does not hold."""
+        """Checks the payload in `slot` and makes it readable: STORED, or FAILED when the checksum does not hold.
+
+        THROTTLED when it was evicted again in the same moment, before a tier that should keep it could have it.
+        """
         try:
             verify(header, slot.key, slot.view)
         except CorruptBlockError:
             return self.abort_write(slot)
         self._memory.commit(slot, header.checksum)
-        self._note_entered(slot.key, source=None)
-        self._count_write(WriteStatus.STORED, header.stored_length)
-        return WriteStatus.STORED
+        (kept,) = self._note_entered([slot.key], source=None)
+        status = WriteStatus.STORED if kept else WriteStatus.THROTTLED
+        self._count_write(status, header.stored_length if kept else 0)
+        return status
 
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
         """Gives the slot back: the block did not arrive. FAILED."""
         self._memory.abort(slot)
         self._count_write(WriteStatus.FAILED, 0)
         return WriteStatus.FAILED
+
+    def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> HeldPlaces:
+        """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""
+        held = self._memory.acquire_places(keys, sizes)
+        if self._ways:
+            hits = [key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT]
+            for way in self._ways:
+                way.used(hits)
+        self._num_mapped_reads.inc(held.num_held)
+        return held
+
+    def release_places(self, held: HeldPlaces) -> None:
+        """Idempotent."""
+        self._memory.release_places(held)
+
+    def prepare_place(self, tenant: TenantId, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
+        """`begin_write` for a client that maps the memory: room in one of its own slabs."""
+        outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
+        if key[:TENANT_ID_BYTES] == tenant:
+            outcome = self._prepare(key, nbytes, writer)
+        if isinstance(outcome, WriteStatus):
+            self._count_write(outcome, 0)
+        return outcome
+
+    def commit_places(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
+        """Makes blocks readable that a client has written. Whoever reads them holds them against the checksum."""
+        self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
+        statuses: list[WriteStatus] = []
+        for slot, kept in zip(slots, self._note_entered([slot.key for slot in slots], source=None), strict=True):
+            statuses.append(WriteStatus.STORED if kept else WriteStatus.THROTTLED)
+            self._count_write(statuses[-1], len(slot.view) if kept else 0)
+        return statuses
+
+    def abort_places(self, slots: Sequence[WriteSlot]) -> None:
+        """Gives slots back: those blocks did not arrive."""
+        for slot in slots:
+            self.abort_write(slot)
+
+    def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
+        """See `HostTier.open_slab`."""
+        return self._memory.open_slab(tenant, number, writer)
+
+    def retire_writer(self, writer: int) -> None:
+        """See `HostTier.retire_writer`."""
+        self._memory.retire_writer(writer)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way.
@@ -171,6 +242,10 @@ class PoolCore:
         """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
         tiers = [tier for tier in (self._memory, *self._below) if isinstance(tier, (HostTier, DiskTier))]
         return [_share(tier.name, tier.usage_of(tenant), tier.usage()) for tier in tiers]
+
+    def local_usages(self) -> dict[str, Callable[[], Usage]]:
+        """By name of each tier on this machine, what asks it how full it is."""
+        return {t.name: t.usage for t in (self._memory, *self._below) if isinstance(t, (HostTier, DiskTier))}
 
     def subscribe(self, tenant: TenantId) -> Subscription:
         """The tenant's events from now on; the caller closes the subscription."""
@@ -211,13 +286,30 @@ class PoolCore:
             for way in self._ways:
                 way.note_removed(event.keys)
 
-    def _note_entered(self, key: StoreKey, source: Tier | None) -> None:
-        """Memory got a block: from a client, or from the tier `source`."""
+    def _prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
+        """Room in memory for a block that may be acknowledged when it is there."""
+        if any(way.is_behind for way in self._ways) and self._memory.lookup([key]) == [Status.MISS]:
+            return WriteStatus.THROTTLED
+        outcome = self._memory.prepare(key, nbytes, writer=writer)
+        if outcome is not WriteStatus.FULL:
+            return outcome
+        made_room = [way.make_room() for way in self._ways]
+        return self._memory.prepare(key, nbytes, writer=writer) if any(made_room) else outcome
+
+    def _note_admitted(self, key: StoreKey, source: Tier) -> None:
+        """Memory got a block from the tier `source`."""
+        self._note_entered([key], source)
+
+    def _note_entered(self, keys: Sequence[StoreKey], source: Tier | None) -> list[bool]:
+        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged."""
+        kept = [True] * len(keys)
         for tier, way in zip(self._below, self._ways, strict=True):
             if tier is source:
                 way.admitted()
             else:
-                way.entered(key)
+                held = way.entered(keys, acknowledged=source is None)
+                kept = [before and now for before, now in zip(kept, held, strict=True)]
+        return kept
 
     def _count_read(self, blocks: Sequence[Block | None]) -> None:
         for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():

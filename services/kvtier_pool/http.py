@@ -1,25 +1,47 @@
-"""/healthz and /metrics over plain HTTP, for probes and Prometheus. No tenant's data, so no credentials."""
+"""/healthz and /metrics over HTTP, for probes and Prometheus. No tenant's data, so no credentials."""
 
+import dataclasses
+import logging
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvtier.errors import ConfigError
+from kvtier.wire.certificates import TlsFiles
+from kvtier.wire.tls import ServerTls
+from kvtier_pool.strangers import http_refusal
+
+_log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT_S = 10.0
+_LOOK_S = 0.1
+"""Between looks at whether to stop."""
 
 
 class StatusServer:
     """Answers `GET /healthz` (200, or 503 with the reason) and `GET /metrics`, each on a thread of its own."""
 
-    def __init__(self, listen: str, registry: CollectorRegistry, problem: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        registry: CollectorRegistry,
+        problem: Callable[[], str | None],
+        files: TlsFiles | None = None,
+    ) -> None:
         """
         :param listen: `host:port`; port 0 takes a free one. Bound at once: `ConfigError` when it cannot be.
         :param problem: None while all is well; called from any thread.
+        :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
+        tls: ServerTls | None = None
+        if files is not None:
+            tls = ServerTls(dataclasses.replace(files, ca=None))
+            tls.check()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _REQUEST_TIMEOUT_S
@@ -45,11 +67,12 @@ class StatusServer:
 
         host, _, port = listen.rpartition(":")
         try:
-            self._server = ThreadingHTTPServer((host, int(port)), Handler)
+            self._server = _Server((host, int(port)), Handler, tls)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen on http {listen!r}: {error}; use host:port with a free port") from error
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvtier-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_S,), name="kvtier-http", daemon=True
+        )
         self.address = f"{host}:{self._server.server_address[1]}"
 
     def start(self) -> None:
@@ -60,3 +83,30 @@ class StatusServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread per connection, which makes the TLS handshake as well."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ServerTls | None) -> None:
+        self._tls = tls
+        super().__init__(address, handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """`socketserver`'s; on the connection's thread."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_REQUEST_TIMEOUT_S)
+        if request.recv(1, socket.MSG_PEEK) not in (b"\x16", b""):
+            request.sendall(http_refusal("this port speaks HTTPS"))
+            return
+        with self._tls.wrap(request) as encrypted:
+            encrypted.do_handshake()
+            super().finish_request(encrypted, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """`socketserver`'s would print a traceback for every probe that gives up."""
+        _log.debug("an HTTP connection failed", exc_info=True)

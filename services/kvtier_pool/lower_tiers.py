@@ -33,10 +33,11 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 codec=Codec.parse(settings.disk_codec),
             )
             undo.callback(disk.close)
-            below.append(_lower(disk, settings.disk_write_policy, settings))
+            keeps = settings.disk_write_policy is WritePolicy.WRITE_THROUGH
+            below.append(_lower(disk, settings.disk_write_policy, settings, keeps_acknowledged=keeps))
         if settings.redis is not None:
             redis = Metered(_redis_tier(settings.redis, metrics), metrics)
-            below.append(_lower(redis, settings.redis.write_policy, settings))
+            below.append(_lower(redis, settings.redis.write_policy, settings, keeps_acknowledged=False))
         undo.pop_all()
     return below
 
@@ -59,11 +60,12 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
     )
 
 
-def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings) -> LowerTier:
+def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings, *, keeps_acknowledged: bool) -> LowerTier:
     return LowerTier(
         tier,
         WriteDownSettings(
             policy=policy,
+            keeps_acknowledged=keeps_acknowledged,
             selective_uses=settings.selective_uses,
             queue_bytes=settings.write_down_queue_bytes or settings.memory_bytes // 4,
             num_threads=settings.write_down_threads,

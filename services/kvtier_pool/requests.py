@@ -1,7 +1,6 @@
 """What all transports check alike: keys of the caller's tenant, budgets, and how a batch is cut."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 
 from kvtier.errors import InvalidInputError, LimitExceededError
 from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, StoreKey, TenantId
@@ -51,14 +50,3 @@ def require_bytes(num_bytes: int, limits: PoolLimits) -> None:
         raise LimitExceededError(
             f"max_batch_bytes: {num_bytes} asked for, at most {limits.max_batch_bytes}; split the batch"
         )
-
-
-def windows(sizes: Sequence[int], max_bytes: int, max_blocks: int) -> Iterator[tuple[int, int]]:
-    """Ranges of blocks of one size, each within both bounds or a single block."""
-    start = 0
-    for size, run in groupby(sizes):
-        end = start + sum(1 for _ in run)
-        step = max(1, min(max_blocks, max_bytes // max(1, size)))
-        for at in range(start, end, step):
-            yield at, min(at + step, end)
-        start = end

@@ -1,6 +1,6 @@
 """The listening gRPC server: pool, health, reflection."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -9,9 +9,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.wire.certificates import Renewed, TlsFiles, read_pem, server_context
 from kvtier.wire.status import code_for
-from kvtier_pool.auth import TokenAuthenticator
-from kvtier_pool.servicer import SERVICE, PoolServicer
+from kvtier_pool.auth import Authenticator
+from kvtier_pool.servicer import SERVICE, PoolServicer, certificate_names_of
 from kvtier_pool.settings import PoolSettings
 
 _MAX_MESSAGE_BYTES = 4 << 20
@@ -29,7 +30,7 @@ _OPTIONS = (
 class PoolServer:
     """Binds, serves and stops. One thread calls it."""
 
-    def __init__(self, servicer: PoolServicer, authenticator: TokenAuthenticator, settings: PoolSettings) -> None:
+    def __init__(self, servicer: PoolServicer, authenticator: Authenticator, settings: PoolSettings) -> None:
         """Binds nothing yet: see `start`."""
         self._server = grpc.server(
             futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kvtier-grpc"),
@@ -43,10 +44,12 @@ class PoolServer:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._server.add_generic_rpc_handlers((servicer.handler(),))
         self._listen = settings.grpc_listen
+        self._tls = settings.tls
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
-        addresses = tuple(self._bind(address) for address in self._listen)
+        credentials = None if self._tls is None else _credentials(self._tls)
+        addresses = tuple(self._bind(address, credentials) for address in self._listen)
         self._server.start()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -57,18 +60,21 @@ class PoolServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
 
-    def _bind(self, address: str) -> str:
+    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> str:
         try:
-            port = self._server.add_insecure_port(address)
+            if credentials is None or address.startswith("unix:"):
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 class _ReflectionGuard(grpc.ServerInterceptor):
-    """Reflection streams keep a thread each, so they are for those who have a token."""
+    """Reflection streams keep a thread each, so they are for those who have credentials."""
 
-    def __init__(self, authenticator: TokenAuthenticator) -> None:
+    def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
 
     def intercept_service(
@@ -76,16 +82,40 @@ class _ReflectionGuard(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        if handler_call_details.method.startswith(f"/{reflection.SERVICE_NAME}/"):
+        handler = continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{reflection.SERVICE_NAME}/"):
+            return handler
+        serve = handler.stream_stream
+        assert serve is not None, "reflection has other calls than streams by now"
+
+        def guarded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                self._authenticator.authenticate(handler_call_details.invocation_metadata)
+                self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
             except KvtierError as error:
-                return _refuse(code_for(error), str(error))
-        return continuation(handler_call_details)
+                context.abort(code_for(error), str(error))
+            return serve(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)
 
 
-def _refuse(code: grpc.StatusCode, details: str) -> "grpc.RpcMethodHandler[Any, Any]":
-    def refuse(request: Any, context: grpc.ServicerContext) -> Any:
-        context.abort(code, details)
+def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Raises `ConfigError` when the files are no good. Renewed ones count from the next connection on."""
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    def read() -> grpc.ServerCertificateConfiguration:
+        server_context(files)  # names what is wrong, which gRPC does not
+        assert files.certificate is not None
+        assert files.key is not None
+        pair = (read_pem(files.key), read_pem(files.certificate))
+        return grpc.ssl_server_certificate_configuration([pair], None if files.ca is None else read_pem(files.ca))
+
+    renewed = Renewed(files.paths, read)
+    given = renewed.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """None: as before."""
+        nonlocal given
+        before, given = given, renewed.current()
+        return None if given is before else given
+
+    # The stubs know of no None, which grpc documents.
+    return grpc.dynamic_ssl_server_credentials(given, fetch, files.ca is not None)  # type: ignore[arg-type]

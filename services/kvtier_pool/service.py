@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
+from kvtier.gauges import TierGauges
 from kvtier.metrics import Metrics
-from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.auth import Authenticator
 from kvtier_pool.block_server import BlockServer
 from kvtier_pool.core import PoolCore
 from kvtier_pool.event_hub import EventHub
@@ -18,6 +19,7 @@ from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.server import PoolServer
 from kvtier_pool.servicer import PoolServicer
 from kvtier_pool.settings import PoolSettings
+from kvtier_pool.shared_memory import SharedClients
 from kvtier_pool.write_down import DrainReport
 
 _log = logging.getLogger(__name__)
@@ -47,25 +49,40 @@ class PoolService:
         """Opens the tiers, listens, serves. `ConfigError` when an address or the folder cannot be had."""
         settings = self._settings
         registry = CollectorRegistry()
-        metrics = PoolMetrics(registry)
+        metrics, tier_metrics = PoolMetrics(registry), Metrics(registry)
         hub = EventHub(max_streams=settings.limits.max_event_streams, buffer=settings.limits.event_buffer)
         self._core = PoolCore(
             memory_bytes=settings.memory_bytes,
-            below=open_lower_tiers(settings, hub, Metrics(registry)),
+            min_residency_s=settings.min_residency_s,
+            below=open_lower_tiers(settings, hub, tier_metrics),
             hub=hub,
             metrics=metrics,
+            shared=settings.shares_memory,
+            tier_metrics=tier_metrics,
         )
-        authenticator = TokenAuthenticator(settings.tenants)
+        TierGauges(registry, usages=self._core.local_usages())
+        self._clients = None
+        if settings.shares_memory:
+            self._clients = SharedClients(
+                self._core,
+                metrics,
+                lease_s=settings.limits.lease_s,
+                max_held_bytes=settings.limits.max_held_bytes or settings.memory_bytes // 4,
+            )
+        authenticator = Authenticator(settings.tenants, settings.certificate_names)
         servicer = PoolServicer(self._core, authenticator, settings.limits, metrics)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self._core.start()
-            self._http = StatusServer(settings.http_listen, registry, self._problem)
+            if self._clients is not None:
+                self._clients.start()
+                undo.callback(self._clients.stop)
+            self._http = StatusServer(settings.http_listen, registry, self._problem, settings.tls)
             self._http.start()
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, authenticator, settings)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, authenticator, settings, metrics)
+            self._block = BlockServer(self._core, authenticator, settings, metrics, self._clients)
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
@@ -80,6 +97,8 @@ class PoolService:
         calls_deadline = MONOTONIC() + self._settings.shutdown_grace_s * _CALLS_SHARE_OF_GRACE
         self._block.stop(calls_deadline - MONOTONIC())
         self._grpc.stop(max(0.0, calls_deadline - MONOTONIC()))
+        if self._clients is not None:
+            self._clients.stop()
         reports = self._core.drain(max(0.0, deadline - MONOTONIC()))
         for report in reports:
             _log.log(
@@ -95,4 +114,6 @@ class PoolService:
         return reports
 
     def _problem(self) -> str | None:
+        if self._clients is not None and not self._clients.alive:
+            return self._phase or "the thread that ends leases is gone"
         return self._phase or self._core.problem() or self._block.problem()

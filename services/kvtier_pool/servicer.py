@@ -1,10 +1,10 @@
 """gRPC adapter of the pool: decodes, calls `PoolCore`, encodes. The API is `kvtier/wire/pool.proto`."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -13,14 +13,15 @@ from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.events import Event, EventKind
 from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.tiers.base import Status
+from kvtier.tiers.pool_groups import windows
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import decode_frames, encode_blocks
 from kvtier.wire.status import code_for
-from kvtier_pool.auth import TokenAuthenticator
+from kvtier_pool.auth import Authenticator
 from kvtier_pool.cold_reads import Block
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import keys_of, require_room, windows
+from kvtier_pool.requests import keys_of, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.upload import Upload
 
@@ -40,9 +41,7 @@ _M = TypeVar("_M", bound=Message)
 class PoolServicer:
     """The six RPCs. Each runs on a thread of the server, one call at a time."""
 
-    def __init__(
-        self, core: PoolCore, authenticator: TokenAuthenticator, limits: PoolLimits, metrics: PoolMetrics
-    ) -> None:
+    def __init__(self, core: PoolCore, authenticator: Authenticator, limits: PoolLimits, metrics: PoolMetrics) -> None:
         self._core = core
         self._authenticator = authenticator
         self._limits = limits
@@ -126,7 +125,7 @@ class PoolServicer:
         """Gives the caller's tenant, turns exceptions into status codes, counts."""
         code = grpc.StatusCode.CANCELLED
         try:
-            yield self._authenticator.authenticate(context.invocation_metadata())
+            yield self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
             code = grpc.StatusCode.OK
         except KvtierError as error:
             code = code_for(error)
@@ -147,6 +146,12 @@ class PoolServicer:
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > self._limits.max_call_s:
             raise InvalidInputError(f"set a deadline of at most {self._limits.max_call_s:g} s on reads and writes")
+
+
+def certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:
+    """DNS names and URIs of the caller's certificate, which gRPC has verified; none without one."""
+    found: Mapping[str, Any] = context.auth_context()  # to sequences of bytes, which the stubs do not say
+    return frozenset(name.decode() for kind in ("peer_dns", "peer_uri") for name in found.get(kind, ()))
 
 
 def _parse(kind: type[_M], message: bytes) -> _M:

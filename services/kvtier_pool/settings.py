@@ -7,7 +7,10 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.keys import tenant_id
+from kvtier.tiers import memfd
 from kvtier.tiers.write_policy import WritePolicy
+from kvtier.wire.address import Address
+from kvtier.wire.certificates import TlsFiles
 
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -27,6 +30,11 @@ class PoolLimits:
     max_stall_s: float = 10.0
     """Block protocol: how long a peer may take to send or to receive one piece of about 8 MiB. Blocks are held
     in place meanwhile. Small cuts off slow links, large lets a stopped client hold memory."""
+    lease_s: float = 10.0
+    """How long a client on this host may read a block in shared memory. Small sends slow clients to the socket, large
+    lets a stopped one keep memory from others."""
+    max_held_bytes: int | None = None
+    """Payload bytes that one such client may hold at a time, to read and to write. None: a quarter of the memory."""
     max_event_streams: int = 4
     """Each keeps one thread of `num_threads`."""
     event_buffer: int = 4096
@@ -63,6 +71,13 @@ class PoolSettings:
     """Lower-case hex SHA-256 of a bearer token -> tenant name. A tenant may have several tokens."""
     memory_bytes: int
     """Size of the memory tier. The process needs about 100 MB besides."""
+    min_residency_s: float = 1.0
+    """A block in memory is not evicted before, writers hear FULL; unless a tier below keeps what is acknowledged. 0
+    turns it off."""
+    certificate_names: Mapping[str, str] = field(default_factory=dict)
+    """DNS name or URI of a client certificate -> tenant name. Clients with such a certificate need no token."""
+    tls: TlsFiles | None = None
+    """For all ports but Unix sockets; with a CA, clients need a certificate. None: everything travels in the clear."""
     listen: tuple[str, ...] = ("127.0.0.1:7600",)
     """Addresses of the block protocol, `host:port` or `unix:/path`; port 0 takes a free one."""
     grpc_listen: tuple[str, ...] = ("127.0.0.1:7601",)
@@ -83,6 +98,8 @@ class PoolSettings:
     """Redis below memory and disk; None: no such tier."""
     selective_uses: int = 2
     """At which use `write_through_selective` copies a block; writing it is the first."""
+    shared_memory: bool = True
+    """Clients on a Unix socket map the memory tier, where the system can do that (Linux)."""
     socket_mode: int = 0o600
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
@@ -93,13 +110,20 @@ class PoolSettings:
     """Threads that copy blocks to a tier below, for each of them."""
     write_down_queue_bytes: int | None = None
     """Payload bytes waiting for a tier below, pinned in memory meanwhile. None: a quarter of `memory_bytes`.
-    Too small: bursts are kept in memory only. Too large: writers hear FULL while the tier catches up."""
+    Too small: writers hear THROTTLED above a disk that keeps what is acknowledged, and bursts do not get to another
+    tier. Too large: memory has room for little else while the tier catches up."""
     shutdown_grace_s: float = 30.0
     """How long a stop may take to finish calls and to write down what waits. What is left is counted and logged."""
     limits: PoolLimits = field(default_factory=PoolLimits)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there is anybody to share memory with."""
+        local = any(Address.parse(address).path for address in self.listen)
+        return self.shared_memory and local and memfd.available()
+
     def __post_init__(self) -> None:
-        if not self.tenants:
+        if not self.tenants and not self.certificate_names:
             raise ConfigError("the pool has no tenants, nobody could use it: configure at least one token")
         for digest, name in self.tenants.items():
             if not _SHA256_HEX.fullmatch(digest):
@@ -108,6 +132,10 @@ class PoolSettings:
                     'make one with: printf %s "$TOKEN" | sha256sum'
                 )
             tenant_id(name)
+        if self.certificate_names and (self.tls is None or self.tls.ca is None):
+            raise ConfigError("certificate_names without tls_client_ca: nobody would verify the certificates; set it")
+        if self.tls is not None and self.tls.certificate is None:
+            raise ConfigError("tls_client_ca without tls_certificate and tls_key: a server needs a certificate, too")
         if self.memory_bytes < 1 << 20:
             raise ConfigError(f"memory_bytes {self.memory_bytes}: give the memory tier at least 1 MiB")
         if self.disk_dir is not None and self.disk_bytes < 1 << 20:

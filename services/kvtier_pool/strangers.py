@@ -13,9 +13,14 @@ def answer_for(first: bytes) -> bytes | None:
         goaway = struct.pack(">II", 0, _HTTP2_PROTOCOL_ERROR) + _HINT.encode()
         return _http2_frame(_HTTP2_SETTINGS, b"") + _http2_frame(_HTTP2_GOAWAY, goaway)
     if first.startswith((b"GET ", b"POST", b"HEAD", b"PUT ")):
-        body = f"{_HINT}\n"
-        return f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+        return http_refusal(_HINT)
     return None
+
+
+def http_refusal(hint: str) -> bytes:
+    """An answer to whatever an HTTP client has asked for."""
+    body = f"{hint}\n"
+    return f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
 
 
 def _http2_frame(kind: int, payload: bytes) -> bytes:

@@ -34,6 +34,33 @@ print(hashlib.sha256(block).hexdigest() if hit else "miss")
 """
 """An engine's side of the block protocol, in a container."""
 
+MAPPING_CLIENT = """
+import hashlib, sys
+from kvtier.keys import StoreKey, tenant_id
+from kvtier.metrics import Metrics
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool_access import PoolAccess, open_transport
+
+verb, token, key = sys.argv[1:]
+key, tenant, metrics = StoreKey(bytes.fromhex(key)), tenant_id("default"), Metrics()
+access = PoolAccess(["unix:/run/kvtier/pool.sock"], tenant, token)
+tier = PoolTier(open_transport(access, metrics), tenant, metrics=metrics, breaker=CircuitBreaker(3, 1.0))
+block = bytearray(hashlib.shake_256(key).digest(1 << 20))
+if verb == "write":
+    assert tier.write([(key, block)]) == [WriteStatus.STORED]
+else:
+    expected, block = bytes(block), bytearray(1 << 20)
+    assert tier.read([key], [memoryview(block)]) == [Status.HIT]
+    assert block == expected
+for path in ("shm", "unix"):
+    labels = {"path": path, "op": verb}
+    print(path, int(metrics.registry.get_sample_value("kvtier_path_bytes_total", labels) or 0))
+tier.close()
+"""
+"""Writes or reads a block of 1 MiB and says by which path it went."""
+
 
 def blocks(label: str) -> dict[StoreKey, bytes]:
     return {make_key((label, i), tenant=DEFAULT): make_payload((label, i), BLOCK_BYTES) for i in range(NUM_BLOCKS)}
@@ -180,3 +207,13 @@ def test_another_container_comes_in_over_the_unix_socket(stack: Stack, image: st
 
     assert read_as(f"{UID}:{UID}") == sha256(payload)
     assert read_as("10002:10002") == "miss", "the socket is its user's alone"
+
+
+def test_two_containers_exchange_a_block_through_shared_memory(stack: Stack, image: str) -> None:
+    """Each maps the memory of the pool in a third one; all they share is the volume with the socket."""
+    key = make_key(("two containers", time.time()), tenant=DEFAULT)
+    options = ["--rm", "--network=none", "--read-only", "--cap-drop=ALL", f"--user={UID}:{UID}"]
+    options += [f"--volume={stack.project}_socket:/run/kvtier", "--entrypoint=python"]
+    for verb in ("write", "read"):
+        said = docker("run", *options, image, "-c", MAPPING_CLIENT, verb, stack.token, key.hex())
+        assert said.split() == ["shm", str(1 << 20), "unix", "0"]

@@ -1,0 +1,198 @@
+"""`kvtier bench fetch`: what a busy interpreter leaves of an engine's fetch from the pool, and what that costs it."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from prometheus_client import CollectorRegistry
+
+from kvtier.bench.blocks import TENANT
+from kvtier.bench.pool_process import PoolProcess, pool_process
+from kvtier.bench.report import Case, report
+from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn
+from kvtier.build import EngineCache, engine_cache
+from kvtier.clock import MONOTONIC
+from kvtier.config import parse_config
+from kvtier.errors import KvtierError
+from kvtier.hierarchy import Block
+from kvtier.keys import ChainHash, PrefixHasher
+from kvtier.malloc import keep_freed_memory
+from kvtier.namespace import Namespace
+from kvtier.transfer import HostMemoryKV
+
+_STEP_ITERATIONS = 100_000
+"""Of a pure Python loop between two polls: a few milliseconds, as a scheduler's step."""
+_ALONE_S = 0.3
+_PATIENCE_S = 60.0
+
+
+def bench_fetch(
+    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
+    batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 64,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks per fetch.")] = 256,
+    load_threads: Annotated[int, typer.Option(min=1, help="Transfers at a time (cache.load_threads).")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
+) -> None:
+    """Fetch blocks from the pool to the device, with the engine's thread idle, and in a pure Python loop, in turn.
+
+    With the tier process of `cache.io_process` and without. The device is host memory. The loop's own speed is held
+    against the same loop while nothing is fetched.
+    """
+    keep_freed_memory()
+    batches = {"batch_blocks": batch, "load_threads": load_threads}
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
+        pool = stack.enter_context(pool_process(Path(folder), 2 * payload_bytes * blocks + (64 << 20)))
+        fetches = {
+            name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**batches, "io_process": io_process}))
+            for name, io_process in (("process", True), ("threads", False))
+        }
+        subjects = {}
+        for name, fetch in fetches.items():
+            subjects[f"{name} idle"] = Subject(fetch.idle, fetch.forget)
+            subjects[f"{name} busy"] = Subject(fetch.busy, fetch.forget)
+        samples = in_turn(subjects, rounds=rounds, label="fetch")
+    fields: dict[str, Any] = {"payload_bytes": payload_bytes, "batch": batch, "round_bytes": payload_bytes * blocks}
+    cases: list[Case] = []
+    notes: list[str] = []
+    for name, fetch in fetches.items():
+        idle, busy = samples[f"{name} idle"], samples[f"{name} busy"]
+        cases.append(Case.of(name, "fetch, idle", idle, **fields))
+        cases.append(Case.of(name, "fetch, busy", busy, floor=(f"{name} idle", idle), **fields))
+        speeds, on_core = fetch.loop_speeds[-rounds:], fetch.speeds_on_core[-rounds:]
+        notes.append(
+            f"{name}: beside a fetch the loop keeps {median(speeds):.1%} of its speed "
+            f"({min(speeds):.1%} .. {max(speeds):.1%}); {median(on_core):.1%} without the time in which it waited "
+            "for a core, not for the interpreter."
+        )
+    report("Fetch from the pool to the device", cases, as_json=json, notes=notes)
+
+
+@dataclass
+class _Fetch:
+    """An engine's cache, and blocks that only the pool has."""
+
+    cache: EngineCache
+    blocks: list[Block]
+    loop_speeds: list[float] = field(default_factory=list)
+    """Of each busy round: steps of the loop per second, as a share of those while nothing is fetched."""
+    speeds_on_core: list[float] = field(default_factory=list)
+    """The same, without the seconds in which the loop could run and had no core."""
+
+    def forget(self) -> None:
+        """Leaves the blocks to the pool alone."""
+        self.cache.hierarchy.reset()
+
+    def idle(self) -> list[float]:
+        """Fetches while this thread waits."""
+        return [self._fetch(lambda: self.cache.hierarchy.wait(1.0))]
+
+    def busy(self) -> list[float]:
+        """Fetches while this thread computes."""
+        num_steps = 0
+
+        def step() -> None:
+            nonlocal num_steps
+            _compute()
+            num_steps += 1
+
+        waited_s = _waited_for_core_s()
+        seconds = self._fetch(step)
+        waited_s = _waited_for_core_s() - waited_s
+        alone, alone_on_core = self._alone()
+        self.loop_speeds.append(num_steps / seconds / alone)
+        self.speeds_on_core.append(num_steps / (seconds - waited_s) / alone_on_core)
+        return [seconds]
+
+    def _fetch(self, between: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        job_id = self.cache.hierarchy.start_load(self.blocks)
+        deadline = MONOTONIC() + _PATIENCE_S
+        while MONOTONIC() < deadline:
+            between()
+            for result in self.cache.hierarchy.poll():
+                if result.job_id == job_id:
+                    if set(result.tiers) != {"pool"}:
+                        raise KvtierError(f"{result}")
+                    return time.perf_counter() - start
+        raise KvtierError("not all blocks came from the pool: the figures would mean nothing")
+
+    def _alone(self) -> tuple[float, float]:
+        """Steps per second, and per second without waiting for a core."""
+        waited_s = _waited_for_core_s()
+        start, num_steps = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - start) < _ALONE_S:
+            _compute()
+            self.cache.hierarchy.poll()
+            num_steps += 1
+        waited_s = _waited_for_core_s() - waited_s
+        return num_steps / elapsed, num_steps / (elapsed - waited_s)
+
+
+def _compute() -> int:
+    total = 0
+    for i in range(_STEP_ITERATIONS):
+        total += i
+    return total
+
+
+def _waited_for_core_s() -> float:
+    """Seconds in which this thread was runnable and did not run."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+@contextmanager
+def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[str, object]) -> Iterator[_Fetch]:
+    config = parse_config(
+        {
+            "tenant": TENANT,
+            "tenants": {TENANT: {"secret": "env:SECRET", "token": "env:TOKEN"}},
+            "cache": cache,
+            "host": {"capacity_bytes": 2 * num_blocks * payload_bytes},
+            "pool": {"address": pool.unix},
+        },
+        source="kvtier bench fetch",
+        environ={"SECRET": "of a benchmark, shared with nobody", "TOKEN": pool.token},
+    )
+    namespace = Namespace(
+        weights_digest=bytes(32),
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        physical_layout="bench",
+        backend="bench",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=payload_bytes // 64,
+    )
+    kv = np.random.default_rng(0).integers(0, 256, (num_blocks, payload_bytes), dtype=np.uint8)
+    hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
+    blocks = list(zip(hashes, range(num_blocks), strict=True))
+    with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=CollectorRegistry()) as built:
+        built.hierarchy.start_save(blocks)
+        _wait_for_pool(built, hashes)
+        expected = kv.copy()
+        kv[:] = 0
+        yield _Fetch(built, blocks)
+        if not np.array_equal(kv, expected):
+            raise KvtierError("a fetched block is not what was saved")
+
+
+def _wait_for_pool(cache: EngineCache, hashes: Sequence[ChainHash]) -> None:
+    deadline = MONOTONIC() + _PATIENCE_S
+    while MONOTONIC() < deadline:
+        cache.hierarchy.wait(0.05)
+        cache.hierarchy.poll()
+        cache.hierarchy.reset()
+        ticket = cache.hierarchy.start_lookup(hashes)
+        while (statuses := cache.hierarchy.poll_lookup(ticket)) is None:
+            cache.hierarchy.wait(0.05)
+        if all(status.tier == "pool" for status in statuses):
+            return
+    raise KvtierError("the pool did not take the blocks")

@@ -1,0 +1,50 @@
+"""How full tiers are and whether their breakers are open, asked at every scrape."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.errors import KvtierError
+from kvtier.tiers.base import Usage
+
+
+class TierGauges(Collector):
+    """Gauges `kvtier_tier_held_blocks`, `_used_bytes`, `_capacity_bytes`, and `kvtier_breaker_open`, by tier.
+
+    Any thread. A scrape takes as long as the tiers' answers do: name only those that answer without a network.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        usages: Mapping[str, Callable[[], Usage]],
+        breakers: Mapping[str, Callable[[], bool]] | None = None,
+    ) -> None:
+        """Registers itself.
+
+        :param usages: by name of the tier, its `usage`. Called until the registry is gone; a `KvtierError`
+            leaves the tier out of that scrape.
+        :param breakers: likewise, whether it is open.
+        """
+        self._usages, self._breakers = dict(usages), dict(breakers or {})
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        held = GaugeMetricFamily("kvtier_tier_held_blocks", "Blocks that a tier holds", labels=["tier"])
+        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes that a tier's blocks take", labels=["tier"])
+        capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes that a tier may take", labels=["tier"])
+        for tier, ask in self._usages.items():
+            with contextlib.suppress(KvtierError):
+                usage = ask()
+                held.add_metric([tier], usage.num_blocks)
+                used.add_metric([tier], usage.used_bytes)
+                capacity.add_metric([tier], usage.capacity_bytes)
+        breaker = GaugeMetricFamily("kvtier_breaker_open", "1 while a tier is left alone", labels=["tier"])
+        for tier, is_open in self._breakers.items():
+            breaker.add_metric([tier], is_open())
+        yield from (held, used, capacity, breaker)

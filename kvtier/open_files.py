@@ -1,0 +1,16 @@
+"""How many files and connections a process may have open, for processes that are kvtier's own."""
+
+import resource
+
+_MOST_OPEN_FILES = 65_536
+"""Some systems allow a billion, which is slow for whoever walks them all."""
+
+
+def raise_open_files_limit() -> int:
+    """Raises the process's soft limit as far as the hard one allows; returns what it then is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

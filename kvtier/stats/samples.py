@@ -1,0 +1,95 @@
+"""The samples of a /metrics page, fetched within a deadline and bounds."""
+
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
+
+_TIMEOUT_S = 5.0
+_MAX_BYTES = 16 << 20
+"""Ours is about 20 KB. Whatever answers with more than this is something else."""
+
+
+class Samples:
+    """Values by name and labels. Immutable."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Of all samples that have these labels; 0 where there is none."""
+        return sum(sample.value for sample in self._matching(name, labels))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The same, but None where there is none."""
+        found = self._matching(name, labels)
+        return sum(sample.value for sample in found) if found else None
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """Totals by the values of one label, in the order of the page; values of zero are left out."""
+        totals: dict[str, float] = {}
+        for sample in self._matching(name, labels):
+            of = sample.labels.get(label, "")
+            totals[of] = totals.get(of, 0.0) + sample.value
+        return {of: total for of, total in totals.items() if total}
+
+    def _matching(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        return [s for s in self._by_name.get(name, ()) if labels.items() <= s.labels.items()]
+
+
+def parse(page: str, *, source: str) -> Samples:
+    """The samples of a page in Prometheus' text format. Raises `InvalidInputError` when it is none."""
+    try:
+        return Samples(sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    except (ValueError, IndexError, KeyError) as error:
+        raise InvalidInputError(f"{source} answers with something that is no metrics page: {error}") from error
+
+
+def fetch(url: str, *, ca: Path | None = None) -> Samples:
+    """Blocks up to some seconds. Raises `UnavailableError` when nobody answers, `InvalidInputError` for nonsense.
+
+    :param url: as `metrics_url` gives it.
+    :param ca: CAs, in PEM, of an https server's certificate; without, the system's.
+    """
+    context = None
+    if url.startswith("https:"):
+        try:
+            context = ssl.create_default_context(cafile=ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--ca {ca}: cannot read certificates: {error}") from error
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as answer:
+            page = answer.read(_MAX_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        raise UnavailableError(f"{url} answers {error.code} {error.reason}: is it an engine or a pool?") from error
+    except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: no HTTP at all
+        reason = getattr(error, "reason", error)
+        raise UnavailableError(f"{url} does not answer: {reason}") from error
+    if len(page) > _MAX_BYTES:
+        raise InvalidInputError(f"{url} answers with more than {_MAX_BYTES:,} bytes: that is no metrics page of ours")
+    return parse(page.decode("utf-8", errors="replace"), source=url)
+
+
+def metrics_url(text: str) -> str:
+    """`http://host:port/metrics` from that, from `host:port`, or from anything between."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        named = False
+    if not named:
+        raise ConfigError(f"{text!r}: name an engine or a pool as http://host:port or host:port, the port not 0")
+    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"

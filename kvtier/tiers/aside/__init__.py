@@ -1,0 +1,16 @@
+"""Tiers in a process of their own beside the engine, so that a busy interpreter cannot slow their I/O down.
+
+    engine                                            tier process (`python -m kvtier.tiers.aside.process`)
+    AsideTier  --  verb, keys, places in memory  -->  the tier of that name: disk, pool client
+               <--  statuses, events, counts    --
+               +------  one memory that both map: payloads never pass the socket  ------+
+
+A thread that gives up the GIL waits up to 5 ms to get it back from pure Python code. Reading a batch takes dozens of
+system calls in the tier's own threads, and one round trip here.
+"""
+
+from kvtier.tiers.aside.child import SharedMemory
+from kvtier.tiers.aside.supervisor import ProcessSettings, TierProcess
+from kvtier.tiers.aside.tier import AsideTier
+
+__all__ = ["AsideTier", "ProcessSettings", "SharedMemory", "TierProcess"]

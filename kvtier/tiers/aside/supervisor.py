@@ -1,0 +1,177 @@
+"""Keeps a tier process running."""
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import ClosedError, ConfigError, KvtierError, UnavailableError
+from kvtier.events import EventSink, ignore_event
+from kvtier.metrics import Metrics
+from kvtier.tiers.aside.child import ChildProcess, SharedMemory
+from kvtier.tiers.aside.messages import Verb
+from kvtier.tiers.aside.news import NewsReader
+from kvtier.wire.block import Fields
+
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
+"""Between the end of a process and the start of the next: doubled every time, until one has lived for a while."""
+_GOOD_LIFE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What runs in a tier process, and how patient the engine is with it."""
+
+    factory: str
+    """`module:function` of a `kvtier.tiers.aside.process.MakeTiers`."""
+    settings: str
+    """Its argument. Goes over a socket: it may hold secrets."""
+    call_timeout_s: float = 10.0
+    """A call that takes longer ends the process. Above the deadlines that its tiers have themselves, or a slow
+    neighbour looks like a hung process."""
+    start_timeout_s: float = 120.0
+    """For opening the tiers; a large folder on disk takes seconds."""
+    close_timeout_s: float = 60.0
+    """For closing them, after which writes that are not over are lost."""
+
+
+class TierProcess:
+    """A tier process, started again whenever it ends. Any thread.
+
+    While there is none, and when one dies under a call, calls raise `UnavailableError`: a miss. Deaths are counted
+    (`kvtier_io_process_restarts_total`) and logged. What the tiers had told about their content is taken back with a
+    CLEARED event, before those of the next process tell theirs.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        settings: ProcessSettings,
+        *,
+        on_event: EventSink = ignore_event,
+        metrics: Metrics,
+    ) -> None:
+        """Starts the process and waits until its tiers are open. Raises what opening them raises.
+
+        :param shared: the only memory that payloads may be in; stays the caller's, and open until `close`.
+        :param on_event: hears of the tiers' content; must not block.
+        :param metrics: gains what the tiers count.
+        """
+        self._settings, self._on_event, self._metrics = settings, on_event, metrics
+        self._shared: SharedMemory | None = shared
+        """Given up by `close`, when no thread uses it any more."""
+        self._restarts = Counter(
+            "kvtier_io_process_restarts",
+            "Tier processes that ended or were ended and had to be replaced",
+            registry=metrics.registry,
+        )
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+        """The one that serves. Guarded by _lock."""
+        self._closing = threading.Event()
+        self._closed = False
+        """Guarded by _lock."""
+        started: queue.SimpleQueue[KvtierError | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="kvtier-aside", daemon=True)
+        self._thread.start()
+        if (error := started.get()) is not None:
+            self._thread.join()
+            raise error
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory that payloads may be in."""
+        if self._shared is None:
+            raise ClosedError("the tier process is closed")
+        return self._shared.memory
+
+    @property
+    def metrics(self) -> Metrics:
+        """Where this process's trouble is counted."""
+        return self._metrics
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that serves; None while there is none."""
+        with self._lock:
+            return self._child.pid if self._child is not None else None
+
+    def call(self, verb: Verb, fields: Mapping[str, object], *, uses_memory: bool = False) -> Fields:
+        """See `ChildProcess.call`. Takes `call_timeout_s` at the most, and as long as a killed process takes to end."""
+        with self._lock:
+            child = self._child
+        if child is None:
+            if self._closing.is_set():
+                raise ClosedError("the tier process is closed")
+            raise UnavailableError("no tier process at the moment; one is being started")
+        return child.call(verb, fields, MONOTONIC() + self._settings.call_timeout_s, uses_memory=uses_memory)
+
+    def close(self) -> None:
+        """Closes the tiers and ends the process. Call it after the last call. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            self._closing.set()
+            child = self._child
+        if first and child is not None:
+            child.close(self._settings.close_timeout_s)
+        self._thread.join()
+        self._shared = None
+
+    def _run(self, started: "queue.SimpleQueue[KvtierError | None]") -> None:
+        """Starts processes and sees them end; a process dies with the thread that started it."""
+        try:
+            child = self._start()
+        except (OSError, KvtierError) as error:
+            remedy = "set cache.io_process = false"
+            started.put(error if isinstance(error, KvtierError) else ConfigError(f"no tier process: {error}; {remedy}"))
+            return
+        started.put(None)
+        pause_s = _MIN_PAUSE_S
+        while True:
+            began = MONOTONIC()
+            status = child.wait()
+            with self._lock:
+                self._child = None
+            if self._closing.is_set():
+                return
+            self._restarts.inc()
+            pause_s = _MIN_PAUSE_S if MONOTONIC() - began > _GOOD_LIFE_S else min(2 * pause_s, _MAX_PAUSE_S)
+            _log.error(
+                "tier process %d ended with status %d; its tiers miss until another has started", child.pid, status
+            )
+            replaced = self._replacement(pause_s)
+            if replaced is None:
+                return
+            child = replaced
+
+    def _replacement(self, pause_s: float) -> ChildProcess | None:
+        """The next process, sooner or later; None when it is not wanted any more."""
+        while not self._closing.wait(pause_s):
+            try:
+                return self._start()
+            except (OSError, KvtierError) as error:
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                _log.error("no tier process, next try in %.1f s: %s", pause_s, error)
+        return None
+
+    def _start(self) -> ChildProcess:
+        assert self._shared is not None
+        child = ChildProcess(NewsReader(self._on_event, self._metrics))
+        try:
+            child.open(self._shared, self._settings.factory, self._settings.settings, self._settings.start_timeout_s)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+        with self._lock:
+            self._child = child
+            closing = self._closing.is_set()
+        if closing:
+            child.kill()  # it has nothing to write yet
+        return child

@@ -1,0 +1,54 @@
+"""A slab of the cache pool, mapped into a client."""
+
+import os
+
+from kvtier.errors import InvalidInputError
+from kvtier.tiers import memfd
+from kvtier.tiers.slab import SLAB_STRIDE, slab_bytes, words_of
+
+
+class MappedSlab:
+    """Memory of the pool. Unmapped with the last view of it; what it shows may change at any time."""
+
+    __slots__ = ("_memory", "_num_slots", "_slot_bytes", "_words", "writable")
+
+    def __init__(self, memory: memoryview, slot_bytes: int, num_slots: int, *, writable: bool) -> None:
+        """For `map`."""
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._num_slots = num_slots
+        self._words = memory[words_of(slot_bytes * num_slots, num_slots)].toreadonly().cast("Q")
+        self.writable = writable
+
+    @classmethod
+    def map(cls, descriptor: int, slot_bytes: int, num_slots: int, *, writable: bool) -> "MappedSlab":
+        """Maps the slab and closes its descriptor. `OSError`: no room for it in this process.
+
+        `InvalidInputError`: it is not what the pool says, and reading it could end this process.
+        """
+        try:
+            nbytes = slab_bytes(slot_bytes, num_slots, shared=True)
+            if not memfd.is_sealed(descriptor, nbytes):
+                raise InvalidInputError(f"garbled answer of the pool: a slab that is not {nbytes} sealed bytes")
+            return cls(
+                memfd.map_descriptor(descriptor, nbytes, writable=writable), slot_bytes, num_slots, writable=writable
+            )
+        finally:
+            os.close(descriptor)
+
+    @property
+    def in_use(self) -> bool:
+        """False once the pool has given the slab up."""
+        return self._words[0] != 0
+
+    def slot(self, slot: int, nbytes: int) -> memoryview:
+        """The first bytes of a slot, by its id. `InvalidInputError`: there is no such slot, or it is smaller."""
+        place = slot % SLAB_STRIDE
+        if place >= self._num_slots or nbytes > self._slot_bytes:
+            raise InvalidInputError(f"garbled answer of the pool: slot {place} of {self._num_slots} for {nbytes} bytes")
+        start = place * self._slot_bytes
+        return self._memory[start : start + nbytes]
+
+    def generation(self, slot: int) -> int:
+        """Of what the slot holds now, by its id."""
+        return self._words[1 + slot % SLAB_STRIDE]

@@ -1,0 +1,114 @@
+"""The pool on this host: its memory where that works, its Unix socket for everything else."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.errors import CorruptBlockError, KvtierError
+from kvtier.keys import StoreKey
+from kvtier.metrics import Metrics
+from kvtier.quiet_log import QuietLog
+from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.pool_memory import PoolMemory
+from kvtier.tiers.pool_socket import SocketTransport
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 5.0
+"""After memory did not work, for however long that may be: until then the socket does it all."""
+
+
+class LocalTransport:
+    """`PoolTransport` of a pool that may share its memory. Any thread.
+
+    Reads what lies in the pool's memory from there, and the rest, which the pool has to fetch from below, over the
+    socket. Whatever fails with memory is tried over the socket within the same deadline.
+    """
+
+    def __init__(self, socket: SocketTransport, *, metrics: Metrics, clock: Clock = MONOTONIC) -> None:
+        """:param socket: over a Unix socket; owned from now on."""
+        self._socket = socket
+        self._memory = PoolMemory(socket.open_connection)
+        self._read_bytes = metrics.path_bytes.labels("shm", "read")
+        self._written_bytes = metrics.path_bytes.labels("shm", "write")
+        self._clock = clock
+        self._not_before_s = 0.0
+        """When memory may be tried again. A single number, written whole: any thread."""
+        self._failed = QuietLog(_log)
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The mapped memory by itself, for measurements."""
+        return self._memory
+
+    def connect(self) -> None:
+        """See `SocketTransport.connect`."""
+        self._socket.connect()
+
+    def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
+        """See `PoolTransport.lookup`."""
+        return self._socket.lookup(keys, timeout_s)
+
+    def read(
+        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        """See `PoolTransport.read`."""
+        deadline = MONOTONIC() + timeout_s
+        left = dict.fromkeys(range(len(keys)))
+        corrupt: list[StoreKey] = []
+        if self._clock() >= self._not_before_s:
+            try:
+                for i, error in self._memory.read(keys, into, deadline):
+                    del left[i]
+                    if error is None:
+                        self._read_bytes.inc(len(into[i]))
+                    else:
+                        corrupt.append(keys[i])
+                    yield i, error
+            except OSError as error:
+                _log.debug("the pool did not answer: %s", error)
+            except KvtierError as error:
+                self._note_failure(error)
+        if corrupt:  # its writer broke it, and as long as it is there nobody can store it again
+            self._socket.discard(corrupt, max(0.0, deadline - MONOTONIC()))
+        rest = list(left)
+        if rest:
+            remaining_s = max(0.0, deadline - MONOTONIC())
+            answers = self._socket.read([keys[i] for i in rest], [into[i] for i in rest], remaining_s)
+            yield from ((rest[j], error) for j, error in answers)
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+        """See `PoolTransport.write`."""
+        deadline = MONOTONIC() + timeout_s
+        statuses = [WriteStatus.FAILED] * len(items)
+        if self._clock() >= self._not_before_s:
+            try:
+                statuses = self._memory.write(items, deadline)
+            except OSError as error:
+                _log.debug("the pool did not answer: %s", error)
+            except KvtierError as error:
+                self._note_failure(error)
+        stored = [i for i, status in enumerate(statuses) if status is WriteStatus.STORED]
+        self._written_bytes.inc(sum(len(items[i][1]) for i in stored))
+        rest = [i for i, status in enumerate(statuses) if status is WriteStatus.FAILED]
+        if rest:
+            answers = self._socket.write([items[i] for i in rest], max(0.0, deadline - MONOTONIC()))
+            for i, status in zip(rest, answers, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
+        """See `PoolTransport.discard`."""
+        return self._socket.discard(keys, timeout_s)
+
+    def usage(self, timeout_s: float) -> Usage:
+        """See `PoolTransport.usage`."""
+        return self._socket.usage(timeout_s)
+
+    def close(self) -> None:
+        """See `PoolTransport.close`."""
+        self._memory.close()
+        self._socket.close()
+
+    def _note_failure(self, error: Exception) -> None:
+        self._not_before_s = self._clock() + _RETRY_S
+        self._failed.warning(f"the pool's memory cannot be used, its socket for {_RETRY_S:.0f} s instead: {error}")

@@ -1,0 +1,100 @@
+"""Several ways to one cache pool: the best that works carries the calls."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.errors import CorruptBlockError, UnavailableError
+from kvtier.keys import StoreKey
+from kvtier.quiet_log import QuietLog
+from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.pool import PoolTransport
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 10.0
+"""How long a way that failed is passed over while another one works."""
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Path:
+    """One way. `failed_at_s` is a single number, written whole: any thread."""
+
+    name: str
+    transport: PoolTransport
+    failed_at_s: float = float("-inf")
+
+
+class PathsTransport:
+    """`PoolTransport` over the first of several ways that works. Any thread.
+
+    A way that cannot be had is passed over for some seconds, and then tried again. When none is left, each is tried:
+    the tier's breaker decides how often.
+    """
+
+    def __init__(self, paths: Sequence[tuple[str, PoolTransport]], *, clock: Clock = MONOTONIC) -> None:
+        """:param paths: (address for the log, transport), the best first; owned from now on."""
+        self._paths = [_Path(name, transport) for name, transport in paths]
+        self._clock = clock
+        self._failed = QuietLog(_log)
+
+    def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
+        """See `PoolTransport.lookup`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.lookup(keys, left_s))
+
+    def read(
+        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        """See `PoolTransport.read`. A way that fails in the middle is not replaced: the rest are misses."""
+
+        def begin(
+            transport: PoolTransport, left_s: float
+        ) -> tuple[list[tuple[int, CorruptBlockError | None]], Iterator[tuple[int, CorruptBlockError | None]]]:
+            blocks = iter(transport.read(keys, into, left_s))
+            first = next(blocks, None)
+            return [first] if first is not None else [], blocks
+
+        first, rest = self._first(timeout_s, begin)
+        yield from first
+        yield from rest
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+        """See `PoolTransport.write`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.write(items, left_s))
+
+    def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
+        """See `PoolTransport.discard`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.discard(keys, left_s))
+
+    def usage(self, timeout_s: float) -> Usage:
+        """See `PoolTransport.usage`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.usage(left_s))
+
+    def close(self) -> None:
+        """See `PoolTransport.close`."""
+        for path in self._paths:
+            path.transport.close()
+
+    def _first(self, timeout_s: float, call: Callable[[PoolTransport, float], _T]) -> _T:
+        """What the first way answers that can be had within the time."""
+        deadline = self._clock() + timeout_s
+        failure = UnavailableError("no way to the pool")
+        for path in self._usable():
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                break
+            try:
+                return call(path.transport, left_s)
+            except UnavailableError as error:
+                path.failed_at_s = self._clock()
+                failure = error
+                self._failed.warning(f"{path.name} cannot be had, another way is tried: {error}")
+        raise failure
+
+    def _usable(self) -> list[_Path]:
+        """Those that have not failed of late; all of them when there are none."""
+        now = self._clock()
+        usable = [path for path in self._paths if now - path.failed_at_s >= _RETRY_S]
+        return usable or self._paths

@@ -1,0 +1,427 @@
+"""Bursts of several times the memory: what was acknowledged is readable, or was evicted with an event."""
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier.codec import encode_header, parse_header
+from kvtier.events import Event, EventKind
+from kvtier.keys import StoreKey
+from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.faults import FaultyFiles
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.files import OsFiles
+from kvtier.tiers.host import HostTier, WriteSlot
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.write_policy import WritePolicy
+from kvtier.wire import pool_pb2
+from kvtier_pool.service import Addresses
+from kvtier_pool.settings import PoolLimits
+from pool_rig import (
+    BLOCK_BYTES,
+    MIB,
+    RED,
+    TOKENS,
+    WAIT_S,
+    CoreRig,
+    GatedFiles,
+    connect,
+    core_rig,
+    running_pool,
+)
+
+MEMORY_BYTES = 8 * MIB
+NUM_BLOCKS = 4 * MEMORY_BYTES // BLOCK_BYTES
+DISK_BYTES = NUM_BLOCKS * (BLOCK_BYTES + 4096)
+"""Room for the whole burst: a block's header takes a page on disk."""
+KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
+REFUSED = (WriteStatus.FULL, WriteStatus.THROTTLED)
+PATHS = ["block", "grpc"]
+
+
+def keys(labels: Sequence[object]) -> list[StoreKey]:
+    return [make_key(label) for label in labels]
+
+
+def payloads(labels: Sequence[object]) -> list[bytes]:
+    return [make_payload(label, BLOCK_BYTES) for label in labels]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def clients(addresses: Addresses, path: str, count: int) -> Iterator[list[PoolTier]]:
+    address = addresses.block[0] if path == "block" else f"grpc:{addresses.grpc[0]}"
+    tiers = [connect(address) for _ in range(count)]
+    try:
+        yield tiers
+    finally:
+        for tier in tiers:
+            tier.close()
+
+
+def burst(tiers: Sequence[Tier], *, again: bool = False, batch: int = 8) -> list[WriteStatus]:
+    """Every tier writes its share of NUM_BLOCKS as fast as it can; with `again`, what is refused until it is not."""
+
+    def write(tier: Tier, mine: Sequence[int]) -> list[WriteStatus]:
+        answers: list[WriteStatus] = []
+        for start in range(0, len(mine), batch):
+            labels = mine[start : start + batch]
+            items = list(zip(keys(labels), payloads(labels), strict=True))
+            statuses = tier.write(items)
+            deadline = time.monotonic() + WAIT_S
+            while again and any(status in REFUSED for status in statuses):
+                assert time.monotonic() < deadline, statuses
+                time.sleep(0.005)
+                statuses = tier.write(items)
+            answers += statuses
+        return answers
+
+    share = NUM_BLOCKS // len(tiers)
+    with ThreadPoolExecutor(len(tiers)) as executor:
+        shares = [executor.submit(write, tier, range(i * share, (i + 1) * share)) for i, tier in enumerate(tiers)]
+        return [status for future in shares for status in future.result(2 * WAIT_S)]
+
+
+def acknowledged(statuses: Sequence[WriteStatus]) -> list[int]:
+    return [label for label, status in enumerate(statuses) if status in KEPT]
+
+
+class Removals:
+    """The keys that a tenant's event stream says memory has evicted."""
+
+    def __init__(self, address: str, probe: PoolTier) -> None:
+        """Returns when the stream is there: everything from now on is seen."""
+        self.keys: list[StoreKey] = []
+        self.num_lost = 0
+        self._channel = grpc.insecure_channel(address)
+        metadata = (("authorization", "Bearer " + TOKENS["red"]),)
+        self._stream = self._channel.unary_stream("/kvtier.pool.v1.Pool/Events")(b"", metadata=metadata)
+        self._seen = threading.Event()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+        label = 0
+        while not self._seen.is_set():
+            probe.write([(make_key(("probe", label)), b"")])
+            label += 1
+            assert label < 10_000
+        probe.discard([make_key(("probe", i)) for i in range(label)])
+
+    def _listen(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for message in self._stream:
+                batch = pool_pb2.EventBatch.FromString(message)
+                self.num_lost += batch.lost
+                for event in batch.events:
+                    if event.kind == pool_pb2.Event.REMOVED and event.tier == "memory":
+                        self._add(event)
+                self._seen.set()
+
+    def _add(self, event: pool_pb2.Event) -> None:
+        for group in event.keys:
+            hashes = group.hashes
+            self.keys += [StoreKey(RED + group.namespace_id + hashes[at : at + 32]) for at in range(0, len(hashes), 32)]
+
+    def close(self) -> None:
+        self._stream.cancel()
+        self._thread.join(WAIT_S)
+        self._channel.close()
+
+
+class TestOverADisk:
+    @pytest.mark.parametrize("path", PATHS)
+    def test_every_acknowledged_block_is_readable_at_the_end(self, tmp_path: Path, path: str) -> None:
+        with (
+            running_pool(MEMORY_BYTES, disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
+            clients(addresses, path, 4) as tiers,
+        ):
+            statuses = burst(tiers)
+            assert set(statuses) <= {*KEPT, *REFUSED}
+            kept = acknowledged(statuses)
+            assert len(kept) > MEMORY_BYTES // BLOCK_BYTES // 2
+            assert read_blocks(tiers[0], keys(kept), BLOCK_BYTES) == payloads(kept)
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_a_writer_that_tries_again_gets_all_of_it_in(self, tmp_path: Path, path: str) -> None:
+        with (
+            running_pool(MEMORY_BYTES, disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
+            clients(addresses, path, 4) as tiers,
+        ):
+            assert set(burst(tiers, again=True)) <= set(KEPT)
+            everything = range(NUM_BLOCKS)
+            assert read_blocks(tiers[0], keys(everything), BLOCK_BYTES) == payloads(everything)
+
+    def test_a_slow_disk_slows_writers_down_and_loses_nothing(self, tmp_path: Path) -> None:
+        class SlowFiles(OsFiles):
+            def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
+                time.sleep(0.002)
+                super().write(path, buffer, nbytes)
+
+        files = GatedFiles(SlowFiles(direct=False))
+        with core_rig(tmp_path, memory_bytes=MIB, queue_bytes=MIB // 4, files=files) as rig:
+            statuses = [rig.store(label) for label in range(200)]
+            assert WriteStatus.THROTTLED in statuses
+            kept = acknowledged(statuses)
+            assert rig.load(keys(kept)) == payloads(kept)
+            assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == 0
+
+    def test_cold_reads_do_not_push_out_what_waits_for_the_disk(self, tmp_path: Path) -> None:
+        """All that is promised to the disk waits; a hundred blocks come up from the tier below it meanwhile."""
+        remote = Remote()
+        remote.fill(range(1000, 1100))
+        with core_rig(tmp_path, memory_bytes=MIB, queue_bytes=6 * BLOCK_BYTES, remote=remote) as rig:
+            rig.files.may_write.clear()
+            statuses = [rig.store(label) for label in range(10)]
+            assert statuses == [WriteStatus.STORED] * 6 + [WriteStatus.THROTTLED] * 4
+            for label in range(1000, 1100):
+                assert rig.load(keys([label])) == payloads([label])
+            assert rig.load(keys(range(6))) == payloads(range(6))
+            assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") > 0, "copies nobody was promised"
+        remote.end()
+
+    def test_a_block_larger_than_the_queue_is_kept_too(self, tmp_path: Path) -> None:
+        with core_rig(tmp_path, queue_bytes=BLOCK_BYTES) as rig:
+            rig.files.may_write.clear()
+            assert rig.store("a", nbytes=4 * BLOCK_BYTES) is WriteStatus.STORED
+            assert rig.store("b") is WriteStatus.THROTTLED
+            rig.files.may_write.set()
+            until(lambda: rig.store("b") is WriteStatus.STORED)
+            rig.core.drain(WAIT_S)
+        with core_rig(tmp_path) as rig:
+            assert rig.load(keys(["a"]), 4 * BLOCK_BYTES) == [make_payload("a", 4 * BLOCK_BYTES)]
+            assert rig.load(keys(["b"])) == payloads(["b"])
+
+    def test_a_write_that_was_under_way_is_kept_although_too_much_waits_by_then(self, tmp_path: Path) -> None:
+        with core_rig(tmp_path, queue_bytes=2 * BLOCK_BYTES) as rig:
+            rig.files.may_write.clear()
+            header = parse_header(encode_header(make_key("early"), make_payload("early", BLOCK_BYTES)))
+            slot = rig.core.begin_write(RED, header)
+            assert isinstance(slot, WriteSlot)
+            assert [rig.store(i) for i in range(3)] == [WriteStatus.STORED] * 2 + [WriteStatus.THROTTLED]
+            slot.view[:] = make_payload("early", BLOCK_BYTES)
+            assert rig.core.commit_write(slot, header) is WriteStatus.STORED
+            rig.files.may_write.set()
+            (report,) = rig.core.drain(WAIT_S)
+            assert (report.num_written, report.num_memory_only) == (3, 0)
+
+    def test_a_block_lost_before_it_could_be_pinned_is_not_acknowledged(self, tmp_path: Path) -> None:
+        with core_rig(tmp_path) as rig:
+            publish = rig.core._hub.publish
+
+            def lose(event: Event) -> None:
+                """The thread that commits is here before it pins: memory takes the room back."""
+                publish(event)
+                if event.kind is EventKind.STORED and event.tier == "memory":
+                    rig.core._memory.discard(event.keys)
+
+            rig.core._hub.publish = lose  # type: ignore[method-assign]
+            assert rig.store("a") is WriteStatus.THROTTLED
+            rig.core._hub.publish = publish  # type: ignore[method-assign]
+            assert rig.store("a") is WriteStatus.STORED
+
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+    def test_a_disk_that_takes_nothing_refuses_nobody(self, tmp_path: Path, code: int) -> None:
+        """A dead one, and one that neighbours have filled: the pool is one in memory until it is back."""
+        faulty = FaultyFiles(OsFiles(direct=False))
+        faulty.fail_next("write", code, times=10_000)
+        with core_rig(
+            tmp_path, memory_bytes=MIB, queue_bytes=MIB // 4, files=GatedFiles(faulty), event_buffer=10_000
+        ) as rig:
+            subscription = rig.core.subscribe(RED)
+            assert rig.store("first") is WriteStatus.STORED
+            until(lambda: rig.count("kvtier_pool_write_down_queue_bytes", tier="disk") == 0)
+            statuses = [rig.store(label) for label in range(200)]
+            assert statuses == [WriteStatus.STORED] * 200
+            there = [block is not None for block in rig.load(keys(range(200)))]
+            assert 0 < there.count(True) < 200
+            batch = subscription.wait()
+            assert batch is not None
+            removed = [key for event in batch.events if event.kind is EventKind.REMOVED for key in event.keys]
+            assert set(removed) >= {key for key, is_there in zip(keys(range(200)), there, strict=True) if not is_there}
+            assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == len(removed)
+
+    @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
+    def test_other_policies_forget_with_an_event(self, tmp_path: Path, policy: WritePolicy) -> None:
+        with core_rig(tmp_path, memory_bytes=MIB, policy=policy, event_buffer=10_000) as rig:
+            rig.files.may_write.clear()
+            subscription = rig.core.subscribe(RED)
+            assert [rig.store(label) for label in range(100)] == [WriteStatus.STORED] * 100
+            there = rig.core.lookup(keys(range(100)))
+            batch = subscription.wait()
+            assert batch is not None
+            removed = [key for event in batch.events if event.kind is EventKind.REMOVED for key in event.keys]
+            assert there.count(Status.HIT) + len(removed) == 100
+
+
+class TestOverMemoryAlone:
+    @pytest.mark.parametrize("path", PATHS)
+    def test_what_was_acknowledged_is_readable_or_evicted_with_an_event(self, path: str) -> None:
+        limits = PoolLimits(event_buffer=100_000)
+        with (
+            running_pool(MEMORY_BYTES, limits=limits) as addresses,
+            clients(addresses, path, 4) as tiers,
+            contextlib.closing(Removals(addresses.grpc[0], tiers[0])) as removals,
+        ):
+            kept = acknowledged(burst(tiers))
+            assert len(kept) > MEMORY_BYTES // BLOCK_BYTES
+            found = read_blocks(tiers[0], keys(kept), BLOCK_BYTES)
+            expected = payloads(kept)
+            assert all(block in (None, payload) for block, payload in zip(found, expected, strict=True))
+            missing = {key for key, block in zip(keys(kept), found, strict=True) if block is None}
+            until(lambda: missing <= set(removals.keys))
+            evicted = [key for key in removals.keys if key in set(keys(kept))]
+            assert (len(evicted), removals.num_lost) == (len(missing), 0), "each once"
+            assert len(found) - found.count(None) + len(evicted) == len(kept)
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_writers_hear_full_before_a_young_block_is_evicted(self, path: str) -> None:
+        with running_pool(MEMORY_BYTES, min_residency_s=600.0) as addresses, clients(addresses, path, 4) as tiers:
+            statuses = burst(tiers)
+            assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
+            kept = acknowledged(statuses)
+            assert len(kept) > NUM_BLOCKS // 8
+            assert read_blocks(tiers[0], keys(kept), BLOCK_BYTES) == payloads(kept)
+
+    def test_they_are_evicted_when_they_are_old_enough(self) -> None:
+        with running_pool(MEMORY_BYTES, min_residency_s=0.5) as addresses, clients(addresses, "block", 4) as tiers:
+            started = time.monotonic()
+            assert set(burst(tiers, again=True)) <= set(KEPT)
+            assert time.monotonic() - started > 3 * 0.5 * 0.9, "four times the memory cannot have been younger"
+
+    def test_residency_does_not_hold_up_writers_above_a_disk(self, tmp_path: Path) -> None:
+        arguments = {"disk_dir": tmp_path, "disk_bytes": DISK_BYTES, "disk_reserve_bytes": 0, "min_residency_s": 600.0}
+        with running_pool(MEMORY_BYTES, **arguments) as addresses, clients(addresses, "block", 2) as tiers:
+            assert set(burst(tiers, again=True)) <= set(KEPT)
+
+
+class Remote:
+    """A tier elsewhere whose writes hang, until `may_write` is set."""
+
+    name = "redis"
+
+    def __init__(self) -> None:
+        self.inner = HostTier(64 * MIB, name="redis")
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.writing = threading.Semaphore(0)
+
+    def fill(self, labels: Sequence[object]) -> None:
+        self.inner.write(list(zip(keys(labels), payloads(labels), strict=True)))
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self.inner.lookup(keys)
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        return self.inner.read(keys, into)
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+        self.writing.release()
+        assert self.may_write.wait(WAIT_S)
+        return self.inner.write(items)
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        return self.inner.discard(keys)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        """The pool's end is not the server's."""
+
+    def end(self) -> None:
+        self.inner.check()
+        self.inner.close()
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    tier = Remote()
+    yield tier
+    tier.end()
+
+
+class TestOverARemoteTier:
+    def test_one_that_hangs_refuses_nobody(self, remote: Remote) -> None:
+        """Its writers hold 32 blocks at the most; what is queued gives its room back."""
+        remote.may_write.clear()
+        with core_rig(remote=remote, memory_bytes=4 * MIB, queue_bytes=64 * MIB) as rig:
+            statuses = [rig.store(label) for label in range(200)]
+            assert statuses == [WriteStatus.STORED] * 200
+            assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="dropped") > 0
+            assert rig.count("kvtier_pool_evicted_unwritten_total", tier="redis") > 0
+            remote.may_write.set()
+            (report,) = rig.core.drain(WAIT_S)
+            assert (report.num_abandoned, report.num_memory_only) == (0, 0)
+
+    def test_it_does_not_loosen_what_the_disk_keeps(self, tmp_path: Path, remote: Remote) -> None:
+        remote.may_write.clear()
+        with core_rig(tmp_path, remote=remote, memory_bytes=4 * MIB, queue_bytes=64 * MIB) as rig:
+            rig.files.may_write.clear()
+            statuses = [rig.store(label) for label in range(200)]
+            assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
+            kept = acknowledged(statuses)
+            assert rig.load(keys(kept)) == payloads(kept)
+            rig.files.may_write.set()
+            remote.may_write.set()
+            disk, _ = rig.core.drain(WAIT_S)
+            assert (disk.num_written, disk.num_memory_only) == (len(kept), 0)
+
+
+def commit_garbage(rig: CoreRig, label: object) -> None:
+    """As a client does that writes through shared memory and is broken: memory takes its checksum on trust."""
+    header = parse_header(encode_header(make_key(label), make_payload(label, BLOCK_BYTES)))
+    slot = rig.core.begin_write(RED, header)
+    assert isinstance(slot, WriteSlot)
+    slot.view[:] = make_payload(("half of", label), BLOCK_BYTES)
+    rig.core._memory.commit(slot, header.checksum)
+    rig.core._note_entered([slot.key], None)
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_what_does_not_match_its_checksum_never_becomes_a_valid_block_below(
+    tmp_path: Path, remote: Remote, policy: WritePolicy
+) -> None:
+    with core_rig(tmp_path, remote=remote, policy=policy) as rig:
+        for label in range(4):
+            commit_garbage(rig, label)
+            rig.store(("good", label))
+        rig.core.drain(WAIT_S)
+        assert rig.core.lookup(keys(range(4))) == [Status.MISS] * 4
+        assert remote.lookup(keys(range(4))) == [Status.MISS] * 4
+        counts = [
+            rig.count("kvtier_pool_written_down_blocks_total", tier=tier, result=result)
+            for tier in ("disk", "redis")
+            for result in ("stored", "corrupt")
+        ]
+        assert counts[0] == counts[2] == 4
+        assert 4 <= counts[1] + counts[3] <= 8, "whoever is later may find it gone"
+        assert rig.store(0) is WriteStatus.STORED
+    with core_rig(tmp_path) as rig:
+        good = [("good", label) for label in range(4)]
+        assert rig.load(keys(good)) == payloads(good)
+        assert rig.core.lookup(keys(range(1, 4))) == [Status.MISS] * 3
+
+
+def test_garbage_does_not_make_a_disk_look_broken(tmp_path: Path) -> None:
+    with core_rig(tmp_path, queue_bytes=2 * BLOCK_BYTES) as rig:
+        for label in range(5):
+            commit_garbage(rig, label)
+            until(lambda: rig.count("kvtier_pool_write_down_queue_bytes", tier="disk") == 0)
+        rig.files.may_write.clear()
+        statuses = [rig.store(("good", label)) for label in range(4)]
+        assert statuses == [WriteStatus.STORED] * 2 + [WriteStatus.THROTTLED] * 2

@@ -1,0 +1,192 @@
+"""`kvtier stats` tells what real processes say of themselves, and takes nonsense for what it is."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvtier.bench.blocks import Rotation, keys_of
+from kvtier.bench.pool_process import pool_process
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.gauges import TierGauges
+from kvtier.hierarchy import HierarchyMetrics
+from kvtier.metrics import Metrics
+from kvtier.stats.facts import ENGINE, POOL, facts_of
+from kvtier.stats.samples import Samples, metrics_url, parse
+from kvtier.tiers.base import Usage
+from kvtier_engine.metrics import EngineMetrics
+from kvtier_engine.request import Completion
+
+MIB = 1 << 20
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvtier.cli", "stats", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def page_of(registry: CollectorRegistry) -> Samples:
+    return parse(generate_latest(registry).decode(), source="a test")
+
+
+@contextmanager
+def answering(body: bytes, code: int = 200) -> Iterator[str]:
+    """A server that gives the same answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def test_a_pool_that_is_used(tmp_path: Path) -> None:
+    with pool_process(tmp_path, 64 * MIB) as pool, ExitStack() as stack:
+        tier = pool.tier("tcp", stack)
+        rotation = Rotation(4096, 8)
+        rotation.fill(tier, "there")
+        rotation.reads(tier, "there", 8, ()).run()
+        tier.read(keys_of(8, "absent"), rotation.into)
+        answer = run("--url", pool.http, "--json")
+        assert answer.returncode == 0, answer.stderr
+        (source,) = json.loads(answer.stdout)["sources"]
+        words = run("--url", f"http://{pool.http}")
+    assert source["url"] == f"http://{pool.http}/metrics"
+    assert source["kind"] == POOL
+    assert source["hit_rate"] == {"unit": "blocks", "asked": 16, "by_tier": {"memory": 8}, "share": 0.5}
+    assert source["written"] == {"stored": 8}
+    assert source["calls"]["block"]["read"] == 2
+    assert source["moved_bytes"] == {"sent": 8 * 4096, "received": 8 * 4096}
+    assert words.returncode == 0
+    assert "Hit rate: 50.0% of 16 blocks (memory 50.0%)." in words.stdout
+
+
+def test_a_pool_that_nobody_asked_yet(tmp_path: Path) -> None:
+    config = tmp_path / "kvtier.toml"
+    with pool_process(tmp_path, 64 * MIB) as pool:
+        config.write_text(f'[pool_service]\nhttp_listen = "{pool.http}"\n[engine]\nlisten = "127.0.0.1:0"\n')
+        answer = run("--config", str(config))
+    assert answer.returncode == 0, answer.stderr
+    assert "nobody has asked for blocks yet" in answer.stdout
+
+
+def test_an_engine() -> None:
+    registry = CollectorRegistry()
+    engine, tiers, hierarchy = EngineMetrics(registry), Metrics(registry), HierarchyMetrics(registry)
+    engine.prompt_tokens.inc(1000)
+    engine.cached_tokens.labels("device").inc(300)
+    engine.cached_tokens.labels("pool").inc(450)
+    engine.ttft_seconds.observe(0.1)
+    engine.ttft_seconds.observe(0.3)
+    tiers.tier_blocks.labels("pool", "read", "hit").inc(28)
+    tiers.tier_blocks.labels("pool", "read", "miss").inc(2)
+    tiers.tier_bytes.labels("pool", "read").inc(2e9)
+    tiers.tier_batch_seconds.labels("pool", "read").observe(0.5)
+    tiers.path_bytes.labels("shm", "read").inc(2e9)
+    tiers.io_errors.labels("pool", "read", "BreakerOpen").inc(3)
+    tiers.corrupt_blocks.labels("disk").inc()
+    hierarchy.device_evictions.labels("clean").inc(7)
+    TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
+    facts = facts_of(page_of(registry))
+    assert facts is not None
+    assert (facts.kind, facts.hit_rate.share, facts.ttft_mean_s) == (ENGINE, 0.75, pytest.approx(0.2))
+    pool, disk = facts.tiers["pool"], facts.tiers["disk"]
+    assert (pool.read_hits, pool.read_misses, pool.read_bytes_per_s) == (28, 2, 4e9)
+    assert (pool.errors, pool.breaker_open, pool.used_bytes) == ({"read BreakerOpen": 3}, True, None)
+    assert (disk.held_blocks, disk.used_bytes, disk.capacity_bytes, disk.breaker_open) == (3, 30, 100, None)
+    assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
+    assert facts.device_evictions == {"clean": 7}
+    assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
+
+
+def test_a_completion_counts() -> None:
+    """What the engine counts is what is read here."""
+    registry = CollectorRegistry()
+    EngineMetrics(registry).count(
+        Completion(
+            token_ids=(1, 2), finish_reason="length", num_prompt_tokens=10, cached_by_tier={"host": 4}, ttft_s=0.5
+        )
+    )
+    facts = facts_of(page_of(registry))
+    assert facts is not None
+    assert facts.hit_rate.by_tier == {"host": 4}
+    assert facts.requests == {"length": 1}
+
+
+def test_a_closed_tier_is_left_out_of_a_scrape() -> None:
+    def closed() -> Usage:
+        raise ClosedError("tier disk is closed")
+
+    registry = CollectorRegistry()
+    TierGauges(registry, usages={"disk": closed, "host": lambda: Usage(1, 2, 3)})
+    samples = page_of(registry)
+    assert samples.value("kvtier_tier_used_bytes", tier="disk") is None
+    assert samples.value("kvtier_tier_used_bytes", tier="host") == 2
+
+
+def test_nobody_answers() -> None:
+    answer = run("--url", "127.0.0.1:1")
+    assert answer.returncode == 1
+    assert "http://127.0.0.1:1/metrics does not answer" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (b"<html>hello</html>", 200, "no metrics page"),
+        (b"", 404, "answers 404"),
+        (b"up 1\n", 200, "neither an engine nor a pool"),
+        (b"#" * (17 * MIB), 200, "more than"),
+    ],
+)
+def test_somebody_else_answers(body: bytes, code: int, words: str) -> None:
+    with answering(body, code) as address:
+        answer = run("--url", address)
+    assert answer.returncode == 1
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("text", ["file:///etc/passwd", "ftp://host:1", "http://", "127.0.0.1:0", "host:port", ""])
+def test_places_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="name an engine or a pool"):
+        metrics_url(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("host:7602", "http://host:7602/metrics"),
+        ("http://host:7602/", "http://host:7602/metrics"),
+        ("https://host/other", "https://host/other"),
+        ("[::1]:7602", "http://[::1]:7602/metrics"),
+    ],
+)
+def test_places(text: str, url: str) -> None:
+    assert metrics_url(text) == url
+
+
+def test_nonsense_is_no_page() -> None:
+    with pytest.raises(InvalidInputError, match="no metrics page"):
+        parse("{]", source="it")
