@@ -31,8 +31,8 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.metered import Metered
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
 from kvtier.wire.tls import ClientTls

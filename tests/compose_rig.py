@@ -19,7 +19,7 @@ from subprocess import CompletedProcess
 from types import TracebackType
 from typing import Any
 
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.tier import PoolTier
 from pool_rig import connect
 
 ROOT = Path(__file__).parents[1]

@@ -20,8 +20,8 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.host import WriteSlot
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.core import LowerTier, PoolCore
 from kvtier_pool.event_hub import EventHub

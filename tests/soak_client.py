@@ -20,8 +20,8 @@ from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
 
 SIZES = (4096, 40_000, 65_536, 262_144, 1 << 20)
 _WEIGHTS = (30, 20, 30, 15, 5)

@@ -18,7 +18,7 @@ from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_exactly, receive_fra
 from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import Status, Usage, WriteStatus
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.wire.address import Address
 from kvtier.wire.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, PRELUDE_BYTES, decode_header, encode_head, error_for
 from kvtier.wire.block_socket import FrameSocket

@@ -15,8 +15,8 @@ from kvtier.codec import checksum
 from kvtier.testing.contract import make_key
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status
-from kvtier.tiers.mapped_slab import MappedSlab
-from kvtier.tiers.pool_groups import group
+from kvtier.tiers.pool.groups import group
+from kvtier.tiers.pool.mapped_slab import MappedSlab
 from kvtier.wire.block import encode_head
 from kvtier.wire.shared_memory import PLACE
 from kvtier_pool.metrics import PoolMetrics

@@ -11,7 +11,7 @@ from kvtier.errors import InvalidInputError
 from kvtier.keys import NamespaceId, split_store_key
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.wire.block import encode_head
 from pool_rig import RED, TOKENS, WAIT_S, CoreRig, core_rig, running_pool
 

@@ -19,7 +19,7 @@ from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.files import OsFiles
 from kvtier.tiers.host import HostTier, WriteSlot
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.wire import pool_pb2
 from kvtier_pool.service import Addresses
@@ -150,7 +150,7 @@ class TestOverADisk:
             statuses = burst(tiers)
             assert set(statuses) <= {*KEPT, *REFUSED}
             kept = acknowledged(statuses)
-            assert len(kept) > MEMORY_BYTES // BLOCK_BYTES // 2
+            assert len(kept) >= MEMORY_BYTES // BLOCK_BYTES // 4  # what may wait for the disk at any time
             assert read_blocks(tiers[0], keys(kept), BLOCK_BYTES) == payloads(kept)
 
     @pytest.mark.parametrize("path", PATHS)

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.tiers.pool_memory
+import kvtier.tiers.pool.memory
 from kvtier.codec import copy_with_checksum
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.pool_groups import group
-from kvtier.tiers.pool_local import LocalTransport
+from kvtier.tiers.pool.groups import group
+from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier.wire.block import encode_head
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
@@ -148,7 +148,7 @@ def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str, monkeypat
     with local(address) as broken, local(address, metrics) as reader:
         with monkeypatch.context() as patch:
             patch.setattr(
-                kvtier.tiers.pool_memory,
+                kvtier.tiers.pool.memory,
                 "copy_with_checksum",
                 lambda key, into, payload: copy_with_checksum(key, into, payload) ^ 1,
             )
@@ -177,11 +177,11 @@ def test_a_slot_that_changed_hands_during_the_copy_is_not_reported(
                 stalled.set()
                 time.sleep(0.8)  # the lease is over, and the tier looks for such leases every quarter of a second
                 with monkeypatch.context() as patch:
-                    patch.setattr(kvtier.tiers.pool_memory, "copy_with_checksum", copy_with_checksum)
+                    patch.setattr(kvtier.tiers.pool.memory, "copy_with_checksum", copy_with_checksum)
                     assert writer.write(items(range(100, 300))).count(WriteStatus.STORED) >= 100
             return copy_with_checksum(key, into, payload)
 
-        monkeypatch.setattr(kvtier.tiers.pool_memory, "copy_with_checksum", stall)
+        monkeypatch.setattr(kvtier.tiers.pool.memory, "copy_with_checksum", stall)
         assert read_blocks(reader, KEYS[:4], BLOCK_BYTES) == [None] * 4
         assert moved(metrics, "shm", "read") == 0
         monkeypatch.undo()
@@ -244,7 +244,7 @@ sys.path.insert(0, {tests!r})
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import WriteStatus
 from kvtier.wire.block import Verb
-from kvtier.tiers.pool_groups import group
+from kvtier.tiers.pool.groups import group
 from pool_rig import BLOCK_BYTES, connect
 tier = connect({address!r}, shared_memory=True)
 memory = tier._transport.memory

@@ -11,9 +11,9 @@ from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.pool_access import PoolAccess, open_transport
-from kvtier.tiers.pool_paths import PathsTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.paths_transport import PathsTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, connect, running_pool
 
 ITEMS = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(4)]

@@ -10,7 +10,7 @@ import pytest
 from kvtier.keys import StoreKey
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.settings import RedisSettings
 from pool_rig import BLOCK_BYTES, BLUE, WAIT_S, connect, pool_process, running_pool

@@ -27,11 +27,11 @@ from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
-from kvtier.tiers import pool_grpc
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_grpc import GrpcTransport
+from kvtier.tiers.pool import grpc_transport
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.tier import PoolTier
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import encode_blocks
 from kvtier_pool.service import PoolService
@@ -378,7 +378,7 @@ def test_a_server_that_is_no_pool_is_a_miss() -> None:
 
 def test_damage_on_the_way_is_a_miss_and_a_counter(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block arrives with a flipped bit and the second under the third one's header."""
-    receive = pool_grpc._receive
+    receive = grpc_transport._receive
 
     def damaged(stream: Iterator[bytes], into: Sequence[memoryview]) -> Iterator[tuple[int, bytes]]:
         headers = dict(receive(stream, into))
@@ -386,7 +386,7 @@ def test_damage_on_the_way_is_a_miss_and_a_counter(address: str, monkeypatch: py
         headers[1] = headers[2]
         yield from headers.items()
 
-    monkeypatch.setattr(pool_grpc, "_receive", damaged)
+    monkeypatch.setattr(grpc_transport, "_receive", damaged)
     metrics = Metrics()
     transport = GrpcTransport(address, TOKENS["red"])
     tier = PoolTier(transport, RED, metrics=metrics, breaker=CircuitBreaker(3, 1.0))
@@ -468,7 +468,7 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
             return read_blocks(tier, [make_key(0), make_key(1)], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1]]
 
         poll(probe_reads)
-        assert [r.message.split(":")[1].strip() for r in caplog.records if r.name == "kvtier.tiers.pool"] == [
+        assert [r.message.split(":")[1].strip() for r in caplog.records if r.name == "kvtier.tiers.pool.tier"] == [
             "left alone for now, everything misses",
             "answers again",
         ]

@@ -24,10 +24,10 @@ from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_connection import PoolConnection
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.pool.tier import PoolTier, PoolTransport
 from kvtier.wire.address import Address
 from kvtier.wire.block import Verb, encode_head
 from kvtier_pool.service import PoolService

@@ -18,8 +18,8 @@ from certificates import Authority, Pair
 from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.pool import PoolTransport
-from kvtier.tiers.pool_grpc import GrpcTransport
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.tier import PoolTransport
 from kvtier.wire.certificates import TlsFiles
 from kvtier.wire.tls import ClientTls
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, running_pool

@@ -10,8 +10,8 @@ from certificates import Authority
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import tenant_id
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.wire.certificates import Renewed, TlsFiles, client_context, server_context
 from kvtier.wire.tls import ClientTls
 from kvtier_pool.cli import settings_of

@@ -9,9 +9,9 @@ from certificates import Authority, Pair
 from kvtier.keys import tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.pool.tier import PoolTier, PoolTransport
 from kvtier.wire.certificates import TlsFiles
 from kvtier.wire.tls import ClientTls
 from kvtier_pool.service import Addresses

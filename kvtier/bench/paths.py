@@ -23,7 +23,7 @@ from kvtier.keys import StoreKey
 from kvtier.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status
-from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.tier import PoolTier
 
 MEMCPY = "memcpy"
 FLOORS = {"shm": MEMCPY, "unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"}

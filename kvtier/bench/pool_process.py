@@ -14,10 +14,10 @@ from kvtier.keys import tenant_id
 from kvtier.metrics import Metrics
 from kvtier.processes import Service
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier, PoolTransport
-from kvtier.tiers.pool_grpc import GrpcTransport
-from kvtier.tiers.pool_local import LocalTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.local_transport import LocalTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.pool.tier import PoolTier, PoolTransport
 
 CALL_TIMEOUT_S = 30.0
 

@@ -11,7 +11,7 @@ from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError
 from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host import WriteSlot
-from kvtier.tiers.pool_groups import windows
+from kvtier.tiers.pool.groups import windows
 from kvtier.wire.block import (
     MAX_FRAME_BLOCKS,
     MAX_FRAME_PAYLOAD_BYTES,

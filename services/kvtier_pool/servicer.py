@@ -13,7 +13,7 @@ from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.events import Event, EventKind
 from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.tiers.base import Status
-from kvtier.tiers.pool_groups import windows
+from kvtier.tiers.pool.groups import windows
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import decode_frames, encode_blocks
 from kvtier.wire.status import code_for

@@ -21,8 +21,8 @@ from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier.tiers.pool.socket_transport import SocketTransport
 
 address, token, key, nbytes = sys.argv[1:]
 tenant = tenant_id("default")
@@ -40,8 +40,8 @@ from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool import PoolTier
-from kvtier.tiers.pool_access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 
 verb, token, key = sys.argv[1:]
 key, tenant, metrics = StoreKey(bytes.fromhex(key)), tenant_id("default"), Metrics()

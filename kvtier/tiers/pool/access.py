@@ -9,10 +9,10 @@ from kvtier.errors import KvtierError
 from kvtier.keys import NamespaceId, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
-from kvtier.tiers.pool import PoolTransport
-from kvtier.tiers.pool_local import LocalTransport
-from kvtier.tiers.pool_paths import PathsTransport
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.local_transport import LocalTransport
+from kvtier.tiers.pool.paths_transport import PathsTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.pool.tier import PoolTransport
 from kvtier.wire.address import GRPC_PREFIX, UNIX_PREFIX
 from kvtier.wire.tls import ClientTls
 
@@ -54,7 +54,7 @@ def _rank(address: str) -> int:
 def _transport(access: PoolAccess, address: str, metrics: Metrics, connect_ahead: bool) -> PoolTransport:
     if address.startswith(GRPC_PREFIX):
         # Imported here, because engines that speak the block protocol have no use for grpc.
-        from kvtier.tiers.pool_grpc import GrpcTransport
+        from kvtier.tiers.pool.grpc_transport import GrpcTransport
 
         return GrpcTransport(
             address.removeprefix(GRPC_PREFIX),

@@ -9,8 +9,8 @@ from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
-from kvtier.tiers.pool_memory import PoolMemory
-from kvtier.tiers.pool_socket import SocketTransport
+from kvtier.tiers.pool.memory import PoolMemory
+from kvtier.tiers.pool.socket_transport import SocketTransport
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0

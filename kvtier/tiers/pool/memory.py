@@ -15,9 +15,9 @@ from kvtier.codec import copy_with_checksum
 from kvtier.errors import ClosedError, CorruptBlockError, InvalidInputError, UnavailableError
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
-from kvtier.tiers.mapped_slab import MappedSlab
-from kvtier.tiers.pool_connection import PoolConnection
-from kvtier.tiers.pool_groups import group, require_count, windows
+from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.groups import group, require_count, windows
+from kvtier.tiers.pool.mapped_slab import MappedSlab
 from kvtier.tiers.slab import SLAB_STRIDE
 from kvtier.wire.block import Fields, Verb
 from kvtier.wire.shared_memory import PLACE

@@ -10,7 +10,7 @@ from kvtier.errors import CorruptBlockError, UnavailableError
 from kvtier.keys import StoreKey
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
-from kvtier.tiers.pool import PoolTransport
+from kvtier.tiers.pool.tier import PoolTransport
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 10.0

@@ -10,8 +10,8 @@ from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.keys import NamespaceId, StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
-from kvtier.tiers.pool_connection import PoolConnection
-from kvtier.tiers.pool_groups import group, require_count
+from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.groups import group, require_count
 from kvtier.wire.address import Address
 from kvtier.wire.block import Fields, Verb
 from kvtier.wire.tls import ClientTls, require_credentials
