@@ -113,49 +113,33 @@ def checksum(key: StoreKey, payload: _Buffer) -> int:
     return _checksum(_prefix(key, Codec.RAW, len(payload), len(payload)), payload)
 
 
-def copy_with_checksum(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
-    """Copies a raw `payload` over the front of `into`; returns the `checksum` of what stands there now.
+def copy_in(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
+    """Copies a raw `payload` over the front of `into`, and returns its `checksum`. Releases the GIL.
 
-    In pieces, so that each is looked at while it is in the processor's cache: half the price of a look afterwards.
-    Releases the GIL.
+    In pieces, so that each is looked at while it is in the processor's cache: half the price of two passes.
     """
-    nbytes = len(payload)
-    hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
-    if nbytes:  # numpy refuses empty buffers
-        source = np.frombuffer(payload, dtype=np.uint8)
-        target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
-        for start in range(0, nbytes, PIECE_BYTES):
-            piece = target[start : start + PIECE_BYTES]
-            np.copyto(piece, source[start : start + PIECE_BYTES])
-            hasher.update(piece.data)
-    return int(hasher.intdigest())
+    return _copy_in_pieces(key, into, payload, look_first=True)
 
 
-class ArrivingBlock:
-    """Checks a raw block while it arrives, piece by piece: see `copy_with_checksum` for why.
+def copy_out(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
+    """The same for a `payload` that may change meanwhile: returns the `checksum` of what then stands in `into`."""
+    return _copy_in_pieces(key, into, payload, look_first=False)
 
-    `CorruptBlockError` from the start when the header is not that of a raw block under `key` of so many bytes.
-    """
 
-    __slots__ = ("_checksum", "_hasher")
+class RunningChecksum:
+    """`checksum` of a raw payload that comes piece by piece."""
 
-    def __init__(self, header: _Buffer, key: StoreKey, nbytes: int) -> None:
-        parsed = parse_header(header)
-        if parsed.key != key:
-            raise CorruptBlockError("block of another key")
-        if parsed.stored_length != nbytes:
-            raise CorruptBlockError(f"block of {parsed.stored_length} bytes instead of {nbytes}")
-        self._checksum = parsed.checksum
+    __slots__ = ("_hasher",)
+
+    def __init__(self, key: StoreKey, nbytes: int) -> None:
         self._hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
 
     def update(self, piece: _Buffer) -> None:
-        """The next bytes of the payload."""
+        """The next bytes. Releases the GIL."""
         self._hasher.update(piece)
 
-    def require_good(self) -> None:
-        """After the last piece. `CorruptBlockError`: the payload is not what was stored."""
-        if self._hasher.intdigest() != self._checksum:
-            raise CorruptBlockError("checksum mismatch")
+    def value(self) -> int:
+        return int(self._hasher.intdigest())
 
 
 def encode_header(key: StoreKey, payload: _Buffer) -> bytes:
@@ -227,6 +211,23 @@ def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
     parsed = parse_header(header)
     verify(parsed, key, payload)
     return parsed
+
+
+def _copy_in_pieces(key: StoreKey, into: memoryview, payload: _Buffer, *, look_first: bool) -> int:
+    nbytes = len(payload)
+    hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
+    if nbytes:  # numpy refuses empty buffers
+        source = np.frombuffer(payload, dtype=np.uint8)
+        target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
+        for start in range(0, nbytes, PIECE_BYTES):
+            from_piece = source[start : start + PIECE_BYTES]
+            to_piece = target[start : start + PIECE_BYTES]
+            if look_first:
+                hasher.update(from_piece.data)
+            np.copyto(to_piece, from_piece)
+            if not look_first:
+                hasher.update(to_piece.data)
+    return int(hasher.intdigest())
 
 
 def _header(key: StoreKey, codec: Codec, raw_length: int, stored: _Buffer) -> bytes:

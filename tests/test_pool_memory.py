@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvtier.tiers.pool.memory
-from kvtier.codec import copy_with_checksum
+from kvtier.codec import copy_in, copy_out
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
@@ -149,8 +149,8 @@ def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(
                 kvtier.tiers.pool.memory,
-                "copy_with_checksum",
-                lambda key, into, payload: copy_with_checksum(key, into, payload) ^ 1,
+                "copy_in",
+                lambda key, into, payload: copy_in(key, into, payload) ^ 1,
             )
             assert broken.write(items(range(2))) == [WriteStatus.STORED] * 2
         assert read_blocks(reader, KEYS[:2], BLOCK_BYTES) == [None, None]
@@ -176,12 +176,10 @@ def test_a_slot_that_changed_hands_during_the_copy_is_not_reported(
             if not stalled.is_set():
                 stalled.set()
                 time.sleep(0.8)  # the lease is over, and the tier looks for such leases every quarter of a second
-                with monkeypatch.context() as patch:
-                    patch.setattr(kvtier.tiers.pool.memory, "copy_with_checksum", copy_with_checksum)
-                    assert writer.write(items(range(100, 300))).count(WriteStatus.STORED) >= 100
-            return copy_with_checksum(key, into, payload)
+                assert writer.write(items(range(100, 300))).count(WriteStatus.STORED) >= 100
+            return copy_out(key, into, payload)
 
-        monkeypatch.setattr(kvtier.tiers.pool.memory, "copy_with_checksum", stall)
+        monkeypatch.setattr(kvtier.tiers.pool.memory, "copy_out", stall)
         assert read_blocks(reader, KEYS[:4], BLOCK_BYTES) == [None] * 4
         assert moved(metrics, "shm", "read") == 0
         monkeypatch.undo()

@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from kvtier.codec import PIECE_BYTES
 from kvtier.tiers.memory import map_memory
+from kvtier.wire.gather import SEND_PIECE_BYTES, TCP_PIECE_BYTES, piece, skip
 
 _REQUEST = struct.Struct("<cHH")
 """Way, first block, number of blocks."""
@@ -59,29 +61,23 @@ class RawSocket:
 
 
 def send_all(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """All of them, in as few system calls as the kernel takes."""
+    """All of them, in the pieces that the block protocol sends: larger ones are slower."""
+    room = SEND_PIECE_BYTES if connection.family == socket.AF_UNIX else TCP_PIECE_BYTES
     waiting = list(views)
-    while waiting:
-        waiting = _after(waiting, connection.sendmsg(waiting))
+    start = 0
+    while start < len(waiting):
+        start = skip(waiting, start, connection.sendmsg(piece(waiting, start, room)))
 
 
 def receive_all(connection: socket.socket, into: Sequence[memoryview]) -> None:
-    """Fills all of them; raises `ConnectionError` when the peer ends before."""
+    """Fills all of them, likewise in pieces; raises `ConnectionError` when the peer ends before."""
     waiting = list(into)
-    while waiting:
-        received = connection.recvmsg_into(waiting, 0, socket.MSG_WAITALL)[0]
+    start = 0
+    while start < len(waiting):
+        received = connection.recvmsg_into(piece(waiting, start, PIECE_BYTES), 0, socket.MSG_WAITALL)[0]
         if not received:
             raise ConnectionError("the peer has ended")
-        waiting = _after(waiting, received)
-
-
-def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `views` behind the first `nbytes`."""
-    for i, view in enumerate(views):
-        if nbytes < len(view):
-            return [view[nbytes:], *views[i + 1 :]]
-        nbytes -= len(view)
-    return []
+        start = skip(waiting, start, received)
 
 
 def _connected(family: socket.AddressFamily) -> tuple[socket.socket, socket.socket]:

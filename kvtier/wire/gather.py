@@ -4,7 +4,7 @@ import struct
 
 SEND_SLICE_S = 0.05
 """SO_SNDTIMEO of sockets that send pieces: between two looks at the clock."""
-SEND_PIECE_BYTES = 2 << 20
+SEND_PIECE_BYTES = 1 << 20
 """A Unix socket counts SO_SNDTIMEO anew for every 80 KiB or so that the peer makes room for. Short slices and
 pieces keep a peer who takes a little just in time from stretching one call to many deadlines."""
 
@@ -13,9 +13,12 @@ MAX_VECTORS = 1024
 _TIMEVAL = struct.Struct("ll")
 
 
-def piece(views: list[memoryview], start: int) -> list[memoryview]:
-    """What one system call may take: views from `start` on, the last one cut to fit."""
-    room = SEND_PIECE_BYTES
+TCP_PIECE_BYTES = 256 << 10
+"""Over the loopback, the kernel copies what was just sent while it is in the processor's cache: a fifth faster."""
+
+
+def piece(views: list[memoryview], start: int, room: int = SEND_PIECE_BYTES) -> list[memoryview]:
+    """What one system call may take: views from `start` on, the last one cut to fit into `room` bytes."""
     taken: list[memoryview] = []
     for view in views[start : start + MAX_VECTORS]:
         taken.append(view[:room])

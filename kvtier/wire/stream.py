@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC
-from kvtier.wire.gather import SEND_SLICE_S, piece, timeval
+from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, TCP_PIECE_BYTES, piece, timeval
 
 MAX_DESCRIPTORS = 16
 """File descriptors that one frame may carry."""
@@ -73,6 +73,7 @@ class PlainStream:
         self._takes_descriptors = takes_descriptors
         self._descriptors: list[int] = []
         """Received and not taken yet."""
+        self._piece_bytes = SEND_PIECE_BYTES if connected.family == socket.AF_UNIX else TCP_PIECE_BYTES
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
         if connected.family == socket.AF_UNIX:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
@@ -111,7 +112,7 @@ class PlainStream:
         """See `Stream.send`."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            return self._socket.sendmsg(piece(views, start), ancillary)
+            return self._socket.sendmsg(piece(views, start, self._piece_bytes), ancillary)
         except BlockingIOError:
             return 0
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvtier.clock import MONOTONIC
@@ -12,6 +12,7 @@ from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, TENANT_ID_BYTES, S
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host import WriteSlot
 from kvtier.tiers.pool.groups import windows
+from kvtier.wire.arriving import ArrivingBlock, receive_blocks
 from kvtier.wire.block import (
     MAX_FRAME_BLOCKS,
     MAX_FRAME_PAYLOAD_BYTES,
@@ -39,8 +40,6 @@ _HELLO_S = 5.0
 """How long a peer may keep a thread before it has shown a token."""
 _LAST_WORDS_S = 1.0
 """How long the answer that ends a connection may take to be sent and received."""
-_SCRATCH_BYTES = 256 << 10
-"""Where payloads go that nobody wants."""
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
 """Of a store key."""
 _Answer = dict[str, object]
@@ -88,8 +87,6 @@ class BlockSession:
         }
         self._request_id = 0
         """Of the request being served. Own thread only."""
-        self._scratch = memoryview(b"")
-        """Made when it is needed. Own thread only."""
         self._lock = threading.Lock()
         self._idle = False
         """Between two requests. Guarded by _lock."""
@@ -268,36 +265,29 @@ class BlockSession:
     def _take(self, tenant: TenantId, headers: Sequence[Header], deadline: float) -> list[WriteStatus]:
         """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere."""
         outcomes: list[WriteSlot | WriteStatus] = []
-        statuses: list[WriteStatus] = []
         try:
             for header in headers:
                 outcomes.append(self._begin(tenant, header))
-            self._connection.receive_into(self._places(headers, outcomes), deadline=deadline)
-            for header, outcome in zip(headers, outcomes, strict=True):
-                if isinstance(outcome, WriteSlot):
-                    outcome = self._core.commit_write(outcome, header)
-                statuses.append(outcome)
+            arriving = [
+                ArrivingBlock.wanted(i, header, outcome.view)
+                if isinstance(outcome, WriteSlot)
+                else ArrivingBlock(i, header.stored_length)
+                for i, (header, outcome) in enumerate(zip(headers, outcomes, strict=True))
+            ]
+            for block in receive_blocks(partial(self._connection.receive_into, deadline=deadline), arriving):
+                slot = outcomes[block.tag]
+                if isinstance(slot, WriteSlot) and block.fault is None:
+                    outcomes[block.tag] = self._core.commit_verified(slot, headers[block.tag])
+                elif isinstance(slot, WriteSlot):
+                    outcomes[block.tag] = self._core.abort_write(slot)
         finally:
-            for outcome in outcomes[len(statuses) :]:
-                if isinstance(outcome, WriteSlot):
-                    self._core.abort_write(outcome)
+            statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
         return statuses
 
     def _begin(self, tenant: TenantId, header: Header) -> WriteSlot | WriteStatus:
         if header.stored_length > self._limits.max_block_bytes:
             return WriteStatus.FULL
         return self._core.begin_write(tenant, header)
-
-    def _places(self, headers: Sequence[Header], outcomes: Sequence[WriteSlot | WriteStatus]) -> Iterator[memoryview]:
-        """Where the bytes of each payload go, in order."""
-        for header, outcome in zip(headers, outcomes, strict=True):
-            if isinstance(outcome, WriteSlot):
-                yield outcome.view
-                continue
-            if not self._scratch:
-                self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            for at in range(0, header.stored_length, _SCRATCH_BYTES):
-                yield self._scratch[: header.stored_length - at]
 
     def _keys(self, tenant: TenantId, groups: Sequence[Fields]) -> list[StoreKey]:
         self._require_named(group.data("namespace") for group in groups)

@@ -165,6 +165,10 @@ class PoolCore:
             verify(header, slot.key, slot.view)
         except CorruptBlockError:
             return self.abort_write(slot)
+        return self.commit_verified(slot, header)
+
+    def commit_verified(self, slot: WriteSlot, header: Header) -> WriteStatus:
+        """`commit_write` of a payload that was held against `header` as it came."""
         self._memory.commit(slot, header.checksum)
         (kept,) = self._note_entered([slot.key], source=None)
         status = WriteStatus.STORED if kept else WriteStatus.THROTTLED
@@ -203,11 +207,11 @@ class PoolCore:
     def commit_places(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
         """Makes blocks readable that a client has written. Whoever reads them holds them against the checksum."""
         self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
-        statuses: list[WriteStatus] = []
-        for slot, kept in zip(slots, self._note_entered([slot.key for slot in slots], source=None), strict=True):
-            statuses.append(WriteStatus.STORED if kept else WriteStatus.THROTTLED)
-            self._count_write(statuses[-1], len(slot.view) if kept else 0)
-        return statuses
+        kept = self._note_entered([slot.key for slot in slots], source=None)
+        num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
+        self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
+        self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
+        return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_places(self, slots: Sequence[WriteSlot]) -> None:
         """Gives slots back: those blocks did not arrive."""
@@ -316,9 +320,10 @@ class PoolCore:
             self._metrics.read_blocks.labels(source).inc(amount)
         self._metrics.sent_bytes.inc(sum(len(b.payload) for b in blocks if b is not None))
 
-    def _count_write(self, status: WriteStatus, nbytes: int) -> None:
-        self._metrics.written_blocks.labels(status.name.lower()).inc()
-        self._metrics.received_bytes.inc(nbytes)
+    def _count_write(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
+        if num_blocks:
+            self._metrics.written_blocks.labels(status.name.lower()).inc(num_blocks)
+            self._metrics.received_bytes.inc(nbytes)
 
 
 def _share(tier: str, own: Usage, total: Usage) -> TierShare:

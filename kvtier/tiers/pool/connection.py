@@ -33,6 +33,9 @@ class PoolConnection:
         self._deadline = 0.0
         """Of the call under way, monotonic."""
         self._request_id = 0
+        """Of the request that was sent last."""
+        self._first_id = 0
+        """Of the first request of the call under way."""
         self._unread_bytes = 0
         """Payload of the last answer that nobody has received."""
 
@@ -84,23 +87,34 @@ class PoolConnection:
         self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
     ) -> Fields:
         """Sends one request and waits for its first answer; all of the call keeps to `deadline`."""
+        self.begin(deadline)
+        self.send(verb, fields, payload, deadline)
+        return self.receive_answer()
+
+    def begin(self, deadline: float) -> None:
+        """A call begins, of one request or of several; its answers are received by `deadline`."""
         self._deadline = deadline
+        self._first_id = self._request_id + 1
+
+    def send(
+        self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
+    ) -> None:
+        """Sends one more request of the call."""
         self._request_id += 1
         request = {"id": self._request_id, "verb": verb, **fields}
         # A pool that refuses closes while we may still be sending: its reason is there to be read nevertheless.
         with contextlib.suppress(ConnectionError):
             self._socket.send_frame(request, payload, deadline=deadline)
-        return self.receive_answer()
 
-    def receive_answer(self) -> Fields:
-        """The next answer to the request."""
+    def receive_answer(self, of: int = 0) -> Fields:
+        """The next answer to the call's request number `of`; requests are answered in order."""
         self.require_end()
         answer, self._unread_bytes = self._socket.receive_head(deadline=self._deadline)
         result = answer.text("result")
         if result != Result.OK:
             raise error_for(result, answer.text("message"))
-        if answer.number("id") != self._request_id:
-            raise InvalidInputError(f"answer {answer.number('id')} to request {self._request_id}")
+        if answer.number("id") != self._first_id + of:
+            raise InvalidInputError(f"answer {answer.number('id')} to request {self._first_id + of}")
         return answer
 
     def require_payload(self, expected: int) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import copy_with_checksum
+from kvtier.codec import copy_in, copy_out
 from kvtier.errors import ClosedError, CorruptBlockError, InvalidInputError, UnavailableError
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
@@ -98,7 +98,7 @@ class PoolMemory:
                 slab = session.slabs.get(slot // SLAB_STRIDE)
                 if slab is None:
                     continue
-                copied = copy_with_checksum(keys[i], into[i], slab.slot(slot, len(into[i])))
+                copied = copy_out(keys[i], into[i], slab.slot(slot, len(into[i])))
                 now = MONOTONIC()
                 if slab.generation(slot) == generation and now < held_until:
                     yield i, None if copied == checksum else CorruptBlockError("checksum mismatch in shared memory")
@@ -129,7 +129,7 @@ class PoolMemory:
                 if slab is None or not slab.writable or MONOTONIC() > deadline:
                     break
                 key, payload = items[i]
-                checksums.append(copy_with_checksum(key, slab.slot(slot, len(payload)), payload))
+                checksums.append(copy_in(key, slab.slot(slot, len(payload)), payload))
         finally:
             if write and not checksums:
                 self._tell(session, Verb.ABORT, {"write": write}, deadline)

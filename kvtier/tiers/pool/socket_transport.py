@@ -1,21 +1,25 @@
 """The block protocol to the cache pool: what engines speak. Imports no grpc."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import HEADER_BYTES, PIECE_BYTES, ArrivingBlock, encode_header
+from kvtier.codec import HEADER_BYTES, encode_header
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.keys import NamespaceId, StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.groups import group, require_count
+from kvtier.tiers.pool.groups import group, require_count, windows
 from kvtier.wire.address import Address
-from kvtier.wire.block import Fields, Verb
+from kvtier.wire.arriving import ArrivingBlock, receive_blocks
+from kvtier.wire.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.wire.tls import ClientTls, require_credentials
 
+_WRITE_PART_BYTES = 4 << 20
+"""Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
+_Call = AbstractContextManager[tuple[PoolConnection, Fields]]
 _MAX_IDLE = 8
 """Connections kept for the next call; more threads than that at a time connect anew."""
 
@@ -99,22 +103,37 @@ class SocketTransport:
                 require_count(len(headers), len(hits) * HEADER_BYTES)
                 connection.require_payload(sum(len(into[i]) for i in hits))
                 arriving = [
-                    _Arriving(i, headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], keys[i], into[i])
+                    ArrivingBlock.asked_for(i, headers[at * HEADER_BYTES :][:HEADER_BYTES], keys[i], into[i])
                     for at, i in enumerate(hits)
                 ]
-                self._read_bytes.inc(sum(len(block.into) for block in arriving))
-                yield from _receive(connection, arriving)
+                for block in receive_blocks(connection.receive_into, arriving):
+                    self._read_bytes.inc(block.nbytes)
+                    yield block.tag, block.fault
                 answer = connection.receive_answer()
             require_count(num_answered, len(keys))
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`."""
-        headers = b"".join(encode_header(key, payload) for key, payload in items)
-        payloads = [payload for _, payload in items]
-        with self._call(Verb.WRITE, {"headers": headers}, timeout_s, payloads) as (_, answer):
-            statuses = answer.members("statuses", WriteStatus)
-        require_count(len(statuses), len(items))
-        self._written_bytes.inc(sum(map(len, payloads)))
+        """See `PoolTransport.write`. Goes in several requests, one sent ahead of another's answer: the pool receives
+        and checks one part while the checksums of the next are made. The last part goes first, so that the batch's
+        head is what was used last."""
+        sizes = [len(payload) for _, payload in items]
+        parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
+
+        def send(connection: PoolConnection, deadline: float) -> None:
+            for start, stop in parts:
+                headers = b"".join(encode_header(key, payload) for key, payload in items[start:stop])
+                connection.send(Verb.WRITE, {"headers": headers}, [p for _, p in items[start:stop]], deadline)
+
+        statuses = [WriteStatus.FAILED] * len(items)
+        if not parts:
+            return statuses
+        with self._call_with(send, timeout_s) as (connection, answer):
+            for at, (start, stop) in enumerate(parts):
+                answer = answer if at == 0 else connection.receive_answer(of=at)
+                of_part = answer.members("statuses", WriteStatus)
+                require_count(len(of_part), stop - start)
+                statuses[start:stop] = of_part
+        self._written_bytes.inc(sum(sizes))
         return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
@@ -137,13 +156,20 @@ class SocketTransport:
             self._closed = True
         self._drop_idle()
 
+    def _call(self, verb: Verb, fields: Mapping[str, object], timeout_s: float) -> _Call:
+        """One request without a payload; see `_call_with`."""
+        return self._call_with(lambda connection, deadline: connection.send(verb, fields, (), deadline), timeout_s)
+
     @contextmanager
-    def _call(
-        self, verb: Verb, fields: Mapping[str, object], timeout_s: float, payload: Sequence[ReadableBuffer] = ()
+    def _call_with(
+        self, send: Callable[[PoolConnection, float], None], timeout_s: float
     ) -> Iterator[tuple[PoolConnection, Fields]]:
-        """One request. Gives the first answer, and the connection for more; takes it back when all went well."""
+        """One or several requests. Gives the first answer, and the connection for more; takes it back when all is well.
+
+        :param send: sends the requests by a deadline. Called again with another connection if need be.
+        """
         with self._translated():
-            connection, answer = self._ask(verb, fields, payload, MONOTONIC() + timeout_s)
+            connection, answer = self._ask(send, MONOTONIC() + timeout_s)
             try:
                 yield connection, answer
                 connection.require_end()
@@ -152,14 +178,12 @@ class SocketTransport:
                 raise
         self._give_back(connection)
 
-    def _ask(
-        self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
-    ) -> tuple[PoolConnection, Fields]:
+    def _ask(self, send: Callable[[PoolConnection, float], None], deadline: float) -> tuple[PoolConnection, Fields]:
         """The first answer, and the connection that it came on."""
         used = self._take_idle()
         if used is not None:
             try:
-                return used, used.ask(verb, fields, payload, deadline)
+                return used, _first_answer(used, send, deadline)
             except ConnectionError:
                 used.close()
                 self._drop_idle()  # of the same age, so most likely closed as well
@@ -168,7 +192,7 @@ class SocketTransport:
                 raise
         fresh = self.open_connection(min(deadline, MONOTONIC() + self._connect_timeout_s))
         try:
-            return fresh, fresh.ask(verb, fields, payload, deadline)
+            return fresh, _first_answer(fresh, send, deadline)
         except BaseException:
             fresh.close()
             raise
@@ -208,56 +232,7 @@ class SocketTransport:
             raise UnavailableError(f"pool at {self._address}: {error}") from error
 
 
-class _Arriving:
-    """A block that is being received."""
-
-    __slots__ = ("block", "fault", "index", "into")
-
-    def __init__(self, index: int, header: bytes, key: StoreKey, into: memoryview) -> None:
-        self.index = index
-        self.into = into
-        self.block: ArrivingBlock | None = None
-        self.fault: CorruptBlockError | None = None
-        """Why its bytes are received and not wanted."""
-        try:
-            self.block = ArrivingBlock(header, key, len(into))
-        except CorruptBlockError as error:
-            self.fault = error
-
-    def finish(self) -> CorruptBlockError | None:
-        """What is wrong with it, now that all of it is there."""
-        try:
-            if self.block is not None:
-                self.block.require_good()
-        except CorruptBlockError as error:
-            return error
-        return self.fault
-
-
-def _receive(
-    connection: PoolConnection, arriving: Sequence[_Arriving]
-) -> Iterator[tuple[int, CorruptBlockError | None]]:
-    """Receives these blocks in order, about a piece at a time: parts of large blocks, or several small ones."""
-    for parts in _pieces(arriving):
-        connection.receive_into([part for _, part, _ in parts])
-        for block, part, is_last in parts:
-            if block.block is not None:
-                block.block.update(part)
-            if is_last:
-                yield block.index, block.finish()
-
-
-def _pieces(arriving: Sequence[_Arriving]) -> Iterator[list[tuple[_Arriving, memoryview, bool]]]:
-    """(block, part of its buffer, whether it is the last one) for about `PIECE_BYTES` at a time."""
-    parts: list[tuple[_Arriving, memoryview, bool]] = []
-    room = PIECE_BYTES
-    for block in arriving:
-        for start in range(0, max(1, len(block.into)), PIECE_BYTES):
-            part = block.into[start : start + PIECE_BYTES]
-            parts.append((block, part, start + PIECE_BYTES >= len(block.into)))
-            room -= len(part)
-            if room <= 0:
-                yield parts
-                parts, room = [], PIECE_BYTES
-    if parts:
-        yield parts
+def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection, float], None], deadline: float) -> Fields:
+    connection.begin(deadline)
+    send(connection, deadline)
+    return connection.receive_answer()
