@@ -9,7 +9,8 @@ from kvtier.events import Event, EventKind
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.host import HostTier, Lease, WriteSlot
+from kvtier.tiers.holds import Lease, WriteSlot
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.memory import map_memory
 from kvtier.tiers.outbox import Outbox
 

@@ -15,7 +15,7 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.files import OsFiles
-from kvtier.tiers.host import WriteSlot
+from kvtier.tiers.holds import WriteSlot
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, GatedFiles, core_rig
 
 KEY = make_key("a")

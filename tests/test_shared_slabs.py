@@ -11,7 +11,8 @@ from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, tier_state_machine
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.host import HostTier, SharedSlab, WriteSlot
+from kvtier.tiers.holds import SharedSlab, WriteSlot
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.slab import SLAB_STRIDE, slab_bytes, words_of
 from kvtier.wire.shared_memory import PLACE
 

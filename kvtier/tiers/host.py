@@ -5,7 +5,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import checksum as checksum_of
@@ -16,6 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.gate import CallGate
+from kvtier.tiers.holds import HeldPlaces, Lease, SharedSlab, WriteSlot
 from kvtier.tiers.memory import PAGE_BYTES, copy_bytes, round_up
 from kvtier.tiers.outbox import Outbox
 from kvtier.tiers.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Lane, Slab
@@ -24,65 +24,6 @@ from kvtier.tiers.slot_index import Entry
 from kvtier.wire.shared_memory import PLACE
 
 _log = logging.getLogger(__name__)
-
-
-class Lease:
-    """A committed block that stays in place until `HostTier.release`."""
-
-    __slots__ = ("_entry", "_lane", "checksum", "view")
-
-    def __init__(self, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
-        self.view = view
-        """The payload, read-only. Do not use it after release: the slot may hold another block."""
-        self.checksum = entry.checksum
-        """What was given to commit: by convention the stored form's (`kvtier.codec.checksum`)."""
-        self._entry: Entry[StoreKey] | None = entry
-        """None once released. Guarded by the tier's lock."""
-        self._lane = lane
-
-
-class WriteSlot:
-    """Room for one block, until `HostTier.commit` or `HostTier.abort`; lookups answer PENDING meanwhile."""
-
-    __slots__ = ("_entry", "_lane", "key", "slot", "view")
-
-    def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
-        self.key = key
-        self.view = view
-        """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
-        self.slot = entry.slot
-        """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
-        self._entry: Entry[StoreKey] | None = entry
-        """None once committed or aborted. Guarded by the tier's lock."""
-        self._lane = lane
-
-
-class SharedSlab(NamedTuple):
-    """A slab that another process may map."""
-
-    descriptor: int
-    writable: bool
-    slot_bytes: int
-    num_slots: int
-
-
-class HeldPlaces:
-    """Where blocks lie that another process is reading, until `HostTier.release_places`."""
-
-    __slots__ = ("_held", "places", "statuses")
-
-    def __init__(self, held: list[tuple[Lane, Entry[StoreKey]]], statuses: bytes, places: bytes) -> None:
-        self._held = held
-        """Empty once released. Guarded by the tier's lock."""
-        self.statuses = statuses
-        """HIT or MISS per key, in order."""
-        self.places = places
-        """A `kvtier.wire.shared_memory.PLACE` per hit."""
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that are held, hits all of them."""
-        return len(self.places) // PLACE.size
 
 
 class HostTier:

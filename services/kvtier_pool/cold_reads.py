@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvtier.codec import checksum, header_from_checksum
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.host import HostTier, Lease, WriteSlot
+from kvtier.tiers.holds import Lease, WriteSlot
+from kvtier.tiers.host import HostTier
 
 
 @dataclass(frozen=True, slots=True)

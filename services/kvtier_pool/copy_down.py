@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from kvtier.codec import checksum
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.host import Lease
+from kvtier.tiers.holds import Lease
 
 
 def copy_down(tier: Tier, leases: Mapping[StoreKey, Lease]) -> dict[StoreKey, WriteStatus | None]:

@@ -10,7 +10,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 from kvtier.keys import StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.host import HeldPlaces, SharedSlab, WriteSlot
+from kvtier.tiers.holds import HeldPlaces, SharedSlab, WriteSlot
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
 

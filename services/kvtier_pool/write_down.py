@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
-from kvtier.tiers.host import HostTier, Lease
+from kvtier.tiers.holds import Lease
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.write_queue import WriteQueue

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier.keys import StoreKey
-from kvtier.tiers.host import Lease
+from kvtier.tiers.holds import Lease
 
 
 class WriteQueue:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Tier, WriteStatus
-from kvtier.tiers.host import HostTier, Lease
+from kvtier.tiers.holds import Lease
+from kvtier.tiers.host import HostTier
 from kvtier_pool.copy_down import copy_down
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.write_queue import WriteQueue

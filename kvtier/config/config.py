@@ -1,0 +1,144 @@
+"""The whole configuration, and the secrets and paths that it names."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import (
+    Field,
+    PrivateAttr,
+)
+
+from kvtier.config.engine import CacheConfig, DiskConfig, EngineConfig, HostConfig, PoolConfig, TenantConfig
+from kvtier.config.fields import Section
+from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.errors import ConfigError
+from kvtier.wire.certificates import TlsFiles
+
+
+class Config(Section):
+    """The whole file. Made by `load_config` or `parse_config`."""
+
+    tenant: str | None = None
+    """The tenant of this engine."""
+    tenants: dict[str, TenantConfig] = Field(default={})
+    engine: EngineConfig = EngineConfig()
+    cache: CacheConfig = CacheConfig()
+    host: HostConfig = HostConfig()
+    disk: DiskConfig = DiskConfig()
+    pool: PoolConfig = PoolConfig()
+    pool_service: PoolServiceConfig = PoolServiceConfig()
+
+    _source: str = PrivateAttr("configuration")
+    _folder: Path = PrivateAttr(Path())
+    _environ: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    def engine_tenant(self) -> tuple[str, TenantConfig]:
+        """Name and table of the engine's own tenant."""
+        if self.tenant is None:
+            raise self._error("tenant", 'missing; name one of [tenants.*], e.g. tenant = "default"')
+        return self.tenant, self.tenants[self.tenant]
+
+    def chain_secret(self) -> bytes:
+        """The secret of the engine's tenant."""
+        name, tenant = self.engine_tenant()
+        key = f"tenants.{name}.secret"
+        if tenant.secret is None:
+            raise self._error(key, 'missing; set it to "env:NAME" or "file:PATH" of at least 16 random bytes')
+        secret = self._resolve(key, tenant.secret).encode()
+        if len(secret) < 16:
+            raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
+        return secret
+
+    def pool_token(self) -> str | None:
+        """The bearer token of the engine's tenant. None: its certificate stands for it."""
+        name, tenant = self.engine_tenant()
+        key = f"tenants.{name}.token"
+        if tenant.token is None:
+            if self.pool.tls_certificate is not None:
+                return None
+            raise self._error(key, 'missing; the pool at pool.address wants it: set "env:NAME" or "file:PATH"')
+        return self._resolve(key, tenant.token)
+
+    def accepted_tokens(self) -> dict[str, str]:
+        """For the pool service: hex SHA-256 of a token -> tenant name."""
+        accepted: dict[str, str] = {}
+        for name, tenant in self.tenants.items():
+            for value in tenant.token_sha256:
+                key = f"tenants.{name}.token_sha256"
+                digest = self._resolve(key, value) if value.startswith(("env:", "file:")) else value
+                if not re.fullmatch("[0-9a-f]{64}", digest):
+                    raise self._error(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
+                if accepted.setdefault(digest, name) != name:
+                    raise self._error(key, f"the same token as tenant {accepted[digest]!r}: tenants must differ")
+        if not accepted and not any(tenant.certificate_names for tenant in self.tenants.values()):
+            raise self._error("tenants", "no token_sha256 anywhere: nobody could use the pool; add a tenant's")
+        return accepted
+
+    def accepted_certificates(self) -> dict[str, str]:
+        """For the pool service: name in a client certificate -> tenant name."""
+        accepted: dict[str, str] = {}
+        for tenant_name, tenant in self.tenants.items():
+            for name in tenant.certificate_names:
+                if accepted.setdefault(name, tenant_name) != tenant_name:
+                    key = f"tenants.{tenant_name}.certificate_names"
+                    raise self._error(key, f"{name!r} is also of tenant {accepted[name]!r}: tenants must differ")
+        return accepted
+
+    def pool_tls(self) -> TlsFiles | None:
+        """The engine's files for TLS towards the pool; None without TLS."""
+        pool = self.pool
+        if pool.tls_ca is None:
+            for key, value in (("tls_certificate", pool.tls_certificate), ("tls_server_name", pool.tls_server_name)):
+                if value is not None:
+                    raise self._error(f"pool.{key}", "needs tls_ca, which turns TLS on: name the CA of the pool")
+            return None
+        return TlsFiles(
+            certificate=self._resolved(pool.tls_certificate),
+            key=self._resolved(pool.tls_key),
+            ca=self._resolved(pool.tls_ca),
+        )
+
+    def pool_service_tls(self) -> TlsFiles | None:
+        """The pool service's files for TLS; None without TLS."""
+        service = self.pool_service
+        if service.tls_certificate is None and service.tls_key is None and service.tls_client_ca is None:
+            return None
+        return TlsFiles(
+            certificate=self._resolved(service.tls_certificate),
+            key=self._resolved(service.tls_key),
+            ca=self._resolved(service.tls_client_ca),
+        )
+
+    def redis_password(self) -> str | None:
+        """The password of the pool's Redis; None without one."""
+        reference = self.pool_service.redis_password
+        return None if reference is None else self._resolve("pool_service.redis_password", reference)
+
+    def resolve_path(self, path: Path) -> Path:
+        """A path of the file: relative ones are relative to its folder."""
+        return self._folder / path.expanduser()
+
+    def _resolved(self, path: Path | None) -> Path | None:
+        return None if path is None else self.resolve_path(path)
+
+    def _resolve(self, key: str, reference: str) -> str:
+        scheme, _, name = reference.partition(":")
+        if scheme == "env":
+            value = self._environ.get(name, "").strip()
+            remedy = f"environment variable {name} is missing or empty; export it"
+        elif scheme == "file":
+            path = self._folder / name
+            try:
+                value = path.read_text().strip()
+            except (OSError, ValueError) as error:
+                raise self._error(key, f"cannot read {path}: {error}") from error
+            remedy = f"file {path} is empty; write the secret into it"
+        else:
+            raise self._error(key, 'use "env:NAME" or "file:PATH": secrets do not belong into the file itself')
+        if not value:
+            raise self._error(key, remedy)
+        return value
+
+    def _error(self, key: str, text: str) -> ConfigError:
+        return ConfigError(f"{self._source}: {key}: {text}")

@@ -1,0 +1,137 @@
+"""The tables of an engine, and those of tenants."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+)
+
+from kvtier.config.fields import BlockAddress, Bytes, CodecName, Count, Seconds, Section, WritePolicyName, as_list
+
+
+class TenantConfig(Section):
+    """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
+
+    secret: str | None = None
+    """At least 16 random bytes that key the prefix chain. Engines only: the pool must not have it."""
+    salt: str = ""
+    """Separates caches under one secret. Changing it forgets everything."""
+    token: str | None = None
+    """Bearer token for the cache pool. Engines only."""
+    token_sha256: list[str] = Field(default=[])
+    """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`."""
+    certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
+    alternative names needs no token. Needs `pool_service.tls_client_ca`."""
+
+
+class EngineConfig(Section):
+    """The engine of `kvtier engine serve`."""
+
+    model: Path | None = None
+    """Hugging Face folder with safetensors, or a GGUF file."""
+    model_cache_dir: Path | None = None
+    """Where a GGUF is dequantised to, once. Default: `~/.cache/kvtier/models`."""
+    listen: str = "127.0.0.1:8000"
+    """`host:port` of the OpenAI API; port 0 takes a free one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model and its KV are. `auto` takes the first CUDA device where torch and triton can use one. Engines on
+    CPU and on CUDA do not share: their KV differs in the last bits."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Computation and KV. float32 takes twice the memory and flips no near ties."""
+    num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Threads of a forward pass; 0 takes one per core."""
+    kv_bytes: Bytes = ByteSize(2**30)
+    """Device memory for paged KV. Too small: prefixes are evicted before they are hit, requests wait."""
+    max_batch_tokens: Count = 4096
+    """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
+    max_running: Count = 16
+    """Requests in one batch."""
+    cache: bool = True
+    """False computes every prompt from scratch: no device hits, no tiers."""
+
+
+class CacheConfig(Section):
+    """What all tiers of an engine share."""
+
+    tokens_per_block: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 16
+    """Unit of hashing, sharing and transfer. Smaller hits more tokens, larger moves faster. Engines that
+    differ do not share."""
+    batch_blocks: Count = 32
+    """Blocks per transfer. Smaller overlaps reads and copies better, larger has fewer round trips."""
+    load_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Transfers at a time. 2 overlap reading and copying; more help tiers with latency. On CUDA each takes 64 MiB of
+    device memory."""
+    load_deadline_s: Seconds = 10.0
+    """A fetch that takes longer is computed instead. Below the time of a good fetch, nothing hits."""
+    lookup_deadline_s: Seconds = 1.0
+    """A lookup that takes longer is a miss. A request waits this long at the most."""
+    saving_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of host memory that may wait for lower tiers. Small drops saves in bursts, large crowds out fetches."""
+    selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
+    """At which use `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
+    clean_ahead_blocks: Annotated[int, Field(ge=0)] = 256
+    """How many of the coldest device blocks are kept copied. 0 copies nothing but what was saved when full."""
+    io_process: bool = sys.platform == "linux"
+    """I/O of disk and pool in a process of its own, which costs about 40 MB; Linux only, and the default there. False
+    does it in threads of the engine, which an engine busy in Python slows down to a tenth."""
+
+
+class HostConfig(Section):
+    """Host memory of an engine."""
+
+    capacity_bytes: Bytes = ByteSize(2**30)
+    """Also the staging area of every transfer: at least a few hundred blocks. Touched at start."""
+    write_policy: WritePolicyName = "write_through"
+    """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
+
+
+class DiskConfig(Section):
+    """Local disk of an engine; off unless `directory` is set."""
+
+    directory: Path | None = None
+    """A folder for this engine process alone."""
+    capacity_bytes: Bytes = ByteSize(10 * 2**30)
+    """Never exceeded."""
+    reserve_bytes: Bytes = ByteSize(2**30)
+    """Free space left to others on the file system; below it the tier shrinks. Too small, and neighbours see a
+    full disk; larger than what is free, and nothing is stored."""
+    write_policy: WritePolicyName = "write_through"
+    """When blocks in host memory are copied here. The other two spare the drive."""
+    codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
+
+
+class PoolConfig(Section):
+    """Access to the shared cache pool; off unless `address` is set."""
+
+    address: Annotated[list[BlockAddress], BeforeValidator(as_list)] = Field(default=[])
+    """`unix:/path` or `host:port` of the pool's `listen`, `grpc:host:port` of its `grpc_listen`, or a list of several
+    of these: of the ways that work, the fastest is taken, which is the order here. Over a Unix socket, the pool shares
+    its memory."""
+    shared_memory: bool = True
+    """Map the pool's memory where it is shared. Off to compare, or where descriptors cannot be passed."""
+    tls_ca: Path | None = None
+    """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets; without, token and blocks travel
+    in the clear."""
+    tls_certificate: Path | None = None
+    """This engine's certificate, for a pool with `tls_client_ca`. One in its tenant's `certificate_names` stands for
+    the token."""
+    tls_key: Path | None = None
+    """Of that certificate."""
+    tls_server_name: str | None = None
+    """What the pool's certificate must be for; without, the host in `address`."""
+    connect_timeout_s: Seconds = 1.0
+    call_timeout_s: Annotated[float, Field(gt=0, le=30)] = 5.0
+    """Deadline of one call; the pool itself ends those that take over a minute. Below the time of a good transfer
+    of `batch_blocks`, nothing hits."""
+    breaker_failures: Count = 3
+    """Failures in a row after which the pool is left alone for `breaker_open_s`."""
+    breaker_open_s: Seconds = 2.0
+    """Then one call probes it. Short probes a dead pool often, long misses its return."""
+    write_policy: WritePolicyName = "write_through"
+    """When blocks in host memory are copied to the pool. The other two make engines share later, or less."""

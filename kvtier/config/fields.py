@@ -1,0 +1,48 @@
+"""Kinds of values in the configuration, and what all its tables have in common."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+)
+
+from kvtier.errors import ConfigError
+from kvtier.wire.address import GRPC_PREFIX, Address
+
+OVERRIDE_PREFIX = "KVTIER__"
+
+Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+Count = Annotated[int, Field(ge=1)]
+WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
+"""A `kvtier.tiers.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
+CodecName = Literal["raw", "lz4"]
+"""A `kvtier.codec.Codec`, for what is written from now on; every tier reads all of them."""
+
+
+def _checked_address(text: str) -> str:
+    if not text.startswith(GRPC_PREFIX):
+        try:
+            Address.parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    return text
+
+
+BlockAddress = Annotated[str, AfterValidator(_checked_address)]
+"""Text that `Address.parse` takes, or a gRPC address behind `grpc:`."""
+
+
+def as_list(value: Any) -> Any:
+    """One address where several may stand."""
+    return [value] if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    """A table of the file. Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

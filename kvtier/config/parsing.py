@@ -1,0 +1,112 @@
+"""From TOML and the environment to a `Config`, or to errors that name file, key and remedy."""
+
+import difflib
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ValidationError,
+)
+
+from kvtier.config.config import Config
+from kvtier.config.engine import TenantConfig
+from kvtier.config.fields import OVERRIDE_PREFIX
+from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.keys import tenant_id
+
+
+def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
+    """Parses a TOML file. Raises `ConfigError` naming file, key and remedy."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return parse_config(data, source=str(path), folder=path.parent, environ=environ)
+
+
+def parse_config(
+    data: dict[str, Any], *, source: str, folder: Path = Path(), environ: Mapping[str, str] | None = None
+) -> Config:
+    """Checks parsed TOML.
+
+    :param source: what errors call it.
+    :param folder: what relative paths, `file:` references included, are relative to.
+    :param environ: overrides and `env:` secrets; the process's environment when None.
+    """
+    environ = dict(os.environ) if environ is None else dict(environ)
+    data = _overridden(data, environ)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(source, e) for e in error.errors())) from error
+    config._source, config._folder, config._environ = source, folder, environ
+    for name in config.tenants:
+        try:
+            tenant_id(name)
+        except InvalidInputError as error:
+            raise ConfigError(f"{source}: tenants.{name}: {error}") from error
+    if config.tenant is not None and config.tenant not in config.tenants:
+        raise ConfigError(f"{source}: tenant: {config.tenant!r} has no table{_nearest(config.tenant, config.tenants)}")
+    return config
+
+
+def token_sha256(token: str) -> str:
+    """What the pool's `token_sha256` must be for this token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _overridden(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of `data` with `KVTIER__A__B=value` put at data["a"]["b"]."""
+    merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for variable, value in environ.items():
+        if variable.startswith(OVERRIDE_PREFIX):
+            *path, last = variable.removeprefix(OVERRIDE_PREFIX).lower().split("__")
+            table = merged
+            for part in path:
+                below = table.get(part, {})
+                table[part] = dict(below) if isinstance(below, dict) else {}
+                table = table[part]
+            table[last] = _toml_value(value)
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    """`text` as a TOML value, or as it stands when it is none: numbers and lists work, plain text needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(source: str, error: Any) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        return f"{source}: {key}: unknown key{_nearest(location[-1], _fields_beside(location))}"
+    return f"{source}: {key}: {error['msg']}"
+
+
+def _fields_beside(location: list[str]) -> list[str]:
+    """Valid keys of the table that holds the key at `location`."""
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        if section is Config and part == "tenants":
+            return list(TenantConfig.model_fields)
+        annotation = section.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    return list(section.model_fields)
+
+
+def _nearest(name: str, valid: Any) -> str:
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(sorted(valid)) or 'none'}"

@@ -1,0 +1,76 @@
+"""The table of the cache pool service."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    ByteSize,
+    Field,
+)
+
+from kvtier.config.fields import BlockAddress, Bytes, CodecName, Count, Seconds, Section, WritePolicyName
+
+
+class PoolServiceConfig(Section):
+    """The service of `kvtier pool serve`."""
+
+    listen: list[BlockAddress] = Field(default=["127.0.0.1:7600"])
+    """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
+    grpc_listen: list[str] = Field(default=["127.0.0.1:7601"])
+    """Addresses of the gRPC API, likewise."""
+    http_listen: str = "127.0.0.1:7602"
+    """`host:port` of /healthz and /metrics."""
+    tls_certificate: Path | None = None
+    """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
+    files count from the next connection on."""
+    tls_key: Path | None = None
+    """Of that certificate, not encrypted."""
+    tls_client_ca: Path | None = None
+    """CAs, in PEM, of clients' certificates: who has none is refused, but by `http_listen`, since probes have none."""
+    shared_memory: bool = True
+    """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
+    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
+    max_connections: Count = 256
+    """Of the block protocol, one thread each. An engine needs `load_threads` and two or three more."""
+    memory_bytes: Bytes = ByteSize(2**30)
+    """Memory tier; the process needs about 100 MB besides."""
+    min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """So long a block stays in memory at least: writers hear FULL rather than that others lose what they have just been
+    told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at most, so
+    large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what memory
+    evicts."""
+    disk_dir: Path | None = None
+    """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
+    disk_bytes: Bytes = ByteSize(10 * 2**30)
+    """Disk tier; never exceeded."""
+    disk_reserve_bytes: Bytes = ByteSize(2**30)
+    """Free space left to others on the file system; below it the disk tier shrinks."""
+    disk_write_policy: WritePolicyName = "write_through"
+    """When blocks in memory are copied to disk. With `write_back`, a killed pool forgets more."""
+    disk_codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
+    redis_url: str | None = None
+    """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
+    `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
+    redis_username: str | None = None
+    redis_password: str | None = None
+    """`env:NAME` or `file:PATH`, never the password itself."""
+    redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400
+    """A block that nobody uses for so long is forgotten by Redis; 0 leaves that to its `maxmemory-policy`."""
+    redis_timeout_s: Annotated[float, Field(gt=0, le=30)] = 1.0
+    """Deadline of one call."""
+    redis_lookup_timeout_s: Annotated[float, Field(gt=0, le=30)] = 0.2
+    """Deadline of one lookup. An engine's lookup waits for it when Redis hangs, until the breaker opens: keep it well
+    below the engines' `lookup_deadline_s`, or they miss what the pool has itself."""
+    redis_write_policy: WritePolicyName = "write_through"
+    """When blocks in memory are copied to Redis. With the other two, pools share later, or less."""
+    redis_codec: CodecName = "raw"
+    """`lz4` saves about a fifth of bf16 KV: worth it where the network gives less than 0.4 GB/s, or 0.9 when blocks
+    are mostly read (`kvtier bench codec`)."""
+    selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
+    """At which use `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
+    """gRPC calls served at a time."""
+    shutdown_grace_s: Seconds = 30.0
+    """How long a stop may take to write to disk what is queued. Keep the container's grace period above it."""
