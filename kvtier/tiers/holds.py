@@ -26,7 +26,7 @@ class Lease:
 class WriteSlot:
     """Room for one block, until `HostTier.commit` or `HostTier.abort`; lookups answer PENDING meanwhile."""
 
-    __slots__ = ("_entry", "_lane", "key", "slot", "view")
+    __slots__ = ("_entry", "_lane", "key", "slab_bytes", "slot", "view")
 
     def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
         self.key = key
@@ -34,6 +34,8 @@ class WriteSlot:
         """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
         self.slot = entry.slot
         """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
+        self.slab_bytes = lane.size_class.bytes_of_slab(entry.slot)
+        """Of that slab, which cannot be dropped meanwhile."""
         self._entry: Entry[StoreKey] | None = entry
         """None once committed or aborted. Guarded by the tier's lock."""
         self._lane = lane

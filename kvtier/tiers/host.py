@@ -61,7 +61,8 @@ class HostTier:
             takes less bookkeeping. Limited to an eighth of the capacity.
         :param prefault: touch new memory before use. Off only where start-up counts more than speed.
         :param shared: in memory that other processes may map; Linux only.
-        :param min_residency_s: a block is not evicted before: writers hear FULL instead.
+        :param min_residency_s: a block is not evicted before: writers hear FULL instead, unless they have no memory
+            at all yet; else whoever writes without a pause would keep all others out.
         :param on_event: called from the threads that use the tier; must not call `close`.
         :param metrics: counts evictions.
         """
@@ -283,14 +284,14 @@ class HostTier:
         with self._lock:
             for i in range(len(keys) - 1, -1, -1):
                 lane = self._lane_of.get(keys[i])
-                entry = lane.index.pin(keys[i]) if lane is not None else None
-                if lane is None or entry is None:
+                entry = lane.index.find(keys[i]) if lane is not None else None
+                if lane is None or entry is None or not entry.ready or entry.nbytes != payload_bytes[i]:
                     continue
+                lane.index.pin(keys[i])
                 held.append((lane, entry))
-                if entry.nbytes == payload_bytes[i]:
-                    lane.size_class.note_use(lane, entry)
-                    places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
-                    statuses[i] = Status.HIT
+                lane.size_class.note_use(lane, entry)
+                places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
+                statuses[i] = Status.HIT
         places.reverse()
         return HeldPlaces(held, bytes(statuses), b"".join(places))
 
@@ -309,8 +310,8 @@ class HostTier:
             return WriteStatus.FULL
         while True:
             with self._lock:
-                if key in self._lane_of:
-                    return WriteStatus.EXISTS
+                if (there := self._lane_of.get(key)) is not None:
+                    return _status_beside(there, key, writer)
                 lane = self._memory.lane(tenant, slot_bytes, writer)
                 if lane.index.num_free:
                     return self._take_slot(lane, key, nbytes)
@@ -411,7 +412,18 @@ def _copy_out(lease: Lease | None, into: memoryview) -> Status:
     return Status.HIT
 
 
+def _status_beside(lane: Lane, key: StoreKey, writer: int) -> WriteStatus:
+    """What `writer` hears who would write a block that is there, or is being written."""
+    entry = lane.index.find(key)
+    if entry is not None and not entry.ready and lane.writer not in (OWN_PROCESS, writer):
+        return WriteStatus.THROTTLED  # another client may have been stopped: nobody knows when it will be there
+    return WriteStatus.EXISTS
+
+
 def _give_back(slabs: Iterable[Slab]) -> None:
     """Without the lock: it takes a while."""
     for slab in slabs:
-        slab.give_back()
+        try:
+            slab.give_back()
+        except OSError:
+            _log.exception("memory of a slab cannot be given back before its last map is gone")

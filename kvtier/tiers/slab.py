@@ -2,6 +2,7 @@
 
 import math
 import os
+from array import array
 from collections import OrderedDict
 
 from kvtier.errors import InvariantError
@@ -36,7 +37,7 @@ def slab_bytes(slot_bytes: int, num_slots: int, *, shared: bool) -> int:
 class Slab:
     """One piece of memory cut into slots. The tier's lock guards its words."""
 
-    __slots__ = ("descriptor", "lane", "memory", "nbytes", "num_slots", "number", "words")
+    __slots__ = ("_generations", "descriptor", "lane", "memory", "nbytes", "num_slots", "number", "words")
 
     def __init__(self, number: int, lane: "Lane", memory: memoryview, num_slots: int, descriptor: int | None) -> None:
         self.number = number
@@ -47,7 +48,9 @@ class Slab:
         self.descriptor = descriptor
         """Of memory that other processes may map; None once given back, or where it is this process's alone."""
         self.words: memoryview | None = None
-        """See `words_of`; None in memory that is not shared."""
+        """See `words_of`; None in memory that is not shared. Never read here: its writer could change them, too."""
+        self._generations = array("Q", bytes(WORD_BYTES * num_slots)) if descriptor is not None else None
+        """What `words` says of each slot's content."""
         if descriptor is not None:
             self.words = memory[words_of(num_slots * lane.slot_bytes, num_slots)].cast("Q")
             self.words[0] = 1
@@ -57,6 +60,14 @@ class Slab:
         """Ids of its slots."""
         first = self.number * SLAB_STRIDE
         return range(first, first + self.num_slots)
+
+    def renew(self, place: int) -> int:
+        """Begins another generation in a slot, before anybody may write there; returns it, 0 in memory of our own."""
+        if self._generations is None or self.words is None:
+            return 0
+        self._generations[place] += 1
+        self.words[place + 1] = self._generations[place]
+        return self._generations[place]
 
     def give_back(self) -> None:
         """Shared memory goes back to the system at once, whoever maps it; other memory with its last view.
@@ -175,13 +186,14 @@ class SizeClass:
         start = place * self.slot_bytes
         return self._slabs[number].memory[start : start + nbytes]
 
+    def bytes_of_slab(self, slot: int) -> int:
+        """Memory of the slab that a slot is in."""
+        return self._slabs[slot // SLAB_STRIDE].nbytes
+
     def renew(self, entry: Entry[StoreKey]) -> None:
         """Begins another generation in the entry's slot: whoever still copies the old content will notice."""
         number, place = divmod(entry.slot, SLAB_STRIDE)
-        words = self._slabs[number].words
-        if words is not None:
-            words[place + 1] += 1
-            entry.generation = words[place + 1]
+        entry.generation = self._slabs[number].renew(place)
 
     def note_use(self, lane: Lane, entry: Entry[StoreKey]) -> None:
         """Touches the block and its slab."""

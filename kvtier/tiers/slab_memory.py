@@ -1,6 +1,7 @@
 """How size classes share the memory of a host tier: which slab is made next, and which one goes for it."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ _SLABS_AT_LEAST = 8
 """A slab is at most this fraction of the capacity, so that several tenants and sizes fit beside each other."""
 _CLIENT_SLABS_AT_LEAST = 32
 """Likewise of slabs that clients write to: each client has slabs of its own."""
+
+_MOST_SLOTS = 4096
+"""Of a slab: tiny blocks must not take memory by the dozens of MiB, nor bookkeeping by the million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class SlabMemory:
         while (num_slots := self._slots_within(lane, self.capacity_bytes - self._total_bytes, wanted)) == 0:
             keys = self._drop_for(lane, wanted, young_s)
             if keys is None:
+                self._forget_if_empty(lane.size_class)
                 return None, evicted
             evicted += keys
         growth = Growth(next(self._numbers), lane, num_slots, self._slab_bytes(lane, num_slots))
@@ -150,19 +155,21 @@ class SlabMemory:
     def _drop_for(self, lane: Lane, wanted: int, young_s: float) -> Iterable[StoreKey] | None:
         """Drops one slab so that `lane` gets its room; None when it has to make do with its own."""
         own = lane.size_class
-        largest = max(self._classes.values(), key=lambda c: c.nbytes)
         wanted_bytes = self._slab_bytes(lane, wanted)
-        uneven = largest.nbytes - wanted_bytes >= own.nbytes + wanted_bytes
-        if largest is not own and (uneven or own.nbytes == 0):
-            dropped = largest.drop_coldest(None, young_s=young_s)
-            victim = largest
-        else:
-            dropped = own.drop_coldest(lane, young_s=young_s)
-            victim = own
-        if dropped is None:
-            return None
-        slab, evicted = dropped
-        self._count_dropped(victim, slab)
+        if not lane.index.num_slots:  # else whoever writes without a pause would keep all others out
+            young_s = math.inf
+        for other in sorted(self._classes.values(), key=lambda c: c.nbytes, reverse=True):
+            uneven = other.nbytes - wanted_bytes >= own.nbytes + wanted_bytes
+            if other is own or not (uneven or own.nbytes == 0):
+                break
+            dropped = other.drop_coldest(None, young_s=young_s)
+            if dropped is not None:
+                return self._note_dropped(other, *dropped)
+        dropped = own.drop_coldest(lane, young_s=young_s)
+        return self._note_dropped(own, *dropped) if dropped is not None else None
+
+    def _note_dropped(self, size_class: SizeClass, slab: Slab, evicted: list[StoreKey]) -> list[StoreKey]:
+        self._count_dropped(size_class, slab)
         return evicted
 
     def _count_dropped(self, size_class: SizeClass, slab: Slab) -> None:
@@ -178,7 +185,7 @@ class SlabMemory:
     def _wanted(self, lane: Lane) -> int:
         """How many slots a slab of this lane should have."""
         share = _SLABS_AT_LEAST if lane.writer == OWN_PROCESS else _CLIENT_SLABS_AT_LEAST
-        return max(1, self._slots_within(lane, min(self._most_bytes, self.capacity_bytes // share), SLAB_STRIDE))
+        return max(1, self._slots_within(lane, min(self._most_bytes, self.capacity_bytes // share), _MOST_SLOTS))
 
     def _slots_within(self, lane: Lane, room_bytes: int, most: int) -> int:
         """How many slots, at most `most`, fit into a slab of at most `room_bytes`."""

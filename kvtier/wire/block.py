@@ -39,7 +39,9 @@ _MAGIC = b"KVTF"
 _PRELUDE = struct.Struct("<4sIQ")
 _MAX_TEXT_BYTES = 4096
 _MAX_ITEMS = 256
-"""Of any list in a header, e.g. groups of one namespace and size."""
+"""Of any list or map in a header, e.g. groups of one namespace and size."""
+_MAX_LISTS_AND_MAPS = 1024
+"""In a header: a few bytes each on the wire, and a hundred in memory."""
 _UINT64_MAX = 2**64 - 1
 _E = TypeVar("_E", bound=enum.IntEnum)
 _T = TypeVar("_T")
@@ -173,9 +175,20 @@ def decode_prelude(prelude: bytes | bytearray, max_header_bytes: int = MAX_HEADE
 
 def decode_header(packed: bytes | bytearray) -> Fields:
     """The header's fields. `InvalidInputError` when this is no msgpack map, or one with too many items."""
+    num_left = _MAX_LISTS_AND_MAPS
+
+    def counted(container: _T) -> _T:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise ValueError(f"more than {_MAX_LISTS_AND_MAPS} lists and maps")
+        return container
+
     try:
         fields = msgpack.unpackb(
             packed,
+            object_hook=counted,
+            list_hook=counted,
             raw=False,
             max_str_len=_MAX_TEXT_BYTES,
             max_bin_len=MAX_HEADER_BYTES,

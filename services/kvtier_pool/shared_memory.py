@@ -3,6 +3,7 @@
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from kvtier.errors import InvalidInputError
 from kvtier.keys import StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.holds import HeldPlaces, SharedSlab, WriteSlot
+from kvtier.tiers.slab import SLAB_STRIDE
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
 
@@ -28,12 +30,6 @@ class _Lease:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    slots: list[WriteSlot]
-    nbytes: int
-
-
 class ClientMemory:
     """One connection's leases and write slots. The connection's thread calls it, and `SharedClients` ends leases.
 
@@ -45,7 +41,7 @@ class ClientMemory:
     def __init__(
         self, core: PoolCore, tenant: TenantId, writer: int, *, lease_s: float, max_held_bytes: int, clock: Clock
     ) -> None:
-        """:param max_held_bytes: payload bytes under lease and in write slots together; more is a miss or FULL."""
+        """:param max_held_bytes: payload bytes under lease, and slabs with prepared slots; more is a MISS or FAILED."""
         self._core = core
         self._tenant = tenant
         self._writer = writer
@@ -55,18 +51,20 @@ class ClientMemory:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
         """By id, the oldest first. Guarded by _lock."""
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, list[WriteSlot]] = {}
         """By id. Connection's thread only."""
+        self._slots_in: Counter[int] = Counter()
+        """Prepared slots by number of their slab; none of them 0. Connection's thread only."""
         self._leased_bytes = 0
         """Guarded by _lock."""
         self._prepared_bytes = 0
-        """Connection's thread only, but for reading."""
+        """Of the slabs in `_slots_in`. Connection's thread only, but for reading."""
         self.lease_s = lease_s
         """How long a lease lasts."""
 
     @property
     def held_bytes(self) -> int:
-        """Payload bytes under lease and in write slots. Any thread."""
+        """Payload bytes under lease, and bytes of slabs with prepared slots. Any thread."""
         return self._leased_bytes + self._prepared_bytes
 
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> tuple[int, bytes, bytes]:
@@ -109,21 +107,20 @@ class ClientMemory:
         """Id of the write, a `WriteStatus` per key (STORED: prepared), and the slot ids of those that were prepared."""
         slots: list[WriteSlot] = []
         statuses = bytearray()
-        nbytes = 0
         for key, size in zip(keys, sizes, strict=True):
-            outcome: WriteSlot | WriteStatus = WriteStatus.FULL
-            if self.held_bytes + nbytes + size <= self._max_held_bytes:
+            outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
+            if self.held_bytes + size <= self._max_held_bytes:
                 outcome = self._core.prepare_place(self._tenant, key, size, self._writer)
+            if isinstance(outcome, WriteSlot) and not self._charge(outcome):
+                outcome = self._core.abort_write(outcome)
             if isinstance(outcome, WriteSlot):
                 slots.append(outcome)
-                nbytes += size
                 outcome = WriteStatus.STORED
             statuses.append(outcome)
         if not slots:
             return NOTHING_HELD, bytes(statuses), []
         write_id = next(self._ids)
-        self._writes[write_id] = _Write(slots, nbytes)
-        self._prepared_bytes += nbytes
+        self._writes[write_id] = slots
         return write_id, bytes(statuses), [slot.slot for slot in slots]
 
     def commit(self, write_id: int, checksums: Sequence[int]) -> list[WriteStatus]:
@@ -131,18 +128,16 @@ class ClientMemory:
 
         Raises `InvalidInputError` for a write that is not there, or has fewer blocks: the client has lost count.
         """
-        write = self._writes.get(write_id)
-        if write is None or len(checksums) > len(write.slots):
+        slots = self._writes.get(write_id)
+        if slots is None or len(checksums) > len(slots):
             raise InvalidInputError(f"commit of {len(checksums)} blocks of write {write_id}, which has not so many")
         self._forget(write_id)
-        self._core.abort_places(write.slots[len(checksums) :])
-        return self._core.commit_places(write.slots[: len(checksums)], checksums)
+        self._core.abort_places(slots[len(checksums) :])
+        return self._core.commit_places(slots[: len(checksums)], checksums)
 
     def abort(self, write_id: int) -> None:
         """Gives back the slots of a write. Ignores one that is not there."""
-        write = self._forget(write_id)
-        if write is not None:
-            self._core.abort_places(write.slots)
+        self._core.abort_places(self._forget(write_id))
 
     def open_slab(self, number: int) -> SharedSlab | None:
         """See `HostTier.open_slab`."""
@@ -155,10 +150,25 @@ class ClientMemory:
             self.abort(write_id)
         self._core.retire_writer(self._writer)
 
-    def _forget(self, write_id: int) -> _Write | None:
-        write = self._writes.pop(write_id, None)
-        self._prepared_bytes -= write.nbytes if write is not None else 0
-        return write
+    def _charge(self, slot: WriteSlot) -> bool:
+        """Whether this slot may be held. What it holds is its slab, which cannot be dropped meanwhile."""
+        number = slot.slot // SLAB_STRIDE
+        if number not in self._slots_in and self.held_bytes + slot.slab_bytes > self._max_held_bytes:
+            return False
+        if not self._slots_in[number]:
+            self._prepared_bytes += slot.slab_bytes
+        self._slots_in[number] += 1
+        return True
+
+    def _forget(self, write_id: int) -> list[WriteSlot]:
+        slots = self._writes.pop(write_id, [])
+        for slot in slots:
+            number = slot.slot // SLAB_STRIDE
+            self._slots_in[number] -= 1
+            if not self._slots_in[number]:
+                del self._slots_in[number]
+                self._prepared_bytes -= slot.slab_bytes
+        return slots
 
 
 class SharedClients:

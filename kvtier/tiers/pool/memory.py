@@ -99,10 +99,12 @@ class PoolMemory:
                     break
                 key, payload = items[i]
                 checksums.append(copy_in(key, slab.slot(slot, len(payload)), payload))
-        finally:
-            if write and not checksums:
-                self._writes.tell(session, Verb.ABORT, {"write": write}, deadline)
-        if checksums:
+        except BaseException:
+            self._writes.tell(session, Verb.ABORT, {"write": write}, deadline)
+            raise
+        if write and not checksums:
+            self._writes.tell(session, Verb.ABORT, {"write": write}, deadline)
+        elif checksums:
             fields = {"write": write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
             committed = self._writes.ask_in(session, Verb.COMMIT, fields, deadline).members("statuses", WriteStatus)
             require_count(len(committed), len(checksums))
