@@ -118,6 +118,7 @@ def prelude(header_bytes: int, payload_bytes: int = 0) -> bytes:
         (HELLO + prelude(MAX_HEADER_BYTES + 1), "invalid", "at most 8388608"),
         (HELLO + request("lookup"), "invalid", "groups must be list"),
         (HELLO + request("lookup", groups=[3]), "invalid", "where a map belongs"),
+        (HELLO + request("lookup", groups=[[{}] * 200] * 10), "invalid", "more than 1024 lists and maps"),
         (HELLO + request("lookup", groups=[group(namespace=bytes(15))]), "invalid", "namespace_id of 15"),
         (HELLO + request("lookup", groups=[group(hashes=bytes(33))]), "invalid", "hashes of 33"),
         (HELLO + request("lookup", groups=[group(5)]), "limit_exceeded", "max_batch_blocks.*split"),

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,25 @@ def test_a_pool_that_does_not_share_is_read_over_its_socket(tmp_path: Path) -> N
         assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == [PAYLOADS[i] for i in range(4)]
         assert moved(metrics, "unix", "read") == 4 * BLOCK_BYTES
         assert moved(metrics, "shm", "read") == 0
+
+
+def test_a_payload_that_cannot_be_copied_leaves_nothing_behind(address: str) -> None:
+    with local(address) as tier:
+        strided = memoryview(bytes(2 * BLOCK_BYTES))[::2]
+        with pytest.raises((BufferError, ValueError)):
+            tier.write([*items(range(1)), (KEYS[1], strided)])
+        assert tier.lookup(KEYS[:2]) == [Status.MISS] * 2
+        assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
+
+
+def test_more_threads_than_may_hold_blocks_write_all_the_same(tmp_path: Path) -> None:
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(64 * MIB, listen=listen) as pool, local(pool.block[0]) as tier:
+        batches = [items((worker, i) for i in range(16)) for worker in range(16)]
+        with ThreadPoolExecutor(16) as executor:
+            assert {status for statuses in executor.map(tier.write, batches) for status in statuses} == {
+                WriteStatus.STORED
+            }
 
 
 def test_one_client_cannot_hold_all_memory(tmp_path: Path) -> None:
