@@ -148,3 +148,29 @@ def test_the_password_of_the_redis_comes_from_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"k\.toml: pool_service\.redis_password: use .env:NAME.") as error:
         config("hush").redis_password()
     assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("pool_service", "socket_mode", 660, "write them in octal, such as 0o660"),
+        ("pool_service", "socket_mode", 440, "write them in octal"),
+        ("pool_service", "listen", ["grpc:127.0.0.1:0"], "host:port or unix:/path"),
+        ("pool", "address", "grpc:", "host:port or unix:/path"),
+        ("pool", "address", ["unix:/a", "nowhere"], "host:port or unix:/path"),
+    ],
+)
+def test_values_of_the_data_plane_that_are_none(section: str, field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({section: {field: value}}, source="x", environ={})
+
+
+def test_one_address_may_stand_for_a_list() -> None:
+    config = parse_config({"pool_service": {"listen": "unix:/a", "grpc_listen": "127.0.0.1:1"}}, source="x", environ={})
+    assert (config.pool_service.listen, config.pool_service.grpc_listen) == (["unix:/a"], ["127.0.0.1:1"])
+
+
+def test_a_key_without_a_ca_is_not_ignored() -> None:
+    config = parse_config({"pool": {"tls_key": "engine.key"}}, source="x", environ={})
+    with pytest.raises(ConfigError, match=r"pool\.tls_key: needs tls_ca"):
+        config.pool_tls()

@@ -14,6 +14,8 @@ from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.paths_transport import PathsTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.wire.certificates import TlsFiles
+from kvtier.wire.tls import ClientTls
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, connect, running_pool
 
 ITEMS = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(4)]
@@ -91,13 +93,23 @@ def test_without_any_way_calls_fail_and_each_is_tried() -> None:
     transport.close()
 
 
-def test_a_refusal_is_not_taken_for_a_way_that_does_not_work() -> None:
+def test_a_refusal_is_raised_when_no_other_way_works() -> None:
     with running_pool(32 * MIB) as pool:
         access = PoolAccess([pool.block[0], f"grpc:{pool.grpc[0]}"], RED, "wrong-token")
         transport = open_transport(access, Metrics(), connect_ahead=False)
         with pytest.raises(UnauthenticatedError):
             transport.lookup(KEYS, WAIT_S)
         transport.close()
+
+
+def test_without_a_token_the_unix_socket_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    unix = "unix:/run/kvtier/pool.sock"
+    with pytest.raises(ConfigError, match=r"pool\.sock needs the tenant's token: set it, or add a TCP address"):
+        open_transport(PoolAccess([unix], RED, None), Metrics(), connect_ahead=False)
+    tls = ClientTls(TlsFiles(certificate=Path("cert.pem"), key=Path("key.pem"), ca=Path("ca.pem")), None)
+    access = PoolAccess([unix, "127.0.0.1:1"], RED, None, tls=tls)
+    open_transport(access, Metrics(), connect_ahead=False).close()
+    assert f"{unix} is not used" in caplog.text
 
 
 def test_addresses_that_are_none() -> None:

@@ -89,8 +89,8 @@ class Config(Section):
         """The engine's files for TLS towards the pool; None without TLS."""
         pool = self.pool
         if pool.tls_ca is None:
-            for key, value in (("tls_certificate", pool.tls_certificate), ("tls_server_name", pool.tls_server_name)):
-                if value is not None:
+            for key in ("tls_certificate", "tls_key", "tls_server_name"):
+                if getattr(pool, key) is not None:
                     raise self._error(f"pool.{key}", "needs tls_ca, which turns TLS on: name the CA of the pool")
             return None
         return TlsFiles(

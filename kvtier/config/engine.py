@@ -10,7 +10,7 @@ from pydantic import (
     Field,
 )
 
-from kvtier.config.fields import BlockAddress, Bytes, CodecName, Count, Seconds, Section, WritePolicyName, as_list
+from kvtier.config.fields import Bytes, CodecName, Count, PoolAddress, Seconds, Section, WritePolicyName, as_list
 
 
 class TenantConfig(Section):
@@ -109,7 +109,7 @@ class DiskConfig(Section):
 class PoolConfig(Section):
     """Access to the shared cache pool; off unless `address` is set."""
 
-    address: Annotated[list[BlockAddress], BeforeValidator(as_list)] = Field(default=[])
+    address: Annotated[list[PoolAddress], BeforeValidator(as_list)] = Field(default=[])
     """`unix:/path` or `host:port` of the pool's `listen`, `grpc:host:port` of its `grpc_listen`, or a list of several
     of these: of the ways that work, the fastest is taken, which is the order here. Over a Unix socket, the pool shares
     its memory."""

@@ -25,16 +25,32 @@ CodecName = Literal["raw", "lz4"]
 
 
 def _checked_address(text: str) -> str:
-    if not text.startswith(GRPC_PREFIX):
-        try:
-            Address.parse(text)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+    if text.startswith(GRPC_PREFIX):
+        raise ValueError(f"{text!r}: `{GRPC_PREFIX}` is for engines; here use host:port or unix:/path")
+    try:
+        Address.parse(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     return text
 
 
-BlockAddress = Annotated[str, AfterValidator(_checked_address)]
-"""Text that `Address.parse` takes, or a gRPC address behind `grpc:`."""
+def _checked_pool_address(text: str) -> str:
+    _checked_address(text.removeprefix(GRPC_PREFIX))
+    return text
+
+
+def _checked_mode(mode: int) -> int:
+    if mode & ~0o666:
+        raise ValueError(f"{mode} is {mode:#o}, no permissions of a socket; write them in octal, such as 0o660")
+    return mode
+
+
+ListenAddress = Annotated[str, AfterValidator(_checked_address)]
+"""Text that `Address.parse` takes."""
+PoolAddress = Annotated[str, AfterValidator(_checked_pool_address)]
+"""The same, or a gRPC address behind `grpc:`."""
+SocketMode = Annotated[int, Field(ge=0), AfterValidator(_checked_mode)]
+"""Permissions of a Unix socket."""
 
 
 def as_list(value: Any) -> Any:

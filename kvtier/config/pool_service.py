@@ -4,19 +4,30 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import (
+    BeforeValidator,
     ByteSize,
     Field,
 )
 
-from kvtier.config.fields import BlockAddress, Bytes, CodecName, Count, Seconds, Section, WritePolicyName
+from kvtier.config.fields import (
+    Bytes,
+    CodecName,
+    Count,
+    ListenAddress,
+    Seconds,
+    Section,
+    SocketMode,
+    WritePolicyName,
+    as_list,
+)
 
 
 class PoolServiceConfig(Section):
     """The service of `kvtier pool serve`."""
 
-    listen: list[BlockAddress] = Field(default=["127.0.0.1:7600"])
+    listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7600"])
     """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
-    grpc_listen: list[str] = Field(default=["127.0.0.1:7601"])
+    grpc_listen: Annotated[list[str], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
     """Addresses of the gRPC API, likewise."""
     http_listen: str = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
@@ -29,7 +40,7 @@ class PoolServiceConfig(Section):
     """CAs, in PEM, of clients' certificates: who has none is refused, but by `http_listen`, since probes have none."""
     shared_memory: bool = True
     """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
-    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    socket_mode: SocketMode = 0o600
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
     """Of the block protocol, one thread each. An engine needs `load_threads` and two or three more."""

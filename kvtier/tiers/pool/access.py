@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.keys import NamespaceId, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
@@ -35,14 +35,27 @@ class PoolAccess:
     shared_memory: bool = True
     """Map the pool's memory where it offers that, on a Unix socket."""
 
+    def may_use(self, address: str) -> bool:
+        """Whether we could say who we are there."""
+        return self.token is not None or not address.startswith(UNIX_PREFIX)
+
 
 def open_transport(access: PoolAccess, metrics: Metrics, *, connect_ahead: bool = True) -> PoolTransport:
     """The best of the ways that works, call by call: shared memory, Unix socket, TCP, gRPC. Does not block.
 
+    Raises `ConfigError` when there is no way that could be used.
+
     :param metrics: takes the bytes moved, by path.
     :param connect_ahead: connect in the background, so that the first request does not wait for it.
     """
-    ordered = sorted(access.addresses, key=_rank)
+    ordered = sorted(filter(access.may_use, access.addresses), key=_rank)
+    if not ordered:
+        raise ConfigError(
+            f"pool.address: {', '.join(access.addresses)} needs the tenant's token: set it, or add a TCP address, "
+            "where a certificate stands for it"
+        )
+    for address in sorted(set(access.addresses) - set(ordered)):
+        _log.warning("%s is not used: over a Unix socket no certificate can stand for a token", address)
     transports = [(address, _transport(access, address, metrics, connect_ahead)) for address in ordered]
     return transports[0][1] if len(transports) == 1 else PathsTransport(transports)
 

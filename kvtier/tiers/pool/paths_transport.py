@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.errors import CorruptBlockError, UnavailableError
+from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.keys import StoreKey
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
@@ -30,8 +30,8 @@ class _Path:
 class PathsTransport:
     """`PoolTransport` over the first of several ways that works. Any thread.
 
-    A way that cannot be had is passed over for some seconds, and then tried again. When none is left, each is tried:
-    the tier's breaker decides how often.
+    A way that cannot be had, or refuses us, is passed over for some seconds, and then tried again. When none is left,
+    each is tried: the tier's breaker decides how often.
     """
 
     def __init__(self, paths: Sequence[tuple[str, PoolTransport]], *, clock: Clock = MONOTONIC) -> None:
@@ -80,14 +80,14 @@ class PathsTransport:
     def _first(self, timeout_s: float, call: Callable[[PoolTransport, float], _T]) -> _T:
         """What the first way answers that can be had within the time."""
         deadline = self._clock() + timeout_s
-        failure = UnavailableError("no way to the pool")
+        failure: KvtierError = UnavailableError("no way to the pool")
         for path in self._usable():
             left_s = deadline - self._clock()
             if left_s <= 0:
                 break
             try:
                 return call(path.transport, left_s)
-            except UnavailableError as error:
+            except (UnavailableError, UnauthenticatedError, InvalidInputError) as error:
                 path.failed_at_s = self._clock()
                 failure = error
                 self._failed.warning(f"{path.name} cannot be had, another way is tried: {error}")
