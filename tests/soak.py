@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kvtier.bench.options import require_writable
+from kvtier.errors import ConfigError
 from soak_rig import PATHS, Faults, Report, Soak
 
 STORMY = Faults(kill_client_s=2.0, stop_client_s=2.0, kill_pool_s=12.0, restart_pool_s=20.0)
@@ -39,6 +41,11 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="one run per kind of fault and path")
     parser.add_argument("--json", type=Path, default=None, help="write a report to this file")
     arguments = parser.parse_args()
+    if arguments.json is not None:
+        try:
+            require_writable("--json", arguments.json)
+        except ConfigError as error:
+            parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the pool and its clients are ended too
     seed = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,13 +11,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from kvtier.bench.options import require_writable
 from kvtier.bench.peers import start_peers
 from kvtier.bench.plot import Bar, write_bars
-from kvtier.bench.report import Case
+from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import Samples, Spread, Subject, in_turn, percentile, process_clock, timed
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
 
 NUMBER = (int, float)
 SCHEMA: dict[str, tuple[type, ...]] = {
@@ -217,3 +220,76 @@ def test_a_picture_is_refused_before_anything_is_measured(tmp_path: Path) -> Non
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
     assert "name a file that ends in .svg or .png" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["-m", "kvtier.cli", "bench", name, "--json"] for name in ("paths", "fetch", "ttft")),
+        ["-m", "kvtier.cli", "bench", "ttft", "--plot"],
+        ["-m", "kvtier.cli", "demo", "--json"],
+        [str(Path(__file__).with_name("soak.py")), "--json"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    command: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "nowhere" / "x.svg"
+    answer = subprocess.run([sys.executable, *command, str(path)], capture_output=True, text=True, timeout=60)
+    assert answer.returncode in (1, 2)
+    assert f"{command[-1]} {path}: cannot be written: No such file or directory; name a file in" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    there, dangling = tmp_path / "there", tmp_path / "dangling"
+    there.write_text("earlier figures")
+    dangling.symlink_to("target")
+    for path in (there, dangling, tmp_path / "new", Path(os.devnull)):
+        require_writable("--json", path)
+    assert there.read_text() == "earlier figures"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "there"]
+
+
+def test_no_file_to_write(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("", "circle", "n" * 300, "circle/x", "nul\0"):
+        with pytest.raises(ConfigError, match=r"--json .*: cannot be written: "):
+            require_writable("--json", tmp_path / name)
+
+
+def test_figures_are_printed_before_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that is full by then does not lose them."""
+    with pytest.raises(OSError):
+        report("Title", [Case("ours", "read", gb_per_s=1.25)], as_json=tmp_path)
+    assert "1.25" in capsys.readouterr().out
+
+
+def test_sigterm_ends_a_benchmark_and_its_pool(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "bench", "clients", *SMALL, "--clients", "2", "--seconds", "60"]
+    bench = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (pools := pids_of(str(tmp_path), "pool.sock")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    finally:
+        bench.kill()
+        bench.wait()
+    assert not list(tmp_path.iterdir())
+    assert not [pid for pid in pools if is_running(pid)]
+
+
+def pids_of(folder: str, socket_name: str) -> list[int]:
+    """Processes that were told of a folder, once its socket is there."""
+    if not list(Path(folder).glob(f"*/{socket_name}")):
+        return []
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(folder in word for word in process.info["cmdline"] or ()):
+            found.append(process.pid)
+    return found

@@ -1,6 +1,7 @@
 """`kvtier stats` tells what real processes say of themselves, and takes nonsense for what it is."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -29,7 +30,8 @@ MIB = 1 << 20
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "kvtier.cli", "stats", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
 
 
 def page_of(registry: CollectorRegistry) -> Samples:
@@ -117,6 +119,34 @@ def test_an_engine() -> None:
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
     assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
+
+
+def test_a_pipe_gets_every_word() -> None:
+    """In the 80 columns that a pipe has, with every tier and path at once and large figures."""
+    registry = CollectorRegistry()
+    tiers = Metrics(registry)
+    EngineMetrics(registry)
+    names = ("memory", "disk", "redis", "pool")
+    for tier in names:
+        tiers.tier_blocks.labels(tier, "read", "hit").inc(123_456_789)
+        for op in ("read", "write"):
+            tiers.tier_bytes.labels(tier, op).inc(1023.4 * 2**30)
+            tiers.tier_batch_seconds.labels(tier, op).observe(10.0)
+    for path in ("shm", "unix", "tcp", "grpc"):
+        for op in ("read", "write"):
+            tiers.path_bytes.labels(path, op).inc(1023.4 * 2**30)
+    TierGauges(registry, usages={t: lambda: Usage(3, 1 << 40, 1 << 41) for t in names}, breakers={"pool": lambda: True})
+    with answering(generate_latest(registry)) as address:
+        answer = run("--url", address)
+    assert answer.returncode == 0, answer.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.stdout.splitlines() if "│" in line]
+    assert ["hits", *["123,456,789"] * 4] in rows
+    assert ["written at", *["109.89 GB/s"] * 4] in rows
+    assert ["read", *["1,023.4 GiB"] * 4] in rows
+    assert ["full", *["50%"] * 4] in rows
+    assert [row[0] for row in rows if row[-1] == "open"] == ["breaker"]
+    assert "…" not in answer.stdout
+    assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 
 
 def test_a_completion_counts() -> None:

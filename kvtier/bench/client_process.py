@@ -5,6 +5,7 @@
 `{"nbytes": ..., "seconds": ...}`.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -61,10 +62,15 @@ class ClientProcess:
     def __enter__(self) -> "ClientProcess":
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        if kind is not None:
+            self._process.kill()  # it looks at its input only when it has read or written for its seconds
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

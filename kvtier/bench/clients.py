@@ -1,6 +1,5 @@
 """`kvtier bench clients`: many client processes at one pool, started together, beside a single one."""
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import typer
 
 from kvtier.bench.blocks import NUM_SLOTS
 from kvtier.bench.client_process import ClientProcess, ClientSettings
+from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json, PayloadBytes, Plot
 from kvtier.bench.pool_process import PoolProcess, pool_process
 from kvtier.bench.report import Case, report
@@ -40,8 +40,8 @@ def bench_clients(
     num_slots = max(NUM_SLOTS, batch)
     room = max(64 << 20, 3 * clients * num_slots * payload_bytes)
     cases = []
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
-        pool = stack.enter_context(pool_process(Path(folder), room))
+    with working_folder() as folder, ExitStack() as stack:
+        pool = stack.enter_context(pool_process(folder, room))
         names = pool.paths()
         if unknown := set(path or ()) - set(names):
             raise KvtierError(f"no path {', '.join(sorted(unknown))}: there are {', '.join(names)}")

@@ -1,6 +1,5 @@
 """`kvtier bench fetch`: what a busy interpreter leaves of an engine's fetch from the pool, and what that costs it."""
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,8 @@ import typer
 from prometheus_client import CollectorRegistry
 
 from kvtier.bench.blocks import TENANT
+from kvtier.bench.folder import working_folder
+from kvtier.bench.options import Json
 from kvtier.bench.pool_process import PoolProcess, pool_process
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn
@@ -34,7 +35,7 @@ _PATIENCE_S = 60.0
 
 
 def bench_fetch(
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
+    json: Json = None,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 64,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per fetch.")] = 256,
@@ -48,8 +49,8 @@ def bench_fetch(
     """
     keep_freed_memory()
     batches = {"batch_blocks": batch, "load_threads": load_threads}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
-        pool = stack.enter_context(pool_process(Path(folder), 2 * payload_bytes * blocks + (64 << 20)))
+    with working_folder() as folder, ExitStack() as stack:
+        pool = stack.enter_context(pool_process(folder, 2 * payload_bytes * blocks + (64 << 20)))
         fetches = {
             name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**batches, "io_process": io_process}))
             for name, io_process in (("process", True), ("threads", False))

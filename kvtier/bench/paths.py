@@ -2,7 +2,6 @@
 
 import os
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.bench.blocks import NUM_SLOTS, Rotation, keys_of, repeated
+from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json, PayloadBytes, Plot, Rounds
 from kvtier.bench.peers import CHECKOUT, Peer, start_peers
 from kvtier.bench.pool_process import CALL_TIMEOUT_S, SHM, PoolProcess, pool_process
@@ -52,14 +52,14 @@ def bench_paths(
     """
     keep_freed_memory()
     num_slots = max(NUM_SLOTS, batch)
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
+    with working_folder() as folder, ExitStack() as stack:
         memory_bytes = max(64 << 20, _ROOM * payload_bytes * num_slots)
-        pool = stack.enter_context(pool_process(Path(folder), memory_bytes))
+        pool = stack.enter_context(pool_process(folder, memory_bytes))
         started, notes = start_peers(
             payload_bytes,
             num_slots,
             environments=peers or CHECKOUT / ".venv" / "peers",
-            logs=Path(folder),
+            logs=folder,
             stack=stack,
         )
         paths = Paths(Rotation(payload_bytes, num_slots), pool, started, rounds, stack)

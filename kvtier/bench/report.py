@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.bench.options import STANDARD_OUTPUT
 from kvtier.bench.plot import Bar, write_bars
 from kvtier.bench.rounds import NUM_ROUNDS, Samples, Spread, interleave, percentile, ratios
 
@@ -121,7 +122,7 @@ def report(
     plot: Path | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table and, if asked, writes JSON (`-` for standard output, and then no table) and a picture."""
+    """Prints a table and then, if asked, writes JSON (`-` for standard output: no table) and a picture."""
     data: dict[str, Any] = {
         "hardware": hardware(),
         "commit": commit(),
@@ -129,16 +130,22 @@ def report(
         "notes": list(notes),
     }
     text = json.dumps(data, indent=2) + "\n"
-    if as_json is not None and str(as_json) != "-":
+    to_stdout = as_json is not None and as_json == STANDARD_OUTPUT
+    if to_stdout:
+        print(text, end="", flush=True)
+    else:
+        _print(title, cases, notes, caption=f"{data['hardware']}\ncommit {data['commit']}")
+    # After printing: when the disk is full by now, the figures are not lost.
+    if as_json is not None and not to_stdout:
         as_json.write_text(text)
     if plot is not None:
         bars = [bar for case in cases if (bar := _bar(case)) is not None]
         write_bars(plot, bars, title=title, caption=f"{data['hardware']}, commit {data['commit']}")
-    if as_json is not None and str(as_json) == "-":
-        print(text, end="")
-        return
+
+
+def _print(title: str, cases: Sequence[Case], notes: Sequence[str], *, caption: str) -> None:
     console = Console()
-    console.print(_table(title, cases, caption=f"{data['hardware']}\ncommit {data['commit']}"))
+    console.print(_table(title, cases, caption=caption))
     if any(case.beside for case in cases):
         console.print(_comparisons(cases))
     for note in notes:

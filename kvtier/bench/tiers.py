@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.bench.blocks import NUM_SLOTS, Rotation
+from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json, PayloadBytes, Plot, Rounds
 from kvtier.bench.pool_process import CALL_TIMEOUT_S, pool_process
 from kvtier.bench.redis_process import redis_binary, redis_process
@@ -50,7 +51,7 @@ def bench_tiers(
     room = max(64 << 20, _ROOM * rotation.nbytes)
     notes: list[str] = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
+        folder = stack.enter_context(working_folder())
         tiers: dict[str, tuple[Tier, tuple[int, ...]]] = {"host": (HostTier(room), (os.getpid(),))}
         disk_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=disk_dir))
         tiers["disk"] = (DiskTier.open(disk_folder, room, reserve_bytes=0), (os.getpid(),))

@@ -126,47 +126,52 @@ def _helping(facts: Facts) -> str:
 
 
 def _tier_table(tiers: dict[str, TierFacts]) -> Table:
-    columns = ("tier", "hits", "misses", "read", "at", "written", "at", "holds", "full", "evicted", "breaker")
-    table = Table()
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    for name, tier in tiers.items():
-        full = "-"
-        if tier.used_bytes is not None and tier.capacity_bytes:
-            full = f"{tier.used_bytes / tier.capacity_bytes:.0%}"
-        table.add_row(
-            name,
-            f"{tier.read_hits:,.0f}",
-            f"{tier.read_misses:,.0f}",
-            _bytes(tier.bytes_read),
-            _speed(tier.read_bytes_per_s),
-            _bytes(tier.bytes_written),
-            _speed(tier.write_bytes_per_s),
-            "-" if tier.used_bytes is None else _bytes(tier.used_bytes),
-            full,
-            "-" if tier.evicted_blocks is None else f"{tier.evicted_blocks:,.0f}",
-            {None: "-", False: "closed", True: "[red]open[/red]"}[tier.breaker_open],
-        )
-    return table
+    return _columns("tier", {name: _tier_figures(tier) for name, tier in tiers.items()})
+
+
+def _tier_figures(tier: TierFacts) -> dict[str, str]:
+    full = "-"
+    if tier.used_bytes is not None and tier.capacity_bytes:
+        full = f"{tier.used_bytes / tier.capacity_bytes:.0%}"
+    return {
+        "hits": f"{tier.read_hits:,.0f}",
+        "misses": f"{tier.read_misses:,.0f}",
+        "read": _bytes(tier.bytes_read),
+        "read at": _speed(tier.read_bytes_per_s),
+        "written": _bytes(tier.bytes_written),
+        "written at": _speed(tier.write_bytes_per_s),
+        "holds": "-" if tier.used_bytes is None else _bytes(tier.used_bytes),
+        "full": full,
+        "evicted": "-" if tier.evicted_blocks is None else f"{tier.evicted_blocks:,.0f}",
+        "breaker": {None: "-", False: "closed", True: "[red]open[/red]"}[tier.breaker_open],
+    }
 
 
 def _path_table(paths: dict[str, PathFacts]) -> Table:
-    """Only columns that there is something for."""
+    """Only rows that there is something for."""
     ops = list(dict.fromkeys(op for path in paths.values() for op in (*path.bytes_by_op, *path.calls_by_op)))
     with_calls = any(path.calls_by_op for path in paths.values())
-    table = Table()
-    table.add_column("path to the pool")
-    for op in ops:
-        table.add_column(op, justify="right")
-        if with_calls:
-            table.add_column("calls", justify="right")
+    figures: dict[str, dict[str, str]] = {name: {} for name in paths}
     for name, path in paths.items():
-        row = [name]
         for op in ops:
-            row.append(_bytes(path.bytes_by_op.get(op, 0.0)))
+            figures[name][op] = _bytes(path.bytes_by_op.get(op, 0.0))
             if with_calls:
-                row.append(f"{path.calls_by_op.get(op, 0.0):,.0f}")
-        table.add_row(*row)
+                figures[name][f"{op} calls"] = f"{path.calls_by_op.get(op, 0.0):,.0f}"
+    return _columns("path to the pool", figures)
+
+
+def _columns(corner: str, figures: dict[str, dict[str, str]]) -> Table:
+    """A column each, as there are few of them and many figures: four fit into the 80 columns that a pipe has.
+
+    :param figures: by column and row; all with the same rows.
+    """
+    table = Table()
+    table.add_column(corner, overflow="fold")
+    for name in figures:
+        # Folded where even so there is no room: a figure without its end would be another one.
+        table.add_column(name, justify="right", overflow="fold")
+    for row in next(iter(figures.values())):
+        table.add_row(row, *(column[row] for column in figures.values()))
     return table
 
 

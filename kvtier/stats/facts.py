@@ -167,7 +167,9 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         for error, count in samples.by("kvtier_io_errors_total", "error", tier=tier, op=op).items()
     }
     return TierFacts(
-        read_hits=samples.total("kvtier_tier_blocks_total", tier=tier, op="read", status="hit"),
+        # A pool counts by where blocks were found: its own tiers are read without a call that could be counted.
+        read_hits=samples.total("kvtier_tier_blocks_total", tier=tier, op="read", status="hit")
+        or samples.total("kvtier_pool_read_blocks_total", source=tier),
         read_misses=samples.total("kvtier_tier_blocks_total", tier=tier, op="read", status="miss"),
         written=samples.by("kvtier_tier_blocks_total", "status", tier=tier, op="write"),
         bytes_read=samples.total("kvtier_tier_bytes_total", tier=tier, op="read"),

@@ -1,7 +1,6 @@
 """`kvtier bench ttft`: time to first token of the engine, cold and warm, beside transformers' prefill."""
 
 import random
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,8 @@ import typer
 from prometheus_client import CollectorRegistry
 
 from kvtier.bench.blocks import TENANT
+from kvtier.bench.folder import working_folder
+from kvtier.bench.options import Json, Plot
 from kvtier.bench.pool_process import PoolProcess, pool_process
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
@@ -35,8 +36,8 @@ def bench_ttft(
     threads: Annotated[int, typer.Option(help="Threads of both; 0 takes one per core.")] = 0,
     io_process: Annotated[bool, typer.Option(help="As cache.io_process.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
-    json: Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the cases to this SVG file.")] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Prefill 3,000 tokens in our engine and in transformers, same weights, dtype and threads, in turn; then the
     same prompt with 40 new tokens, the others cached on the device, and again from a pool on the same machine."""
@@ -44,8 +45,8 @@ def bench_ttft(
     from kvtier_engine.assemble import assembled_engine
     from kvtier_engine.demo_model import demo_model_path
 
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, ExitStack() as stack:
-        pool = stack.enter_context(pool_process(Path(folder), _POOL_BYTES))
+    with working_folder() as folder, ExitStack() as stack:
+        pool = stack.enter_context(pool_process(folder, _POOL_BYTES))
         config = _config(model or demo_model_path(), dtype, threads, pool, io_process)
         assembled = stack.enter_context(assembled_engine(config))
         prompts = _Prompts(assembled.model.config.vocab_size)

@@ -1,7 +1,6 @@
 """`kvtier demo`: run, compare, report."""
 
 import json as json_module
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvtier.bench.folder import working_folder
+from kvtier.bench.options import Plot, writable
 from kvtier.bench.report import commit, hardware
 from kvtier.errors import KvtierError
 from kvtier_engine.demo.plot import write_plot
@@ -22,8 +23,8 @@ _MIN_CACHED_SHARE = 0.95
 
 
 def demo(
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw TTFT per run to this SVG file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.", callback=writable)] = None,
+    plot: Plot = None,
     model: Annotated[Path | None, typer.Option(help="Model folder or GGUF file; default: SmolLM2-135M.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
@@ -31,7 +32,7 @@ def demo(
     console = Console()
     model_path = model or demo_model_path()
     with (
-        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder,
+        working_folder("kvtier-demo-") as folder,
         Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress,
     ):
         task = progress.add_task("Starting the cache pool (memory and disk)", total=_NUM_STAGES)
@@ -39,7 +40,7 @@ def demo(
         def note(text: str) -> None:
             progress.update(task, description=text, advance=1)
 
-        stage = Stage.prepare(Path(folder), model_path, dtype)
+        stage = Stage.prepare(folder, model_path, dtype)
         with stage.pool() as pool:
             address = pool.ready()["block"]
             runs = run_all(stage, address, note)
