@@ -79,8 +79,13 @@ def engine_cache(
     with contextlib.ExitStack() as stack:
         arena = Arena(num_slots, device.block_bytes, shared=_has_io_process(config))
         stack.callback(arena.close)
-        opened = stack.enter_context(_tiers_below(config, namespace.id, arena, inventory, tier_metrics))
+        opened, process = stack.enter_context(_tiers_below(config, namespace.id, arena, inventory, tier_metrics))
         below = {tier.name: tier for tier in opened}
+
+        def forget_untold(tier: str) -> None:
+            if process is not None:
+                process.forget_untold(tier, tenant + namespace.id)
+
         mover = Mover(
             tenant=tenant,
             namespace=namespace.id,
@@ -89,6 +94,7 @@ def engine_cache(
             tiers=below,
             inventory=inventory,
             num_load_threads=config.cache.load_threads,
+            forget_untold=forget_untold,
         )
         directory = Directory(
             tenant=tenant,
@@ -139,9 +145,10 @@ def _has_io_process(config: Config) -> bool:
 @contextlib.contextmanager
 def _tiers_below(
     config: Config, namespace: NamespaceId, arena: Arena, inventory: InventoryLog, metrics: Metrics
-) -> Iterator[list[Tier]]:
-    """The tiers below the arena, wherever their I/O happens; closed at the end."""
+) -> Iterator[tuple[list[Tier], TierProcess | None]]:
+    """The tiers below the arena, wherever their I/O happens, and their process if any; closed at the end."""
     with contextlib.ExitStack() as stack:
+        process: TierProcess | None = None
         if _has_io_process(config):
             shared = SharedMemory(arena.descriptor, arena.memory)
             settings = _process_settings(config, namespace)
@@ -152,7 +159,7 @@ def _tiers_below(
             tiers = _open_tiers(config, namespace, inventory.on_event, metrics)
         for tier in tiers:
             stack.callback(tier.close)
-        yield [Metered(tier, metrics) for tier in tiers]
+        yield [Metered(tier, metrics) for tier in tiers], process
 
 
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
@@ -173,7 +180,16 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
         factory=f"{__name__}:{tiers_of_process.__name__}",
         settings=json.dumps(settings),
         call_timeout_s=max(config.cache.load_deadline_s, config.pool.call_timeout_s + _PROCESS_MARGIN_S),
+        hidden_environ=_named_variables(config.model_dump(mode="json")),
     )
+
+
+def _named_variables(value: object) -> frozenset[str]:
+    """All NAMEs of `env:NAME` in a configuration."""
+    if isinstance(value, str):
+        return frozenset([value.removeprefix("env:")] if value.startswith("env:") else [])
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return frozenset().union(*map(_named_variables, inside))
 
 
 def _names(config: Config) -> list[str]:

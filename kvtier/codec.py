@@ -219,14 +219,14 @@ def _copy_in_pieces(key: StoreKey, into: memoryview, payload: _Buffer, *, look_f
     if nbytes:  # numpy refuses empty buffers
         source = np.frombuffer(payload, dtype=np.uint8)
         target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
+        looked_at = memoryview(payload if look_first else into)
         for start in range(0, nbytes, PIECE_BYTES):
-            from_piece = source[start : start + PIECE_BYTES]
-            to_piece = target[start : start + PIECE_BYTES]
+            stop = min(start + PIECE_BYTES, nbytes)
             if look_first:
-                hasher.update(from_piece.data)
-            np.copyto(to_piece, from_piece)
+                hasher.update(looked_at[start:stop])
+            np.copyto(target[start:stop], source[start:stop])
             if not look_first:
-                hasher.update(to_piece.data)
+                hasher.update(looked_at[start:stop])
     return int(hasher.intdigest())
 
 

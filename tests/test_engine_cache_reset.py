@@ -1,11 +1,19 @@
 """A reset makes the engine forget, whatever is under way; answers stay."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
+from engine_process import PATIENCE_S as PROCESS_PATIENCE_S
+from engine_process import engine_process
+from engine_process import until as until_true
 from engine_rig import PATIENCE_S, EngineRig, RunningEngine, judge, prompt, shared_tier
 from hierarchy_rig import Held
 from kvtier.errors import ClosedError
@@ -131,3 +139,60 @@ def test_an_engine_that_ends_first_says_so(make_rig: MakeRig) -> None:
     engine.reset_cache(counts.append)
     engine.close()
     assert counts == [None]
+
+
+ON_DISK = {
+    "KVTIER__DISK__CAPACITY_BYTES": "256MiB",
+    "KVTIER__ENGINE__NUM_THREADS": "1",
+    "KVTIER__CACHE__LOAD_DEADLINE_S": "2",
+    "KVTIER__POOL__CALL_TIMEOUT_S": "1",
+}
+WORDS = {"prompt": "one two three four five six seven eight nine ten " * 8, "max_tokens": 1}
+
+
+def test_disk_forgets_although_its_process_hangs_and_the_stop_does_not_wait_for_it(tmp_path: Path) -> None:
+    with engine_process(tmp_path, KVTIER__DISK__DIRECTORY=str(tmp_path / "blocks"), **ON_DISK) as engine:
+        assert _cached(engine.complete(**WORDS)) == 0
+        until_true(lambda: _num_blocks(tmp_path / "blocks") > 4)
+        hung = _tier_process(engine.process.pid)
+        hung.send_signal(signal.SIGSTOP)
+        engine.post("/v1/cache/reset", {})
+        until_true(lambda: _num_blocks(tmp_path / "blocks") == 0)
+        assert _cached(engine.complete(**WORDS)) == 0
+        until_true(lambda: _tier_process(engine.process.pid).pid != hung.pid)
+        _tier_process(engine.process.pid).send_signal(signal.SIGSTOP)
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(PROCESS_PATIENCE_S) == 0
+
+
+def test_a_second_signal_ends_a_stop_at_once(tmp_path: Path) -> None:
+    with engine_process(tmp_path, KVTIER__DISK__DIRECTORY=str(tmp_path / "blocks"), **ON_DISK) as engine:
+        child = _tier_process(engine.process.pid)
+        child.send_signal(signal.SIGSTOP)
+        engine.process.send_signal(signal.SIGTERM)
+        until_true(lambda: not _listens(engine.client))
+        os.kill(engine.process.pid, signal.SIGTERM)
+        assert engine.process.wait(PROCESS_PATIENCE_S) == -signal.SIGTERM
+        child.wait(PROCESS_PATIENCE_S)
+
+
+def _cached(answer: dict[str, Any]) -> int:
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def _tier_process(engine: int) -> psutil.Process:
+    until_true(lambda: bool(psutil.Process(engine).children()))
+    return psutil.Process(engine).children()[0]
+
+
+def _num_blocks(folder: Path) -> int:
+    """Files in the folders of blocks."""
+    return sum(path.is_file() for path in folder.glob("*/*"))
+
+
+def _listens(client: httpx.Client) -> bool:
+    try:
+        return client.get("/metrics").status_code == 200
+    except httpx.TransportError:
+        return False

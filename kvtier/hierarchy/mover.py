@@ -8,9 +8,9 @@ block on the move a slot of it.
 import enum
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.hierarchy.inventory import InventoryLog
@@ -21,6 +21,7 @@ from kvtier.hierarchy.messages import (
     Copied,
     DiscardBatch,
     Discarded,
+    Inventory,
     LoadBatch,
     Loaded,
     SaveBatch,
@@ -69,12 +70,15 @@ class Mover:
         tiers: Mapping[str, Tier],
         inventory: InventoryLog,
         num_load_threads: int = 2,
+        forget_untold: Callable[[str], None] = lambda tier: None,
     ) -> None:
         """
         :param tiers: the tiers below the arena by name.
         :param inventory: listens to those of the tiers that belong to this mover alone.
         :param num_load_threads: batches under way at a time, each with arena slots of its own: 2 are a double
             buffer, one read from its tier while the other is copied to the device; more help tiers with latency.
+        :param forget_untold: has a tier forget those of its blocks that it could not tell the inventory of. Called
+            with its name when a discard arrives; must not block.
         """
         if arena.slot_bytes < device.block_bytes:
             raise InvalidInputError(
@@ -82,7 +86,7 @@ class Mover:
             )
         self._tenant, self._namespace = tenant, namespace
         self._device, self._arena, self._tiers = device, arena, dict(tiers)
-        self._inventory = inventory
+        self._inventory, self._forget_untold = inventory, forget_untold
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
         self._copies = ThreadPoolExecutor(1, "kvtier-copy")
@@ -91,6 +95,7 @@ class Mover:
         self._ready = threading.Condition(self._lock)
         self._running: dict[int, _LoadState] = {}  # guarded by _lock
         self._outbox: list[bytes] = []  # guarded by _lock
+        self._changes: list[Inventory] = []  # taken from the inventory for the next poll; guarded by _lock
         self._nudged = False  # guarded by _lock
         self._closed = False  # guarded by _lock
 
@@ -109,7 +114,7 @@ class Mover:
                 self._hand_down(message, [message.tier])
             elif isinstance(message, DiscardBatch):
                 # By way of the copies: what is being copied at this moment is written first, then forgotten.
-                self._copies.submit(self._discard, message)
+                self._copies.submit(self._discard, self._with_unheard(message))
             elif isinstance(message, CancelBatch):
                 self._cancel(message.batch_id)
             else:
@@ -119,8 +124,9 @@ class Mover:
         """Messages for the directory since the last poll."""
         with self._lock:
             out, self._outbox = self._outbox, []
+            changes, self._changes = [*self._changes, *self._inventory.drain()], []
         # Before the answers: a block that is reported stored is then known to be where it is.
-        return [encode(changes) for changes in self._inventory.drain()] + out
+        return [encode(change) for change in changes] + out
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until `poll` has an answer to a batch, or until `nudge`, at most `timeout_s`."""
@@ -215,6 +221,14 @@ class Mover:
 
     def _discard(self, batch: DiscardBatch) -> None:
         self._writers[batch.tier].submit(self._forget, batch)
+
+    def _with_unheard(self, batch: DiscardBatch) -> DiscardBatch:
+        """With what its tier holds and the directory cannot have heard of yet. Caller holds _lock."""
+        self._forget_untold(batch.tier)
+        changes = self._inventory.drain()
+        self._changes += changes
+        unheard = [chain_hash for change in changes if change.tier == batch.tier for chain_hash in change.added]
+        return replace(batch, hashes=[*batch.hashes, *unheard])
 
     def _forget(self, batch: DiscardBatch) -> None:
         try:

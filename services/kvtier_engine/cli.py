@@ -39,6 +39,8 @@ def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then finishes what it can, writes out what is queued and exits with 0.
 
+    A second signal of the same kind ends it at once.
+
     Prints `ready url=http://HOST:PORT` when it can be used. Options win over the file.
     """
     keep_freed_memory()
@@ -84,6 +86,8 @@ def run(config: Config) -> None:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             uvicorn_server.should_exit = True
+            # A second one ends a stop that takes too long for somebody's patience.
+            signal.signal(number, signal.SIG_DFL)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, on_signal)

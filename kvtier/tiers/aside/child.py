@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC
@@ -20,6 +20,8 @@ from kvtier.wire.block_socket import FrameSocket
 
 _END_S = 5.0
 """From the end of the control socket to the end of the process, when nothing is wrong."""
+_SIGN_OF_LIFE_S = 2.0
+"""For the cheapest request there is, before one that may take its time."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,16 +42,18 @@ class ChildProcess:
     Each thread that is in a call has a channel of its own, so that an answer wakes up only whom it is for.
     """
 
-    def __init__(self, news: NewsReader) -> None:
+    def __init__(self, news: NewsReader, hidden_environ: Collection[str] = ()) -> None:
         """Starts the process, which serves when `open` was answered.
 
         The thread that calls this must live as long as the process: the process dies with it.
+
+        :param hidden_environ: names of variables that it does not inherit.
         """
         self._news = news
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _spawn(theirs)
+                self._process = _spawn(theirs, hidden_environ)
             self._pid_descriptor = _pidfd(self._process)
             """So that no signal meets another process with the same id. Guarded by _lock; closed with `_ended`."""
         except OSError:
@@ -116,9 +120,11 @@ class ChildProcess:
                 signal.pidfd_send_signal(self._pid_descriptor, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Blocks until no thread of the process runs any more; returns its exit status. One thread, once."""
+        """Blocks until no thread of the process runs any more; returns its exit status. One thread, once.
+
+        `end_news` comes after it.
+        """
         status = self._process.wait()
-        self._news.end()
         with self._lock:
             self._ended.set()
             idle, self._idle = self._idle, []
@@ -127,9 +133,15 @@ class ChildProcess:
             os.close(self._pid_descriptor)
         return status
 
+    def end_news(self) -> None:
+        """Takes back what the tiers told of their content."""
+        self._news.end()
+
     def close(self, timeout_s: float) -> None:
         """Closes the tiers, which waits for what they are doing, and ends the process. `wait` then returns."""
         try:
+            # One that hangs does not get the time that one gets which is busy.
+            self.call(Verb.NEWS, {}, MONOTONIC() + min(timeout_s, _SIGN_OF_LIFE_S))
             self.call(Verb.CLOSE, {}, MONOTONIC() + timeout_s)
         except KvtierError as error:
             _log.warning("%s; what was not written yet is forgotten", error)
@@ -164,14 +176,15 @@ class ChildProcess:
         frames.close()
 
 
-def _spawn(control: socket.socket) -> "subprocess.Popen[bytes]":
+def _spawn(control: socket.socket, hidden_environ: Collection[str]) -> "subprocess.Popen[bytes]":
+    environ = {name: value for name, value in os.environ.items() if name not in hidden_environ}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "kvtier.tiers.aside.process", str(control.fileno()), str(os.getpid())],
         pass_fds=[control.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         # The modules that we have, wherever they came from.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -11,9 +11,11 @@ from prometheus_client import Counter
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, ConfigError, KvtierError, UnavailableError
 from kvtier.events import EventSink, ignore_event
+from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.tiers.aside.child import ChildProcess, SharedMemory
-from kvtier.tiers.aside.messages import Verb
+from kvtier.tiers.aside.forgetting import OpeningInventory, Owed
+from kvtier.tiers.aside.messages import MAX_BLOCKS, Verb, pack_keys
 from kvtier.tiers.aside.news import NewsReader
 from kvtier.wire.block import Fields
 
@@ -37,8 +39,10 @@ class ProcessSettings:
     neighbour looks like a hung process."""
     start_timeout_s: float = 120.0
     """For opening the tiers; a large folder on disk takes seconds."""
-    close_timeout_s: float = 60.0
+    close_timeout_s: float = 20.0
     """For closing them, after which writes that are not over are lost."""
+    hidden_environ: Collection[str] = ()
+    """Variables of the engine's environment that the process does not inherit: they hold secrets."""
 
 
 class TierProcess:
@@ -46,7 +50,8 @@ class TierProcess:
 
     While there is none, and when one dies under a call, calls raise `UnavailableError`: a miss. Deaths are counted
     (`kvtier_io_process_restarts_total`) and logged. What the tiers had told about their content is taken back with a
-    CLEARED event, before those of the next process tell theirs.
+    CLEARED event, before those of the next process tell theirs. What was to be forgotten meanwhile the next process
+    forgets before it tells or serves anything.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class TierProcess:
         )
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
-        """The one that serves. Guarded by _lock."""
+        """The one that serves; all that its tiers held at its start has been told. Guarded by _lock."""
+        self._owed = Owed()
+        """To be forgotten by the next process before it serves. Guarded by _lock."""
         self._closing = threading.Event()
         self._closed = False
         """Guarded by _lock."""
@@ -112,6 +119,36 @@ class TierProcess:
             raise UnavailableError("no tier process at the moment; one is being started")
         return child.call(verb, fields, MONOTONIC() + self._settings.call_timeout_s, uses_memory=uses_memory)
 
+    def discard(self, tier: str, keys: Sequence[StoreKey]) -> int:
+        """The number that were there of at most `MAX_BLOCKS` keys, which are forgotten now.
+
+        `UnavailableError`: no process has answered, and they will be forgotten before another one serves.
+        """
+        fields = {"tier": tier, "keys": pack_keys(keys)}
+        while True:
+            with self._lock:
+                child = self._child
+                if child is None and not self._closing.is_set():
+                    self._owed.add(tier, keys)
+            if child is None:
+                return self.call(Verb.DISCARD, fields).number("num_discarded")  # or rather raises
+            try:
+                deadline = MONOTONIC() + self._settings.call_timeout_s
+                return child.call(Verb.DISCARD, fields, deadline).number("num_discarded")
+            except UnavailableError:
+                with self._lock:
+                    if self._child in (child, None):
+                        self._owed.add(tier, keys)
+                        raise
+                # Another process serves already, which knows nothing of this.
+
+    def forget_untold(self, tier: str, prefix: bytes) -> None:
+        """Has blocks of `tier` forgotten that events could not tell of, because there is no process: those whose keys
+        begin with `prefix`. Nothing to do when one serves. Does not block."""
+        with self._lock:
+            if self._child is None:
+                self._owed.add_prefix(tier, prefix)
+
     def close(self) -> None:
         """Closes the tiers and ends the process. Call it after the last call. Idempotent."""
         with self._lock:
@@ -122,6 +159,8 @@ class TierProcess:
             child.close(self._settings.close_timeout_s)
         self._thread.join()
         self._shared = None
+        if first and self._owed:
+            _log.warning("there was no tier process to forget all that it should; the next engine may find it")
 
     def _run(self, started: "queue.SimpleQueue[KvtierError | None]") -> None:
         """Starts processes and sees them end; a process dies with the thread that started it."""
@@ -138,6 +177,7 @@ class TierProcess:
             status = child.wait()
             with self._lock:
                 self._child = None
+            child.end_news()  # not before: whoever hears of it finds no process
             if self._closing.is_set():
                 return
             self._restarts.inc()
@@ -162,16 +202,41 @@ class TierProcess:
 
     def _start(self) -> ChildProcess:
         assert self._shared is not None
-        child = ChildProcess(NewsReader(self._on_event, self._metrics))
+        settings = self._settings
+        inventory = OpeningInventory(self._on_event)
+        child = ChildProcess(NewsReader(inventory.on_event, self._metrics), settings.hidden_environ)
         try:
-            child.open(self._shared, self._settings.factory, self._settings.settings, self._settings.start_timeout_s)
+            child.open(self._shared, settings.factory, settings.settings, settings.start_timeout_s)
+            self._let_serve(child, inventory)
         except BaseException:
             child.kill()
             child.wait()
+            child.end_news()
             raise
-        with self._lock:
-            self._child = child
-            closing = self._closing.is_set()
-        if closing:
+        if self._closing.is_set():
             child.kill()  # it has nothing to write yet
         return child
+
+    def _let_serve(self, child: ChildProcess, inventory: OpeningInventory) -> None:
+        """Once nothing is owed any more and what its tiers hold is known."""
+        while True:
+            with self._lock:
+                if inventory.told and not self._owed:
+                    inventory.end()
+                    self._child = child
+                    return
+                owed, self._owed = self._owed, Owed()
+            try:
+                self._forget(child, owed.of(inventory.keys))
+            except BaseException:
+                with self._lock:
+                    self._owed.merge(owed)
+                raise
+            inventory.tell()
+
+    def _forget(self, child: ChildProcess, owed: Mapping[str, Sequence[StoreKey]]) -> None:
+        deadline = MONOTONIC() + self._settings.start_timeout_s  # many files, maybe
+        for tier, keys in owed.items():
+            for start in range(0, len(keys), MAX_BLOCKS):
+                batch = pack_keys(keys[start : start + MAX_BLOCKS])
+                child.call(Verb.DISCARD, {"tier": tier, "keys": batch}, deadline)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvtier.errors import InvalidInputError, UnavailableError
+from kvtier.errors import InvalidInputError, InvariantError, UnavailableError
 from kvtier.keys import StoreKey
 from kvtier.tiers.aside.messages import MAX_BLOCKS, Verb, pack_keys, pack_places
 from kvtier.tiers.aside.supervisor import TierProcess
@@ -69,10 +69,9 @@ class AsideTier:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. Without a process nothing is discarded: the counter tells."""
+        """See `Tier.discard`. Without a process all miss at once; the next one forgets them before it serves."""
         with self._gate:
-            answers = [self._ask(Verb.DISCARD, {"keys": pack_keys(keys[batch])}) for batch in _batches(len(keys))]
-        return sum(answer.number("num_discarded") for answer in answers if answer is not None)
+            return sum(self._discard(keys[batch]) for batch in _batches(len(keys)))
 
     def usage(self) -> Usage:
         """See `Tier.usage`. All zero without a process."""
@@ -81,9 +80,10 @@ class AsideTier:
         return Usage(*answer.numbers("usage")) if answer is not None else Usage(0, 0, 0)
 
     def check(self) -> None:
-        """See `Tier.check`."""
+        """See `Tier.check`. `InvariantError` without a process, too: nothing was verified."""
         with self._gate:
-            self._ask(Verb.CHECK, {})
+            if self._ask(Verb.CHECK, {}) is None:
+                raise InvariantError(f"tier {self._name}: no tier process answers, nothing was verified; ask again")
 
     def close(self) -> None:
         """See `Tier.close`. The tier itself is closed with its process."""
@@ -94,8 +94,18 @@ class AsideTier:
         try:
             return self._process.call(verb, {"tier": self._name, **fields}, uses_memory=uses_memory)
         except UnavailableError:
-            self._process.metrics.io_errors.labels(self._name, verb, "TierProcess").inc()
+            self._count_error(verb)
             return None
+
+    def _discard(self, keys: Sequence[StoreKey]) -> int:
+        try:
+            return self._process.discard(self._name, keys)
+        except UnavailableError:
+            self._count_error(Verb.DISCARD)
+            return 0
+
+    def _count_error(self, verb: Verb) -> None:
+        self._process.metrics.io_errors.labels(self._name, verb, "TierProcess").inc()
 
     def _place(self, buffer: ReadableBuffer) -> tuple[int, int]:
         start = _address(np.frombuffer(buffer, dtype=np.uint8)) if len(buffer) else self._base
