@@ -4,6 +4,8 @@ import contextlib
 import json
 import socket
 import ssl
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -341,3 +343,10 @@ def test_a_server_that_cannot_read_its_files_does_not_start(site: Site) -> None:
     files = TlsFiles(certificate=site.server.certificate, key=site.ca.issue("another", "x.example").key)
     with pytest.raises(ConfigError, match="is not that of"), running_pool(tls=files):
         pass
+
+
+def test_the_containers_health_check_finds_out_that_it_must_speak_tls(mutual: dict[str, str]) -> None:
+    check = [sys.executable, str(Path(__file__).parents[1] / "deploy" / "health.py")]
+    answer = subprocess.run([*check, mutual["http"].rpartition(":")[2]], capture_output=True, text=True, timeout=WAIT_S)
+    assert (answer.returncode, answer.stdout) == (0, "ok\n")
+    assert subprocess.run([*check, "1"], capture_output=True, timeout=WAIT_S).returncode == 1
