@@ -1,6 +1,5 @@
 """Benchmarks run and report; what they measure is not tested."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -209,7 +208,6 @@ def test_a_picture_in_svg(tmp_path: Path) -> None:
     assert "shm &lt;&amp;&gt;" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="needs Pillow")
 def test_a_picture_in_png(tmp_path: Path) -> None:
     write_bars(tmp_path / "bars.png", BARS, title="Paths", caption="hardware")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from certificates import Authority
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
@@ -110,28 +110,18 @@ def test_a_unix_socket_and_a_database(tmp_path: Path) -> None:
             either.close()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    if not shutil.which("openssl"):
-        pytest.skip("needs the command openssl")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=redis"]
-    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-    return cert, key
-
-
-def test_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
+def test_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("redis", "127.0.0.1")
+    ca, cert, key = authority.certificate, pair.certificate, pair.key
     port = free_port()
     bare = subprocess.run([server_binary(), "--port", "0", "--tls-port", str(port)], capture_output=True, timeout=20)
     if re.search(rb"Bad directive|Failed finding TLS support", bare.stdout + bare.stderr):
         pytest.skip("this server was built without TLS")
     arguments = ["--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
-    with running_redis(tmp_path, *arguments, "--tls-ca-cert-file", str(cert), "--tls-auth-clients", "yes") as server:
+    with running_redis(tmp_path, *arguments, "--tls-ca-cert-file", str(ca), "--tls-auth-clients", "yes") as server:
         metrics = Metrics()
-        url = f"rediss://127.0.0.1:{port}?ca={cert}&cert={cert}&key={key}"
+        url = f"rediss://127.0.0.1:{port}?ca={ca}&cert={cert}&key={key}"
         tier = connect(url, metrics=metrics)
         big = make_payload("big", 9 * MIB)
         assert tier.write([*ITEMS, (make_key("big"), big)]) == [WriteStatus.STORED] * (NUM_BLOCKS + 1)
