@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from build_rig import NAMESPACE
 from certificates import Authority
 from hierarchy_rig import chain, until
 from kvtier.build import engine_cache
 from kvtier.config import parse_config
 from kvtier.hierarchy import Hierarchy, JobResult
-from kvtier.namespace import Namespace
 from kvtier.transfer import HostMemoryKV
 from pool_rig import WAIT_S, PoolProcess
 from tls_rig import RED_URI
@@ -59,22 +59,12 @@ def test_an_engine_that_has_a_certificate_and_no_token(tmp_path: Path, served: P
     }
     config = parse_config(tables, source="engine.toml", folder=tmp_path, environ={"SECRET": "s" * 32})
     memory = np.random.default_rng(1).integers(0, 256, (16, 4096), dtype=np.uint8)
-    namespace = Namespace(
-        weights_digest=bytes(32),
-        dtype="float32",
-        kv_dtype="float32",
-        physical_layout="L2NHD",
-        backend="test",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=8,
-    )
     hashes = chain(8)
 
     def carry_out(start: Callable[[Hierarchy], int | None]) -> JobResult:
         """By an engine of its own."""
         device = HostMemoryKV(memory)
-        with engine_cache(config, device=device, namespace=namespace, registry=CollectorRegistry()) as cache:
+        with engine_cache(config, device=device, namespace=NAMESPACE, registry=CollectorRegistry()) as cache:
             job = start(cache.hierarchy)
             return until(lambda: next((r for r in cache.hierarchy.poll() if r.job_id == job), None))
 
