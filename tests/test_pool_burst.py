@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ DISK_BYTES = NUM_BLOCKS * (BLOCK_BYTES + 4096)
 """Room for the whole burst: a block's header takes a page on disk."""
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 REFUSED = (WriteStatus.FULL, WriteStatus.THROTTLED)
-PATHS = ["block", "grpc"]
+PATHS = ["shm", "block", "grpc"]
 
 
 def keys(labels: Sequence[object]) -> list[StoreKey]:
@@ -63,9 +64,18 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
+def burst_pool(**settings: object) -> Iterator[Addresses]:
+    """A pool that every path leads to."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        listen = ("127.0.0.1:0", f"unix:{folder}/pool.sock")
+        with running_pool(MEMORY_BYTES, listen=listen, **settings) as addresses:
+            yield addresses
+
+
+@contextlib.contextmanager
 def clients(addresses: Addresses, path: str, count: int) -> Iterator[list[PoolTier]]:
-    address = addresses.block[0] if path == "block" else f"grpc:{addresses.grpc[0]}"
-    tiers = [connect(address) for _ in range(count)]
+    address = {"shm": addresses.block[1], "block": addresses.block[0], "grpc": f"grpc:{addresses.grpc[0]}"}[path]
+    tiers = [connect(address, shared_memory=path == "shm") for _ in range(count)]
     try:
         yield tiers
     finally:
@@ -145,7 +155,7 @@ class TestOverADisk:
     @pytest.mark.parametrize("path", PATHS)
     def test_every_acknowledged_block_is_readable_at_the_end(self, tmp_path: Path, path: str) -> None:
         with (
-            running_pool(MEMORY_BYTES, disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
+            burst_pool(disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
             clients(addresses, path, 4) as tiers,
         ):
             statuses = burst(tiers)
@@ -157,7 +167,7 @@ class TestOverADisk:
     @pytest.mark.parametrize("path", PATHS)
     def test_a_writer_that_tries_again_gets_all_of_it_in(self, tmp_path: Path, path: str) -> None:
         with (
-            running_pool(MEMORY_BYTES, disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
+            burst_pool(disk_dir=tmp_path, disk_bytes=DISK_BYTES, disk_reserve_bytes=0) as addresses,
             clients(addresses, path, 4) as tiers,
         ):
             assert set(burst(tiers, again=True)) <= set(KEPT)
@@ -271,7 +281,7 @@ class TestOverMemoryAlone:
     def test_what_was_acknowledged_is_readable_or_evicted_with_an_event(self, path: str) -> None:
         limits = PoolLimits(event_buffer=100_000)
         with (
-            running_pool(MEMORY_BYTES, limits=limits) as addresses,
+            burst_pool(limits=limits) as addresses,
             clients(addresses, path, 4) as tiers,
             contextlib.closing(Removals(addresses.grpc[0], tiers[0])) as removals,
         ):
@@ -288,7 +298,7 @@ class TestOverMemoryAlone:
 
     @pytest.mark.parametrize("path", PATHS)
     def test_writers_hear_full_before_a_young_block_is_evicted(self, path: str) -> None:
-        with running_pool(MEMORY_BYTES, min_residency_s=600.0) as addresses, clients(addresses, path, 4) as tiers:
+        with burst_pool(min_residency_s=600.0) as addresses, clients(addresses, path, 4) as tiers:
             statuses = burst(tiers)
             assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
             kept = acknowledged(statuses)
@@ -296,14 +306,14 @@ class TestOverMemoryAlone:
             assert read_blocks(tiers[0], keys(kept), BLOCK_BYTES) == payloads(kept)
 
     def test_they_are_evicted_when_they_are_old_enough(self) -> None:
-        with running_pool(MEMORY_BYTES, min_residency_s=0.5) as addresses, clients(addresses, "block", 4) as tiers:
+        with burst_pool(min_residency_s=0.5) as addresses, clients(addresses, "block", 4) as tiers:
             started = time.monotonic()
             assert set(burst(tiers, again=True)) <= set(KEPT)
             assert time.monotonic() - started > 3 * 0.5 * 0.9, "four times the memory cannot have been younger"
 
     def test_residency_does_not_hold_up_writers_above_a_disk(self, tmp_path: Path) -> None:
         arguments = {"disk_dir": tmp_path, "disk_bytes": DISK_BYTES, "disk_reserve_bytes": 0, "min_residency_s": 600.0}
-        with running_pool(MEMORY_BYTES, **arguments) as addresses, clients(addresses, "block", 2) as tiers:
+        with burst_pool(**arguments) as addresses, clients(addresses, "block", 2) as tiers:
             assert set(burst(tiers, again=True)) <= set(KEPT)
 
 
