@@ -62,8 +62,8 @@ class Codec(enum.IntEnum):
 
 
 _CODECS = frozenset(Codec)
-PIECE_BYTES = 256 << 10
-"""What is copied or received and then checked at a time: well within a core's second-level cache."""
+_PIECE_BYTES = 512 << 10
+"""What is copied and then looked at: half of a core's second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +113,22 @@ def checksum(key: StoreKey, payload: _Buffer) -> int:
     return _checksum(_prefix(key, Codec.RAW, len(payload), len(payload)), payload)
 
 
-def copy_in(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
-    """Copies a raw `payload` over the front of `into`, and returns its `checksum`. Releases the GIL.
+def copy_checked(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
+    """Copies a raw `payload` over the front of `into`; returns the `checksum` of what then stands there.
 
-    In pieces, so that each is looked at while it is in the processor's cache: half the price of two passes.
+    For a `payload` that may change meanwhile, too. In pieces, so that each is looked at while it is in the processor's
+    cache: a third of the price of a second pass. Releases the GIL.
     """
-    return _copy_in_pieces(key, into, payload, look_first=True)
-
-
-def copy_out(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
-    """The same for a `payload` that may change meanwhile: returns the `checksum` of what then stands in `into`."""
-    return _copy_in_pieces(key, into, payload, look_first=False)
+    nbytes = len(payload)
+    hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
+    if nbytes:  # numpy refuses empty buffers
+        source = np.frombuffer(payload, dtype=np.uint8)
+        target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, nbytes)
+            np.copyto(target[start:stop], source[start:stop])
+            hasher.update(into[start:stop])
+    return int(hasher.intdigest())
 
 
 class RunningChecksum:
@@ -211,23 +216,6 @@ def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
     parsed = parse_header(header)
     verify(parsed, key, payload)
     return parsed
-
-
-def _copy_in_pieces(key: StoreKey, into: memoryview, payload: _Buffer, *, look_first: bool) -> int:
-    nbytes = len(payload)
-    hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
-    if nbytes:  # numpy refuses empty buffers
-        source = np.frombuffer(payload, dtype=np.uint8)
-        target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
-        looked_at = memoryview(payload if look_first else into)
-        for start in range(0, nbytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, nbytes)
-            if look_first:
-                hasher.update(looked_at[start:stop])
-            np.copyto(target[start:stop], source[start:stop])
-            if not look_first:
-                hasher.update(looked_at[start:stop])
-    return int(hasher.intdigest())
 
 
 def _header(key: StoreKey, codec: Codec, raw_length: int, stored: _Buffer) -> bytes:

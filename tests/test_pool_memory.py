@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.tiers.pool.memory
-from kvtier.codec import copy_in, copy_out
+import kvtier.tiers.pool.memory_read
+import kvtier.tiers.pool.memory_write
+from kvtier.codec import copy_checked
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
@@ -149,9 +150,9 @@ def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str, monkeypat
     with local(address) as broken, local(address, metrics) as reader:
         with monkeypatch.context() as patch:
             patch.setattr(
-                kvtier.tiers.pool.memory,
-                "copy_in",
-                lambda key, into, payload: copy_in(key, into, payload) ^ 1,
+                kvtier.tiers.pool.memory_write,
+                "copy_checked",
+                lambda key, into, payload: copy_checked(key, into, payload) ^ 1,
             )
             assert broken.write(items(range(2))) == [WriteStatus.STORED] * 2
         assert read_blocks(reader, KEYS[:2], BLOCK_BYTES) == [None, None]
@@ -178,9 +179,9 @@ def test_a_slot_that_changed_hands_during_the_copy_is_not_reported(
                 stalled.set()
                 time.sleep(0.8)  # the lease is over, and the tier looks for such leases every quarter of a second
                 assert writer.write(items(range(100, 300))).count(WriteStatus.STORED) >= 100
-            return copy_out(key, into, payload)
+            return copy_checked(key, into, payload)
 
-        monkeypatch.setattr(kvtier.tiers.pool.memory, "copy_out", stall)
+        monkeypatch.setattr(kvtier.tiers.pool.memory_read, "copy_checked", stall)
         assert read_blocks(reader, KEYS[:4], BLOCK_BYTES) == [None] * 4
         assert moved(metrics, "shm", "read") == 0
         monkeypatch.undo()

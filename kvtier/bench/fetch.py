@@ -39,7 +39,9 @@ def bench_fetch(
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
     batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 64,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per fetch.")] = 256,
-    load_threads: Annotated[int, typer.Option(min=1, help="Transfers at a time (cache.load_threads).")] = 2,
+    load_threads: Annotated[
+        int | None, typer.Option(min=1, help="Transfers at a time; default: that of cache.load_threads.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = NUM_ROUNDS,
 ) -> None:
     """Fetch blocks from the pool to the device, with the engine's thread idle, and in a pure Python loop, in turn.
@@ -48,7 +50,7 @@ def bench_fetch(
     against the same loop while nothing is fetched.
     """
     keep_freed_memory()
-    batches = {"batch_blocks": batch, "load_threads": load_threads}
+    batches = {"batch_blocks": batch} | ({} if load_threads is None else {"load_threads": load_threads})
     with working_folder() as folder, ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, 2 * payload_bytes * blocks + (64 << 20)))
         fetches = {

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvtier.codec import PIECE_BYTES
 from kvtier.tiers.memory import map_memory
+from kvtier.wire.arriving import PIECE_BYTES
 from kvtier.wire.gather import SEND_PIECE_BYTES, TCP_PIECE_BYTES, piece, skip
 
 _REQUEST = struct.Struct("<cHH")

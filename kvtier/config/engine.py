@@ -1,5 +1,6 @@
 """The tables of an engine, and those of tenants."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,11 @@ from pydantic import (
 )
 
 from kvtier.config.fields import Bytes, CodecName, Count, PoolAddress, Seconds, Section, WritePolicyName, as_list
+
+
+def _default_load_threads() -> int:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return 2 if num_cores > 2 else 1
 
 
 class TenantConfig(Section):
@@ -63,9 +69,9 @@ class CacheConfig(Section):
     differ do not share."""
     batch_blocks: Count = 32
     """Blocks per transfer. Smaller overlaps reads and copies better, larger has fewer round trips."""
-    load_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Transfers at a time. 2 overlap reading and copying; more help tiers with latency. On CUDA each takes 64 MiB of
-    device memory."""
+    load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
+    """Transfers at a time. 2 overlap reading and copying, for which there must be two cores beside the engine's: the
+    default, but 1 on machines with two. More help tiers with latency. On CUDA each takes 64 MiB of device memory."""
     load_deadline_s: Seconds = 10.0
     """A fetch that takes longer is computed instead. Below the time of a good fetch, nothing hits."""
     lookup_deadline_s: Seconds = 1.0

@@ -12,14 +12,16 @@ class CallGate:
     def __init__(self, name: str) -> None:
         """:param name: who is closed, for the message of `ClosedError`."""
         self._name = name
-        self._idle = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        """Notified when the last call ends and somebody waits for it."""
         self._num_calls = 0
-        """Calls in flight. Guarded by _idle."""
+        """Calls in flight. Guarded by _lock."""
         self._closed = False
-        """Guarded by _idle."""
+        """Guarded by _lock."""
 
     def __enter__(self) -> None:
-        with self._idle:
+        with self._lock:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed")
             self._num_calls += 1
@@ -27,9 +29,9 @@ class CallGate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._idle:
+        with self._lock:
             self._num_calls -= 1
-            if not self._num_calls:
+            if self._closed and not self._num_calls:
                 self._idle.notify_all()
 
     def close(self) -> bool:

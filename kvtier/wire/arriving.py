@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.codec import PIECE_BYTES, Header, RunningChecksum, parse_header
+from kvtier.codec import Header, RunningChecksum, parse_header
 from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
 
-_WASTE = memoryview(bytearray(PIECE_BYTES))
+PIECE_BYTES = 256 << 10
+MAX_PIECE_BYTES = 2 << 20
+_WASTE = memoryview(bytearray(MAX_PIECE_BYTES))
 """Where the bytes of blocks go that nobody wants. Written by all threads, read by none."""
 
 
@@ -65,15 +67,16 @@ class ArrivingBlock:
 
 
 def receive_blocks(
-    receive_into: Callable[[list[memoryview]], None], blocks: Sequence[ArrivingBlock]
+    receive_into: Callable[[list[memoryview]], None], blocks: Sequence[ArrivingBlock], piece_bytes: int = PIECE_BYTES
 ) -> Iterator[ArrivingBlock]:
     """Receives these blocks in order, about a piece at a time: parts of large ones, or several small ones together.
 
     Yields each when it is complete; see its `fault`.
 
     :param receive_into: fills buffers one after the other with the next bytes of the payload.
+    :param piece_bytes: at most `MAX_PIECE_BYTES`. The default suits a thread that has a core to itself.
     """
-    for parts in _pieces(blocks):
+    for parts in _pieces(blocks, piece_bytes):
         receive_into([part for _, part, _ in parts])
         for block, part, is_last in parts:
             block.note(part, is_last=is_last)
@@ -81,17 +84,17 @@ def receive_blocks(
                 yield block
 
 
-def _pieces(blocks: Sequence[ArrivingBlock]) -> Iterator[list[tuple[ArrivingBlock, memoryview, bool]]]:
-    """(block, part of it, whether it is the last one) for about `PIECE_BYTES` at a time."""
+def _pieces(blocks: Sequence[ArrivingBlock], most: int) -> Iterator[list[tuple[ArrivingBlock, memoryview, bool]]]:
+    """(block, part of it, whether it is the last one) for about `most` bytes at a time."""
     parts: list[tuple[ArrivingBlock, memoryview, bool]] = []
-    room = PIECE_BYTES
+    room = most
     for block in blocks:
-        for start in range(0, max(1, block.nbytes), PIECE_BYTES):
-            nbytes = min(PIECE_BYTES, block.nbytes - start)
+        for start in range(0, max(1, block.nbytes), most):
+            nbytes = min(most, block.nbytes - start)
             parts.append((block, block.part(start, nbytes), start + nbytes == block.nbytes))
             room -= nbytes
             if room <= 0:
                 yield parts
-                parts, room = [], PIECE_BYTES
+                parts, room = [], most
     if parts:
         yield parts

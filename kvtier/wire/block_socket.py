@@ -9,9 +9,9 @@ from kvtier.wire.block import (
     MAX_HEADER_BYTES,
     PRELUDE_BYTES,
     Fields,
+    HeadEncoder,
     decode_header,
     decode_prelude,
-    encode_head,
 )
 from kvtier.wire.gather import MAX_VECTORS, skip
 from kvtier.wire.stream import Stream
@@ -39,6 +39,7 @@ class FrameSocket:
             For peers on this machine that answer at once, and processes whose threads do not fight for the GIL.
         """
         self._stream = stream
+        self._heads = HeadEncoder()
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._stop = 0
         """The bytes of `_ahead` that were received and not asked for yet."""
@@ -61,7 +62,7 @@ class FrameSocket:
         :param descriptors: duplicated for the peer; Unix sockets only.
         """
         payload_bytes = sum(map(len, payload))
-        self._send([encode_head(header, payload_bytes), *payload], deadline, descriptors)
+        self._send([self._heads.encode(header, payload_bytes), *payload], deadline, descriptors)
 
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
         """Sends bytes that are no frame: for peers who speak another protocol."""

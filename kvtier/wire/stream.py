@@ -9,6 +9,7 @@ import array
 import select
 import socket
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, TCP_PIECE_BYTES, 
 
 MAX_DESCRIPTORS = 16
 """File descriptors that one frame may carry."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 _RECEIVE_SLICE_S = 0.05
 """Between two looks at the clock. A constant, so that most calls set no socket option."""
 _UNIX_BUFFER_BYTES = 1 << 20
@@ -62,21 +64,24 @@ class Stream(Protocol):
 class PlainStream:
     """`Stream` over a TCP or Unix socket as it is."""
 
-    def __init__(self, connected: socket.socket, *, takes_descriptors: bool = False) -> None:
+    def __init__(
+        self, connected: socket.socket, *, takes_descriptors: bool = False, unix_buffer_bytes: int = _UNIX_BUFFER_BYTES
+    ) -> None:
         """
         :param connected: blocking stream socket; owned from now on.
-        :param takes_descriptors: keep what comes by SCM_RIGHTS, for `take_descriptors`; else the kernel closes it.
+        :param takes_descriptors: keep what comes by SCM_RIGHTS, for `take_descriptor`; else the kernel closes it.
+        :param unix_buffer_bytes: what the peer may leave unread before a send blocks, over a Unix socket.
         """
         self._socket = connected
-        self._receive_timeout = b""
+        self._receive_timeout_s = -1.0
         """SO_RCVTIMEO as set last."""
         self._takes_descriptors = takes_descriptors
-        self._descriptors: list[int] = []
+        self._descriptors: deque[int] = deque()
         """Received and not taken yet."""
         self._piece_bytes = SEND_PIECE_BYTES if connected.family == socket.AF_UNIX else TCP_PIECE_BYTES
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(SEND_SLICE_S))
         if connected.family == socket.AF_UNIX:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unix_buffer_bytes)
         else:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(connected)
@@ -110,8 +115,10 @@ class PlainStream:
 
     def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
         """See `Stream.send`."""
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
+            if len(views) - start == 1 and not descriptors:  # a message: nothing to gather
+                return self._socket.send(views[start][: self._piece_bytes])
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             return self._socket.sendmsg(piece(views, start, self._piece_bytes), ancillary)
         except BlockingIOError:
             return 0
@@ -122,10 +129,9 @@ class PlainStream:
         watched.register(self._socket, select.POLLRDHUP)
         watched.poll()
 
-    def take_descriptors(self) -> list[int]:
-        """What has come by SCM_RIGHTS since the last call; the caller's to close."""
-        taken, self._descriptors = self._descriptors, []
-        return taken
+    def take_descriptor(self) -> int | None:
+        """The oldest that has come by SCM_RIGHTS and was not taken; the caller's to close."""
+        return self._descriptors.popleft() if self._descriptors else None
 
     def end_sending(self) -> None:
         """See `Stream.end_sending`."""
@@ -141,16 +147,17 @@ class PlainStream:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
-        for descriptor in self.take_descriptors():
+        while (descriptor := self.take_descriptor()) is not None:
             socket.close(descriptor)
 
     def _receive(self, into: Sequence[memoryview], flags: int) -> int | None:
         """None when nothing is there yet."""
         try:
             if not self._takes_descriptors:
+                if len(into) == 1:
+                    return self._socket.recv_into(into[0], 0, flags)
                 return self._socket.recvmsg_into(into, 0, flags)[0]
-            room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-            count, ancillary, _, _ = self._socket.recvmsg_into(into, room, flags | socket.MSG_CMSG_CLOEXEC)
+            count, ancillary, _, _ = self._socket.recvmsg_into(into, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         for level, kind, data in ancillary:
@@ -162,10 +169,9 @@ class PlainStream:
 
     def _set_receive_timeout(self, seconds: float) -> None:
         """0 waits for ever."""
-        timeout = timeval(seconds)
-        if timeout != self._receive_timeout:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            self._receive_timeout = timeout
+        if seconds != self._receive_timeout_s:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
+            self._receive_timeout_s = seconds
 
 
 def keep_alive(connected: socket.socket) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from kvtier.clock import MONOTONIC
 from kvtier.codec import HEADER_BYTES, Header, parse_header
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError
-from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.holds import WriteSlot
 from kvtier.tiers.pool.groups import windows
@@ -29,7 +29,7 @@ from kvtier.wire.tls_errors import TlsError
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import keys_of, require_blocks, require_bytes, require_room
+from kvtier_pool.requests import add_keys, require_blocks, require_bytes, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.shared_memory import ClientMemory, SharedClients
 from kvtier_pool.shared_verbs import SHARED_VERBS, SharedVerbs, close_all
@@ -38,6 +38,9 @@ from kvtier_pool.strangers import answer_for
 _log = logging.getLogger(__name__)
 _HELLO_S = 5.0
 """How long a peer may keep a thread before it has shown a token."""
+_PIECE_BYTES = 2 << 20
+"""Of payloads that come in: with many writers, fewer turns of the interpreter's lock and of the cores count for more
+than the processor's second-level cache."""
 _LAST_WORDS_S = 1.0
 """How long the answer that ends a connection may take to be sent and received."""
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
@@ -274,7 +277,8 @@ class BlockSession:
                 else ArrivingBlock(i, header.stored_length)
                 for i, (header, outcome) in enumerate(zip(headers, outcomes, strict=True))
             ]
-            for block in receive_blocks(partial(self._connection.receive_into, deadline=deadline), arriving):
+            receive_into = partial(self._connection.receive_into, deadline=deadline)
+            for block in receive_blocks(receive_into, arriving, _PIECE_BYTES):
                 slot = outcomes[block.tag]
                 if isinstance(slot, WriteSlot) and block.fault is None:
                     outcomes[block.tag] = self._core.commit_verified(slot, headers[block.tag])
@@ -290,16 +294,24 @@ class BlockSession:
         return self._core.begin_write(tenant, header)
 
     def _keys(self, tenant: TenantId, groups: Sequence[Fields]) -> list[StoreKey]:
-        self._require_named(group.data("namespace") for group in groups)
-        return keys_of(tenant, ((group.data("namespace"), group.data("hashes")) for group in groups), self._limits)
+        keys: list[StoreKey] = []
+        for group in groups:
+            self._add_keys(keys, tenant, group)
+        return keys
+
+    def _add_keys(self, keys: list[StoreKey], tenant: TenantId, group: Fields) -> None:
+        namespace = group.data("namespace")
+        if self._namespaces is not None:
+            self._require_named((namespace,))
+        add_keys(keys, tenant, namespace, group.data("hashes"), self._limits)
 
     def _blocks(self, tenant: TenantId, request: Fields) -> tuple[list[StoreKey], list[int]]:
         """Keys and payload lengths of the request's groups, within the limits."""
-        groups = request.maps("groups")
-        keys = self._keys(tenant, groups)
+        keys: list[StoreKey] = []
         sizes: list[int] = []
-        for group in groups:
-            sizes += [group.number("payload_bytes")] * (len(group.data("hashes")) // CHAIN_HASH_BYTES)
+        for group in request.maps("groups"):
+            self._add_keys(keys, tenant, group)
+            sizes += [group.number("payload_bytes")] * (len(keys) - len(sizes))
         require_room(sizes, self._limits)
         return keys, sizes
 

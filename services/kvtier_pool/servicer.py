@@ -21,7 +21,7 @@ from kvtier_pool.auth import Authenticator
 from kvtier_pool.cold_reads import Block
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import keys_of, require_room
+from kvtier_pool.requests import add_keys, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.upload import Upload
 
@@ -140,7 +140,10 @@ class PoolServicer:
             self._metrics.calls.labels(verb, code.name).inc()
 
     def _keys(self, tenant: TenantId, groups: Iterable[pool_pb2.Keys]) -> list[StoreKey]:
-        return keys_of(tenant, ((group.namespace_id, group.hashes) for group in groups), self._limits)
+        keys: list[StoreKey] = []
+        for group in groups:
+            add_keys(keys, tenant, group.namespace_id, group.hashes, self._limits)
+        return keys
 
     def _require_deadline(self, context: grpc.ServicerContext) -> None:
         remaining_s = context.time_remaining()

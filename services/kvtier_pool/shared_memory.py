@@ -5,7 +5,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
@@ -23,8 +23,7 @@ NOTHING_HELD = 0
 """Id of a lease or write that holds nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
+class _Lease(NamedTuple):
     held: HeldPlaces
     nbytes: int
     until_s: float

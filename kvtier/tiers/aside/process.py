@@ -126,7 +126,7 @@ def serve(control: socket.socket) -> None:
     server: TierServer | None = None
     while frames.wait():
         head, _ = frames.receive_head(deadline=_FOREVER)
-        for descriptor in stream.take_descriptors():
+        while (descriptor := stream.take_descriptor()) is not None:
             if server is None:
                 server = TierServer(memfd.map_descriptor(descriptor, head.number("memory_bytes"), writable=True))
                 os.close(descriptor)

@@ -1,6 +1,6 @@
 """One connection of the block protocol, from the engine's side."""
 
-import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvtier.errors import InvalidInputError, UnauthenticatedError
@@ -13,11 +13,14 @@ from kvtier.wire.stream import PlainStream
 from kvtier.wire.tls import ClientTls, TlsStream
 
 _CLIENT = "kvtier"
+_BUFFER_BYTES = 2 << 20
+"""Room for a block or so while the pool, which has many writers and not as many cores, takes another's."""
 
 
 class PoolConnection:
-    """A connection that the pool has greeted. One thread at a time.
+    """A connection that the pool has greeted. One thread sends at a time, and one receives.
 
+    Requests may be sent ahead of the answers to earlier ones: the pool answers them in order.
     `OSError`: the connection failed or was late. `KvtierError`: the pool answered that it will not, or what it
     said makes no sense. After either, only `close` makes sense.
     """
@@ -31,11 +34,13 @@ class PoolConnection:
         self.max_held_bytes = 0
         """Payload bytes that we may hold in its memory at a time, to read and to write."""
         self._deadline = 0.0
-        """Of the call under way, monotonic."""
+        """Of the answer that is being received, monotonic."""
         self._request_id = 0
         """Of the request that was sent last."""
-        self._first_id = 0
-        """Of the first request of the call under way."""
+        self._unanswered: deque[int] = deque()
+        """Ids of the requests that were sent and not answered yet, in order."""
+        self._answered_id = 0
+        """Of the request that was answered last."""
         self._unread_bytes = 0
         """Payload of the last answer that nobody has received."""
 
@@ -86,35 +91,36 @@ class PoolConnection:
     def ask(
         self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
     ) -> Fields:
-        """Sends one request and waits for its first answer; all of the call keeps to `deadline`."""
-        self.begin(deadline)
+        """Sends one request and waits for its first answer."""
         self.send(verb, fields, payload, deadline)
-        return self.receive_answer()
-
-    def begin(self, deadline: float) -> None:
-        """A call begins, of one request or of several; its answers are received by `deadline`."""
-        self._deadline = deadline
-        self._first_id = self._request_id + 1
+        return self.receive_answer(deadline)
 
     def send(
         self, verb: Verb, fields: Mapping[str, object], payload: Sequence[ReadableBuffer], deadline: float
     ) -> None:
-        """Sends one more request of the call."""
+        """Sends a request, to be answered in its turn."""
         self._request_id += 1
-        request = {"id": self._request_id, "verb": verb, **fields}
-        # A pool that refuses closes while we may still be sending: its reason is there to be read nevertheless.
-        with contextlib.suppress(ConnectionError):
-            self._socket.send_frame(request, payload, deadline=deadline)
+        self._unanswered.append(self._request_id)
+        try:
+            self._socket.send_frame({"id": self._request_id, "verb": verb, **fields}, payload, deadline=deadline)
+        except ConnectionError:
+            return  # a pool that refuses closes while we may still be sending: its reason is there to be read
 
-    def receive_answer(self, of: int = 0) -> Fields:
-        """The next answer to the call's request number `of`; requests are answered in order."""
+    def receive_answer(self, deadline: float, *, more: bool = False) -> Fields:
+        """The answer to the oldest request that has none yet; its payload comes by the same deadline.
+
+        :param more: another one of several to the request that was answered last.
+        """
         self.require_end()
+        self._deadline = deadline
+        request_id = self._answered_id if more else self._unanswered.popleft()
+        self._answered_id = request_id
         answer, self._unread_bytes = self._socket.receive_head(deadline=self._deadline)
         result = answer.text("result")
         if result != Result.OK:
             raise error_for(result, answer.text("message"))
-        if answer.number("id") != self._first_id + of:
-            raise InvalidInputError(f"answer {answer.number('id')} to request {self._first_id + of}")
+        if answer.number("id") != request_id:
+            raise InvalidInputError(f"answer {answer.number('id')} to request {request_id}")
         return answer
 
     def require_payload(self, expected: int) -> None:
@@ -137,9 +143,9 @@ class PoolConnection:
         if self._unread_bytes:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes where none belongs")
 
-    def take_descriptors(self) -> list[int]:
-        """What came with the answers since the last call; the caller's to close."""
-        return self._stream.take_descriptors() if isinstance(self._stream, PlainStream) else []
+    def take_descriptor(self) -> int | None:
+        """The oldest that has come and was not taken; the caller's to close. They come in the order of the answers."""
+        return self._stream.take_descriptor() if isinstance(self._stream, PlainStream) else None
 
     def wait_for_end(self) -> None:
         """Blocks until the pool has ended the connection, or `shut_down` has. Any thread, beside one that uses it."""
@@ -158,5 +164,5 @@ class PoolConnection:
 def _stream(address: Address, tls: ClientTls | None, deadline: float) -> PlainStream | TlsStream:
     connected = open_connection(address, deadline)
     if tls is None or address.path:
-        return PlainStream(connected, takes_descriptors=bool(address.path))
+        return PlainStream(connected, takes_descriptors=bool(address.path), unix_buffer_bytes=_BUFFER_BYTES)
     return tls.connect(connected, address.host, deadline)

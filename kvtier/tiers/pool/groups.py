@@ -1,9 +1,9 @@
 """How a batch of blocks looks in the block protocol: grouped by namespace and payload length, cut to a budget."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, repeat
 from operator import itemgetter
+from typing import NamedTuple
 
 from kvtier.errors import InvalidInputError
 from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
@@ -12,8 +12,7 @@ _namespace_of = itemgetter(slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID
 _hash_of = itemgetter(slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None))
 
 
-@dataclass(frozen=True, slots=True)
-class Grouped:
+class Grouped(NamedTuple):
     """A batch as it is sent."""
 
     fields: list[dict[str, object]]

@@ -5,24 +5,26 @@ lease lasts as long as the pool said; what was copied counts only when it still 
 the generation that it had before, and when the checksum is the writer's. `docs/block-protocol.md` has the messages.
 """
 
-import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
-from kvtier.clock import MONOTONIC
-from kvtier.codec import copy_in, copy_out
 from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
-from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
+from kvtier.tiers.base import ReadableBuffer, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.groups import group, require_count, windows
+from kvtier.tiers.pool.groups import group, windows
 from kvtier.tiers.pool.memory_link import MemoryLink
-from kvtier.tiers.slab import SLAB_STRIDE
-from kvtier.wire.block import Fields, Verb
+from kvtier.tiers.pool.memory_read import ReadPart
+from kvtier.tiers.pool.memory_write import WritePart
+from kvtier.wire.block import Verb
 from kvtier.wire.shared_memory import PLACE
 
-_SLOT = struct.Struct("<Q")
-_WINDOWS = 4
-"""Into how many parts a client divides what it may hold, so that several threads can hold blocks at a time."""
+_SHARE = 8
+"""What part of all that a client may hold one thread takes at a time, so that others can hold blocks, too. A thread
+holds two: one that is copied, and one that the pool prepares meanwhile."""
+_PART_BYTES = 32 << 20
+"""Some milliseconds of copying."""
 
 
 class PoolMemory:
@@ -40,77 +42,36 @@ class PoolMemory:
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`. What is not in the pool's memory at this moment is not yielded."""
-        sizes = [len(buffer) for buffer in into]
-        for start, stop in self._windows(self._reads, sizes, deadline):
-            for i, error in self._read(keys[start:stop], into[start:stop], deadline):
-                yield start + i, error
+        parts: deque[tuple[int, ReadPart]] = deque()
+        try:
+            for start, stop in self._ranges(self._reads, [len(buffer) for buffer in into], deadline):
+                parts.append((start, ReadPart(self._reads, keys[start:stop], into[start:stop], deadline)))
+                if len(parts) > 1:
+                    yield from _copied(*parts[0])
+                    parts.popleft()[1].release()
+                parts[-1][1].await_places()
+            if parts:
+                yield from _copied(*parts[0])
+        finally:
+            for _, part in parts:
+                part.release()
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. FAILED: not tried any more, or not mapped."""
-        statuses: list[WriteStatus] = []
-        for start, stop in self._windows(self._writes, [len(payload) for _, payload in items], deadline):
-            statuses += self._write(items[start:stop], deadline)
-        return statuses
-
-    def _read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float
-    ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        grouped = group(keys, [len(buffer) for buffer in into])
-        asked_at = MONOTONIC()
-        session, answer = self._reads.ask(Verb.ACQUIRE, {"groups": grouped.fields}, deadline)
-        lease = answer.number("lease")
+        parts: list[WritePart] = []
         try:
-            held_until = asked_at + session.connection.lease_s
-            hits = _hits(answer, grouped.order)
-            self._reads.map(session, {slot // SLAB_STRIDE for _, (slot, _, _) in hits}, deadline)
-            for i, (slot, generation, checksum) in hits:
-                slab = session.slabs.get(slot // SLAB_STRIDE)
-                if slab is None:
-                    continue
-                copied = copy_out(keys[i], into[i], slab.slot(slot, len(into[i])))
-                now = MONOTONIC()
-                if slab.generation(slot) == generation and now < held_until:
-                    yield i, None if copied == checksum else CorruptBlockError("checksum mismatch in shared memory")
-                if now > deadline:
-                    raise TimeoutError("no time left to copy")
-        finally:
-            if lease:
-                self._reads.tell(session, Verb.RELEASE, {"lease": lease}, deadline)
-
-    def _write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> list[WriteStatus]:
-        grouped = group([key for key, _ in items], [len(payload) for _, payload in items])
-        session, answer = self._writes.ask(Verb.PREPARE, {"groups": grouped.fields}, deadline)
-        write = answer.number("write")
-        statuses = [WriteStatus.FAILED] * len(items)
-        prepared: list[int] = []
-        checksums: list[int] = []
-        try:
-            for i, status in zip(grouped.order, answer.members("statuses", WriteStatus), strict=True):
-                if status is WriteStatus.STORED:
-                    prepared.append(i)
-                else:
-                    statuses[i] = status
-            slots = [slot for (slot,) in _SLOT.iter_unpack(answer.data("slots"))]
-            require_count(len(slots), len(prepared))
-            self._writes.map(session, {slot // SLAB_STRIDE for slot in slots}, deadline)
-            for i, slot in zip(prepared, slots, strict=True):
-                slab = session.slabs.get(slot // SLAB_STRIDE)
-                if slab is None or not slab.writable or MONOTONIC() > deadline:
-                    break
-                key, payload = items[i]
-                checksums.append(copy_in(key, slab.slot(slot, len(payload)), payload))
+            for start, stop in self._ranges(self._writes, [len(payload) for _, payload in items], deadline):
+                parts.append(WritePart(self._writes, items[start:stop], deadline))
+                if len(parts) > 1:
+                    parts[-2].copy()
+                parts[-1].await_room()
+            if parts:
+                parts[-1].copy()
+            return [status for part in parts for status in part.finish()]
         except BaseException:
-            self._writes.tell(session, Verb.ABORT, {"write": write}, deadline)
+            for part in parts:
+                part.abandon()
             raise
-        if write and not checksums:
-            self._writes.tell(session, Verb.ABORT, {"write": write}, deadline)
-        elif checksums:
-            fields = {"write": write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
-            committed = self._writes.ask_in(session, Verb.COMMIT, fields, deadline).members("statuses", WriteStatus)
-            require_count(len(committed), len(checksums))
-            for i, status in zip(prepared, committed, strict=False):
-                statuses[i] = status
-        return statuses
 
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int], deadline: float) -> tuple[int, int]:
         """Holds blocks in place and copies nothing: (lease, how many are there). For measurements."""
@@ -126,16 +87,14 @@ class PoolMemory:
         self._reads.close()
         self._writes.close()
 
-    def _windows(self, link: MemoryLink, sizes: Sequence[int], deadline: float) -> Iterator[tuple[int, int]]:
-        """Ranges of a batch that leave other threads room to hold blocks, too."""
-        return windows(sizes, link.session_by(deadline).connection.max_held_bytes // _WINDOWS, len(sizes))
+    def _ranges(self, link: MemoryLink, sizes: Sequence[int], deadline: float) -> Iterator[tuple[int, int]]:
+        """The parts of a batch. The first one is small, since nothing can be copied while the pool prepares it."""
+        most = min(link.session_by(deadline).connection.max_held_bytes // _SHARE, _PART_BYTES)
+        for _, begun in islice(windows(sizes, most // _SHARE, len(sizes)), 1):
+            yield 0, begun
+            for start, stop in windows(sizes[begun:], most, len(sizes)):
+                yield begun + start, begun + stop
 
 
-def _hits(answer: Fields, order: Sequence[int]) -> list[tuple[int, tuple[int, int, int]]]:
-    """Place in the batch and place in memory of each block that is held."""
-    statuses = answer.data("statuses")
-    require_count(len(statuses), len(order))
-    found = [i for i, status in zip(order, statuses, strict=True) if status == Status.HIT]
-    places = list(PLACE.iter_unpack(answer.data("places")))
-    require_count(len(places), len(found))
-    return list(zip(found, places, strict=True))
+def _copied(start: int, part: ReadPart) -> Iterator[tuple[int, CorruptBlockError | None]]:
+    return ((start + i, error) for i, error in part.copy())

@@ -3,9 +3,12 @@
 Over the connection go only messages: which blocks, where they lie, that they are released.
 """
 
+import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, InvalidInputError, UnavailableError
@@ -15,20 +18,103 @@ from kvtier.wire.block import Fields, Verb
 
 
 class Session:
-    """One connection, and what is mapped by it: slabs are its as long as it lives."""
+    """One connection, and what is mapped by it: slabs are its as long as it lives. Any thread.
+
+    Requests of several threads travel one after the other, each thread waits for its own answers, and whoever waits
+    receives for all: nobody holds the connection while blocks are copied. Errors are those of `PoolConnection`.
+    """
 
     def __init__(self, connection: PoolConnection) -> None:
         self.connection = connection
-        self.turn = threading.Lock()
-        """Held by the thread that uses the connection: for a message and its answer, never while blocks are copied."""
         self.slabs: dict[int, MappedSlab] = {}
         """By number. Changed by single operations only, which need no lock."""
         self.watcher: threading.Thread | None = None
+        self._sending = threading.Lock()
+        self._unanswered: deque[Request] = deque()
+        """In the order in which they were sent: added to under _sending, taken from by the thread that receives."""
+        self._lock = threading.Lock()
+        self._received = threading.Condition(self._lock)
+        """Notified when somebody waits, and an answer has come or nobody receives any more."""
+        self._num_waiting = 0
+        """Threads that wait for it. Guarded by _lock."""
+        self._receiving = False
+        """A thread receives, for all. Guarded by _lock."""
+        self._broken = False
+        """Bytes of an answer may be missing or left over. Guarded by _lock."""
 
-    def take_turn(self, deadline: float) -> None:
-        """The connection is the caller's until it releases `turn`. `TimeoutError`: others kept it for too long."""
-        if not self.turn.acquire(blocking=False) and not self.turn.acquire(timeout=max(0.0, deadline - MONOTONIC())):
-            raise TimeoutError("other calls to the pool took all the time")
+    def send(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> "Request":
+        """Sends a request; its answer is had by `receive`."""
+        request = Request(self, verb, fields)
+        with self._sending:  # never for long: messages are small, and the pool answers them as they come
+            self._unanswered.append(request)
+            self.connection.send(verb, fields, (), deadline)
+        return request
+
+    def tell(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> None:
+        """Sends a request that has no answer."""
+        with self._sending:
+            self.connection.tell(verb, fields, deadline)
+
+    def receive(self, request: "Request", deadline: float) -> Fields:
+        """Waits for the answer, and takes those that come before it to whom they belong."""
+        while request.answer is None:
+            with self._lock:
+                if request.answer is not None:
+                    break
+                if self._receiving:
+                    self._wait(deadline)
+                    continue
+                if self._broken:
+                    raise ConnectionResetError("another call to the pool has failed")
+                self._receiving = self._broken = True
+            try:
+                self._receive_next(deadline)
+                self._broken = False
+            finally:
+                with self._lock:
+                    self._receiving = False
+                    if self._num_waiting:
+                        self._received.notify_all()
+        return request.answer
+
+    def close(self) -> None:
+        """When it was shut down: waits for those who use the connection, which is not for long."""
+        with self._sending, self._lock:
+            while self._receiving:
+                self._wait(math.inf)
+            self._broken = True
+            self.connection.close()
+
+    def _wait(self, deadline: float) -> None:
+        """Until another thread has received an answer. Caller holds _lock."""
+        self._num_waiting += 1
+        try:
+            if not self._received.wait(min(max(0.0, deadline - MONOTONIC()), threading.TIMEOUT_MAX)):
+                raise TimeoutError("other calls to the pool took all the time")
+        finally:
+            self._num_waiting -= 1
+
+    def _receive_next(self, deadline: float) -> None:
+        """Only the thread that has set _receiving."""
+        answer = self.connection.receive_answer(deadline)
+        self.connection.require_end()
+        request = self._unanswered.popleft()
+        if request.verb == Verb.MAP and answer.number("num_slots"):
+            request.descriptor = self.connection.take_descriptor()
+        request.answer = answer
+
+
+@dataclass(slots=True)
+class Request:
+    """What was asked over a session."""
+
+    session: Session
+    verb: Verb
+    fields: Mapping[str, object]
+    answer: Fields | None = None
+    """Set by the thread that received it."""
+    descriptor: int | None = None
+    """Came with the answer; closed by the thread that asked."""
 
 
 class MemoryLink:
@@ -52,38 +138,42 @@ class MemoryLink:
 
     def ask(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> tuple[Session, Fields]:
         """Asks the pool, over a fresh connection if the one there was has ended, e.g. by a restart."""
-        used = self.session_by(deadline)
-        try:
-            return used, self.ask_in(used, verb, fields, deadline)
-        except ConnectionError:
-            fresh = self.session_by(deadline)
-            return fresh, self.ask_in(fresh, verb, fields, deadline)
+        return self.receive_first(self.send(verb, fields, deadline), deadline)
 
-    def ask_in(self, session: Session, verb: Verb, fields: Mapping[str, object], deadline: float) -> Fields:
-        session.take_turn(deadline)
+    def send(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> Request:
+        """Asks the pool for something that any session may give; the answer is had by `receive_first`."""
+        return self.send_in(self.session_by(deadline), verb, fields, deadline)
+
+    def receive_first(self, request: Request, deadline: float) -> tuple[Session, Fields]:
+        """The answer, if need be of a fresh session, and the session that it is of."""
         try:
-            answer = session.connection.ask(verb, fields, (), deadline)
-            session.connection.require_end()
-            return answer
+            return request.session, self.receive(request, deadline)
+        except ConnectionError:
+            again = self.send(request.verb, request.fields, deadline)
+            return again.session, self.receive(again, deadline)
+
+    def send_in(self, session: Session, verb: Verb, fields: Mapping[str, object], deadline: float) -> Request:
+        """Asks for something that has to do with what this session has."""
+        try:
+            return session.send(verb, fields, deadline)
         except BaseException:
-            self._drop(session)
+            self.drop(session)
             raise
-        finally:
-            session.turn.release()
+
+    def receive(self, request: Request, deadline: float) -> Fields:
+        """The answer."""
+        try:
+            return request.session.receive(request, deadline)
+        except BaseException:
+            self.drop(request.session)
+            raise
 
     def tell(self, session: Session, verb: Verb, fields: Mapping[str, object], deadline: float) -> None:
         """Gives something back. Where that fails the connection ends, which gives back everything."""
         try:
-            session.take_turn(deadline)
-        except TimeoutError:
-            self._drop(session)
-            return
-        try:
-            session.connection.tell(verb, fields, deadline)
+            session.tell(verb, fields, deadline)
         except OSError:
-            self._drop(session)
-        finally:
-            session.turn.release()
+            self.drop(session)
 
     def session_by(self, deadline: float) -> Session:
         """The session there is, or a fresh one."""
@@ -117,12 +207,11 @@ class MemoryLink:
 
     def _watch(self, session: Session) -> None:
         session.connection.wait_for_end()
-        self._drop(session)
-        with session.turn:
-            session.connection.close()
+        self.drop(session)
+        session.close()
 
-    def _drop(self, session: Session) -> None:
-        """Ends a session; its watcher closes it."""
+    def drop(self, session: Session) -> None:
+        """Ends a session, which gives back to the pool all that it holds; its watcher closes it."""
         with self._lock:
             if self._session is session:
                 self._session = None
@@ -143,25 +232,20 @@ class MemoryLink:
                 session.slabs[number] = fetched
 
     def _fetch_slab(self, session: Session, number: int, deadline: float) -> MappedSlab | None:
-        session.take_turn(deadline)
-        try:
-            answer = session.connection.ask(Verb.MAP, {"slab": number}, (), deadline)
-            descriptors = session.connection.take_descriptors()
-        except BaseException:
-            self._drop(session)
-            raise
-        finally:
-            session.turn.release()
+        request = self.send_in(session, Verb.MAP, {"slab": number}, deadline)
+        answer = self.receive(request, deadline)
         num_slots = answer.number("num_slots")
         if not num_slots:
             return None
-        if len(descriptors) != 1:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise InvalidInputError(f"garbled answer of the pool: {len(descriptors)} descriptors for one slab")
-        slot_bytes, writable = answer.number("slot_bytes"), bool(answer.number("writable"))
+        if request.descriptor is None:
+            raise InvalidInputError("garbled answer of the pool: a slab without a descriptor")
         try:
-            return MappedSlab.map(descriptors[0], slot_bytes, num_slots, writable=writable)
+            slot_bytes, writable = answer.number("slot_bytes"), bool(answer.number("writable"))
+        except InvalidInputError:
+            os.close(request.descriptor)
+            raise
+        try:
+            return MappedSlab.map(request.descriptor, slot_bytes, num_slots, writable=writable)
         except OSError as error:
             raise UnavailableError(f"a slab of the pool cannot be mapped: {error}") from error
 
@@ -171,6 +255,6 @@ class MemoryLink:
             self._closed = True
             session = self._session
         if session is not None:
-            self._drop(session)
+            self.drop(session)
             if session.watcher is not None:
                 session.watcher.join()

@@ -79,7 +79,7 @@ class SocketTransport:
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
         """See `PoolTransport.lookup`."""
         grouped = group(keys)
-        with self._call(Verb.LOOKUP, {"groups": grouped.fields}, timeout_s) as (_, answer):
+        with self._call(Verb.LOOKUP, {"groups": grouped.fields}, MONOTONIC() + timeout_s) as (_, answer):
             found = answer.members("statuses", Status)
             require_count(len(found), len(keys))
         statuses = [Status.MISS] * len(keys)
@@ -93,7 +93,8 @@ class SocketTransport:
         """See `PoolTransport.read`. Each piece is checked as soon as it is there."""
         grouped = group(keys, [len(buffer) for buffer in into])
         num_answered = 0
-        with self._call(Verb.READ, {"groups": grouped.fields}, timeout_s) as (connection, answer):
+        deadline = MONOTONIC() + timeout_s
+        with self._call(Verb.READ, {"groups": grouped.fields}, deadline) as (connection, answer):
             while statuses := answer.members("statuses", Status):
                 places = grouped.order[num_answered : num_answered + len(statuses)]
                 require_count(len(statuses), len(places))
@@ -109,7 +110,7 @@ class SocketTransport:
                 for block in receive_blocks(connection.receive_into, arriving):
                     self._read_bytes.inc(block.nbytes)
                     yield block.tag, block.fault
-                answer = connection.receive_answer()
+                answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
@@ -119,7 +120,7 @@ class SocketTransport:
         sizes = [len(payload) for _, payload in items]
         parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
 
-        def send(connection: PoolConnection, deadline: float) -> None:
+        def send(connection: PoolConnection) -> None:
             for start, stop in parts:
                 headers = b"".join(encode_header(key, payload) for key, payload in items[start:stop])
                 connection.send(Verb.WRITE, {"headers": headers}, [p for _, p in items[start:stop]], deadline)
@@ -127,9 +128,10 @@ class SocketTransport:
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
             return statuses
-        with self._call_with(send, timeout_s) as (connection, answer):
+        deadline = MONOTONIC() + timeout_s
+        with self._call_with(send, deadline) as (connection, answer):
             for at, (start, stop) in enumerate(parts):
-                answer = answer if at == 0 else connection.receive_answer(of=at)
+                answer = answer if at == 0 else connection.receive_answer(deadline)
                 of_part = answer.members("statuses", WriteStatus)
                 require_count(len(of_part), stop - start)
                 statuses[start:stop] = of_part
@@ -138,12 +140,12 @@ class SocketTransport:
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """See `PoolTransport.discard`."""
-        with self._call(Verb.DISCARD, {"groups": group(keys).fields}, timeout_s) as (_, answer):
+        with self._call(Verb.DISCARD, {"groups": group(keys).fields}, MONOTONIC() + timeout_s) as (_, answer):
             return answer.number("num_discarded")
 
     def usage(self, timeout_s: float) -> Usage:
         """See `PoolTransport.usage`."""
-        with self._call(Verb.USAGE, {}, timeout_s) as (_, answer):
+        with self._call(Verb.USAGE, {}, MONOTONIC() + timeout_s) as (_, answer):
             tiers = [
                 Usage(tier.number("num_blocks"), tier.number("used_bytes"), tier.number("capacity_bytes"))
                 for tier in answer.maps("tiers")
@@ -156,20 +158,20 @@ class SocketTransport:
             self._closed = True
         self._drop_idle()
 
-    def _call(self, verb: Verb, fields: Mapping[str, object], timeout_s: float) -> _Call:
+    def _call(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> _Call:
         """One request without a payload; see `_call_with`."""
-        return self._call_with(lambda connection, deadline: connection.send(verb, fields, (), deadline), timeout_s)
+        return self._call_with(lambda connection: connection.send(verb, fields, (), deadline), deadline)
 
     @contextmanager
     def _call_with(
-        self, send: Callable[[PoolConnection, float], None], timeout_s: float
+        self, send: Callable[[PoolConnection], None], deadline: float
     ) -> Iterator[tuple[PoolConnection, Fields]]:
         """One or several requests. Gives the first answer, and the connection for more; takes it back when all is well.
 
-        :param send: sends the requests by a deadline. Called again with another connection if need be.
+        :param send: sends the requests. Called again with another connection if need be.
         """
         with self._translated():
-            connection, answer = self._ask(send, MONOTONIC() + timeout_s)
+            connection, answer = self._ask(send, deadline)
             try:
                 yield connection, answer
                 connection.require_end()
@@ -178,7 +180,7 @@ class SocketTransport:
                 raise
         self._give_back(connection)
 
-    def _ask(self, send: Callable[[PoolConnection, float], None], deadline: float) -> tuple[PoolConnection, Fields]:
+    def _ask(self, send: Callable[[PoolConnection], None], deadline: float) -> tuple[PoolConnection, Fields]:
         """The first answer, and the connection that it came on."""
         used = self._take_idle()
         if used is not None:
@@ -232,7 +234,6 @@ class SocketTransport:
             raise UnavailableError(f"pool at {self._address}: {error}") from error
 
 
-def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection, float], None], deadline: float) -> Fields:
-    connection.begin(deadline)
-    send(connection, deadline)
-    return connection.receive_answer()
+def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection], None], deadline: float) -> Fields:
+    send(connection)
+    return connection.receive_answer(deadline)

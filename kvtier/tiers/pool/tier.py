@@ -70,7 +70,7 @@ class PoolTier:
         metrics: Metrics,
         breaker: CircuitBreaker,
         call_timeout_s: float = 5.0,
-        max_batch_bytes: int = 64 << 20,
+        max_batch_bytes: int = 128 << 20,
         max_batch_blocks: int = 16_384,
         name: str = "pool",
         clock: Clock = MONOTONIC,

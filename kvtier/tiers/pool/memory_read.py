@@ -1,0 +1,81 @@
+"""One part of a read from the mapped memory of a pool: held, copied and released together.
+
+A part waits for the pool only before its first copy: while it is copied, the pool finds the blocks of the next one.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec import copy_checked
+from kvtier.errors import CorruptBlockError, KvtierError
+from kvtier.keys import StoreKey
+from kvtier.tiers.base import Status
+from kvtier.tiers.pool.groups import group, require_count
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.slab import SLAB_STRIDE
+from kvtier.wire.block import Verb
+from kvtier.wire.shared_memory import PLACE
+
+_GRACE_S = 0.1
+"""For an answer that was asked for and is not needed any more: to give back what it brings is cheaper than to connect
+anew."""
+_Place = tuple[int, int, int]
+"""Slot id, generation, checksum."""
+
+
+class ReadPart:
+    """Some blocks of a read. One thread. Errors are those of `MemoryLink`; whatever happens, `release` it."""
+
+    def __init__(self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float) -> None:
+        """Asks the pool to hold what it has of these blocks in its memory."""
+        self._link = link
+        self._keys, self._into = keys, into
+        self._deadline = deadline
+        grouped = group(keys, [len(buffer) for buffer in into])
+        self._order = grouped.order
+        self._held_since = MONOTONIC()
+        """Not later than by the pool's clock."""
+        self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, deadline)
+        self._session = self._asked.session
+        self._hits: list[tuple[int, _Place]] = []
+        """Place in the part and place in memory of each block that is held."""
+        self._is_answered = False
+        self._lease = 0
+
+    def await_places(self) -> None:
+        """Blocks until the pool has answered, and maps what it said."""
+        self._session, answer = self._link.receive_first(self._asked, self._deadline)
+        self._is_answered = True
+        self._lease = answer.number("lease")
+        statuses = answer.data("statuses")
+        require_count(len(statuses), len(self._order))
+        found = [i for i, status in zip(self._order, statuses, strict=True) if status == Status.HIT]
+        places = list(PLACE.iter_unpack(answer.data("places")))
+        require_count(len(places), len(found))
+        self._hits = list(zip(found, places, strict=True))
+        self._link.map(self._session, {slot // SLAB_STRIDE for slot, _, _ in places}, self._deadline)
+
+    def copy(self) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        """Place in the part of each block that is whole, or broken. `TimeoutError`: no time left."""
+        held_until = self._held_since + self._session.connection.lease_s
+        for i, (slot, generation, checksum) in self._hits:
+            slab = self._session.slabs.get(slot // SLAB_STRIDE)
+            if slab is None:
+                continue
+            copied = copy_checked(self._keys[i], self._into[i], slab.slot(slot, len(self._into[i])))
+            now = MONOTONIC()
+            if slab.generation(slot) == generation and now < held_until:
+                yield i, None if copied == checksum else CorruptBlockError("checksum mismatch in shared memory")
+            if now > self._deadline:
+                raise TimeoutError("no time left to copy")
+
+    def release(self) -> None:
+        """The pool may do with the blocks what it likes."""
+        try:
+            if not self._is_answered:
+                deadline = max(self._deadline, MONOTONIC() + _GRACE_S)
+                self._lease = self._link.receive(self._asked, deadline).number("lease")
+        except (OSError, KvtierError):
+            return  # with its session, which has ended
+        if self._lease:
+            self._link.tell(self._session, Verb.RELEASE, {"lease": self._lease}, self._deadline)

@@ -1,0 +1,81 @@
+"""One part of a write to the mapped memory of a pool: prepared, copied and committed together.
+
+A part waits for the pool only before its first copy: while it is copied, the pool prepares the next part and commits
+the one before.
+"""
+
+import struct
+from collections.abc import Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec import copy_checked
+from kvtier.keys import StoreKey
+from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.tiers.pool.groups import group, require_count
+from kvtier.tiers.pool.memory_link import MemoryLink, Request
+from kvtier.tiers.slab import SLAB_STRIDE
+from kvtier.wire.block import Verb
+
+_SLOT = struct.Struct("<Q")
+
+
+class WritePart:
+    """Some blocks of a write. One thread. Errors are those of `MemoryLink`; after any of them only `abandon`."""
+
+    def __init__(self, link: MemoryLink, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> None:
+        """Asks the pool for room."""
+        self._link = link
+        self._items = items
+        self._deadline = deadline
+        grouped = group([key for key, _ in items], [len(payload) for _, payload in items])
+        self._order = grouped.order
+        self._asked = link.send(Verb.PREPARE, {"groups": grouped.fields}, deadline)
+        self._session = self._asked.session
+        self._write = 0
+        """Its id, 0 while nothing is prepared."""
+        self._places: list[tuple[int, int]] = []
+        """Of each block that has room: place in the part, and slot id."""
+        self._committed: Request | None = None
+        self._statuses = [WriteStatus.FAILED] * len(items)
+
+    def await_room(self) -> None:
+        """Blocks until the pool has answered, and maps what it said."""
+        self._session, answer = self._link.receive_first(self._asked, self._deadline)
+        self._write = answer.number("write")
+        outcomes = dict(zip(self._order, answer.members("statuses", WriteStatus), strict=True))
+        prepared = [i for i, outcome in outcomes.items() if outcome is WriteStatus.STORED]
+        slots = [slot for (slot,) in _SLOT.iter_unpack(answer.data("slots"))]
+        require_count(len(slots), len(prepared))
+        for i, outcome in outcomes.items():
+            self._statuses[i] = WriteStatus.FAILED if outcome is WriteStatus.STORED else outcome
+        self._places = list(zip(prepared, slots, strict=True))
+        self._link.map(self._session, {slot // SLAB_STRIDE for slot in slots}, self._deadline)
+
+    def copy(self) -> None:
+        """Copies while there is time, and has the pool make readable what was copied."""
+        checksums: list[int] = []
+        for i, slot in self._places:
+            slab = self._session.slabs.get(slot // SLAB_STRIDE)
+            if slab is None or not slab.writable or MONOTONIC() > self._deadline:
+                break
+            key, payload = self._items[i]
+            checksums.append(copy_checked(key, slab.slot(slot, len(payload)), payload))
+        self._places = self._places[: len(checksums)]
+        if checksums:
+            fields = {"write": self._write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
+            self._committed = self._link.send_in(self._session, Verb.COMMIT, fields, self._deadline)
+        elif self._write:
+            self._link.tell(self._session, Verb.ABORT, {"write": self._write}, self._deadline)
+
+    def finish(self) -> list[WriteStatus]:
+        """Blocks until the pool has answered. A status per block; FAILED: not copied."""
+        if self._committed is not None:
+            committed = self._link.receive(self._committed, self._deadline).members("statuses", WriteStatus)
+            require_count(len(committed), len(self._places))
+            for (i, _), status in zip(self._places, committed, strict=True):
+                self._statuses[i] = status
+        return self._statuses
+
+    def abandon(self) -> None:
+        """Ends the session, which gives back all that was prepared."""
+        self._link.drop(self._session)
