@@ -1,0 +1,175 @@
+"""The tiers below an engine's host memory, as configured: here, or in a process of their own."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier.codec import Codec
+from kvtier.config import Config, parse_config
+from kvtier.errors import ConfigError
+from kvtier.events import EventSink
+from kvtier.keys import NamespaceId, tenant_id
+from kvtier.metrics import Metrics
+from kvtier.tiers import memfd
+from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.metered import Metered
+from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier.transfer import Arena
+from kvtier.wire.tls import ClientTls
+
+DISK, POOL = "disk", "pool"
+"""Names of the tiers below host memory."""
+_PROCESS_MARGIN_S = 1.0
+"""Above the deadlines of tiers: who answers late is not hung."""
+
+
+def tiers_of_process(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """What runs in a tier process; see `kvtier.tiers.aside.process.MakeTiers`.
+
+    :param settings: made by `_process_settings`.
+    """
+    packed = json.loads(settings)
+    folder = Path(packed["folder"])
+    config = parse_config(packed["config"], source="tier process", folder=folder, environ=packed["environ"])
+    return _open_tiers(config, NamespaceId(bytes.fromhex(packed["namespace"])), on_event, metrics)
+
+
+def has_io_process(config: Config) -> bool:
+    """Whether the tiers of this engine live in a process of their own. `ConfigError`: they cannot."""
+    if not config.cache.io_process or (config.disk.directory is None and not config.pool.address):
+        return False
+    if not memfd.available():
+        raise ConfigError("cache.io_process: needs Linux; set it to false")
+    return True
+
+
+@contextlib.contextmanager
+def tiers_below(
+    config: Config, namespace: NamespaceId, arena: Arena, on_event: EventSink, metrics: Metrics
+) -> Iterator[tuple[list[Tier], TierProcess | None]]:
+    """The tiers below the arena, wherever their I/O happens, and their process if any; closed at the end."""
+    with contextlib.ExitStack() as stack:
+        process: TierProcess | None = None
+        if has_io_process(config):
+            shared = SharedMemory(arena.descriptor, arena.memory)
+            settings = _process_settings(config, namespace)
+            process = TierProcess(shared, settings, on_event=on_event, metrics=metrics)
+            stack.callback(process.close)
+            tiers: list[Tier] = [AsideTier(name, process) for name in _names(config)]
+        else:
+            tiers = _open_tiers(config, namespace, on_event, metrics)
+        for tier in tiers:
+            stack.callback(tier.close)
+        yield [Metered(tier, metrics) for tier in tiers], process
+
+
+@contextlib.contextmanager
+def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Iterator[Tier | None]:
+    """The pool, for a process that asks it and moves no blocks; None without one. Closed at the end.
+
+    :param namespaces: all that will be asked for.
+    """
+    if not config.pool.address:
+        yield None
+        return
+    with contextlib.closing(_pool_tier(config, namespaces, metrics)) as tier:
+        yield Metered(tier, metrics)
+
+
+def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
+    """What the tier process has to know: not the secret that keys the hash chain."""
+    name, _ = config.engine_tenant()
+    token = config.pool_token() if config.pool.address else None
+    settings = {
+        "config": {
+            "tenant": name,
+            "tenants": {name: {"token": "env:TOKEN"} if token is not None else {}},
+            **config.model_dump(mode="json", include={"disk", "pool"}),
+        },
+        "namespace": namespace.hex(),
+        "folder": str(config.resolve_path(Path())),
+        "environ": {"TOKEN": token} if token is not None else {},
+    }
+    return ProcessSettings(
+        factory=f"{__name__}:{tiers_of_process.__name__}",
+        settings=json.dumps(settings),
+        call_timeout_s=max(config.cache.load_deadline_s, config.pool.call_timeout_s + _PROCESS_MARGIN_S),
+        hidden_environ=_named_variables(config.model_dump(mode="json")),
+    )
+
+
+def _named_variables(value: object) -> frozenset[str]:
+    """All NAMEs of `env:NAME` in a configuration."""
+    if isinstance(value, str):
+        return frozenset([value.removeprefix("env:")] if value.startswith("env:") else [])
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return frozenset().union(*map(_named_variables, inside))
+
+
+def _names(config: Config) -> list[str]:
+    """Of the tiers that `_open_tiers` opens."""
+    disk = [DISK] if config.disk.directory is not None else []
+    return disk + ([POOL] if config.pool.address else [])
+
+
+def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """Disk and pool as configured. Does their I/O in threads of this process."""
+    with contextlib.ExitStack() as stack:
+        tiers: list[Tier] = []
+        if config.disk.directory is not None:
+            tiers.append(_disk_tier(config, on_event, metrics))
+            stack.callback(tiers[0].close)
+        if config.pool.address:
+            tiers.append(_pool_tier(config, [namespace], metrics))
+        stack.pop_all()
+        return tiers
+
+
+def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
+    assert config.disk.directory is not None
+    return DiskTier.open(
+        config.resolve_path(config.disk.directory),
+        int(config.disk.capacity_bytes),
+        reserve_bytes=int(config.disk.reserve_bytes),
+        codec=Codec.parse(config.disk.codec),
+        name=DISK,
+        on_event=on_event,
+        metrics=metrics,
+    )
+
+
+def _pool_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Tier:
+    pool = config.pool
+    tenant = tenant_id(config.engine_tenant()[0])
+    access = PoolAccess(
+        addresses=pool.address,
+        tenant=tenant,
+        token=config.pool_token(),
+        tls=_pool_tls(config),
+        namespaces=namespaces,
+        connect_timeout_s=pool.connect_timeout_s,
+        shared_memory=pool.shared_memory,
+    )
+    return PoolTier(
+        open_transport(access, metrics),
+        tenant,
+        metrics=metrics,
+        breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
+        call_timeout_s=pool.call_timeout_s,
+        name=POOL,
+    )
+
+
+def _pool_tls(config: Config) -> ClientTls | None:
+    """Raises `ConfigError` when the files are no good: now, rather than at the first connection."""
+    files = config.pool_tls()
+    if files is None:
+        return None
+    tls = ClientTls(files, config.pool.tls_server_name)
+    tls.check()
+    return tls
