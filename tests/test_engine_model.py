@@ -18,8 +18,9 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from kvtier.atomic_files import folder_published_at
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier_engine.atomic_files import folder_published_at
+from kvtier.weights_digest import weights_digest
 from kvtier_engine.demo_model import demo_model_path
 from kvtier_engine.devices import weights_on
 from kvtier_engine.gguf_import import import_gguf
@@ -27,7 +28,7 @@ from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.model_folder import ModelFolder, open_model
 from kvtier_engine.paged_kv import allocate_kv
 from kvtier_engine.tokenizer import ChatTokenizer
-from kvtier_engine.weights import LlamaWeights, load_weights, weights_digest
+from kvtier_engine.weights import LlamaWeights, load_weights
 
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 TABLE = "| id | name | age | e-mail |\n| --- | ---: | --- | --- |\n" + "".join(

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, dequantize
 from safetensors.numpy import save_file
 
+from kvtier.atomic_files import folder_published_at
 from kvtier.errors import ConfigError
-from kvtier_engine.atomic_files import folder_published_at
 from kvtier_engine.gguf_tokenizer import build_tokenizer
 
 _FORMAT = 1

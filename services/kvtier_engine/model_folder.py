@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.weights_digest import weights_digest
 from kvtier_engine.gguf_import import import_gguf
 from kvtier_engine.model_config import ModelConfig, load_model_config
 from kvtier_engine.tokenizer import ChatTokenizer
-from kvtier_engine.weights import weights_digest
 
 DEFAULT_CACHE_DIR = Path("~/.cache/kvtier/models")
 

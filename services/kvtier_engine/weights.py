@@ -1,7 +1,5 @@
 """Weights from safetensors: loaded, fused, and known by a digest of their content."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,10 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier_engine.atomic_files import write_text_atomically
 from kvtier_engine.model_config import ModelConfig
 
-_DIGEST_LABEL = b"kvtier.weights.v1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,45 +85,6 @@ def _read_layer(reader: "_TensorReader", config: ModelConfig, index: int) -> Lay
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
-
-
-def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
-    """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
-
-    Costs one pass over the files; remembered in `cache_dir` under their paths, inodes, sizes and times of change.
-    """
-    known_as = hashlib.sha256(json.dumps([_identity(path) for path in sorted(files)]).encode()).hexdigest()
-    memory = cache_dir / "digests" / known_as
-    digest = _remembered_digest(memory)
-    if digest is None:
-        digest = _digest_tensors(files)
-        write_text_atomically(memory, digest.hex() + "\n")
-    return digest
-
-
-def _identity(path: Path) -> tuple[str | int, ...]:
-    """Other content has another. Copying tools set size and time of modification alike, but nobody sets a ctime."""
-    stat = path.stat()
-    return str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _remembered_digest(memory: Path) -> bytes | None:
-    """None also when the file is garbled."""
-    try:
-        digest = bytes.fromhex(memory.read_text("ascii"))
-    except (OSError, ValueError):
-        return None
-    return digest if len(digest) == hashlib.sha256().digest_size else None
-
-
-def _digest_tensors(files: Sequence[Path]) -> bytes:
-    state = hashlib.sha256(_DIGEST_LABEL)
-    with ExitStack() as stack:
-        for name, handle in sorted(_open_tensors(files, stack), key=lambda pair: pair[0]):
-            tensor: Tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
-            state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-            state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.digest()
 
 
 class _TensorReader:

@@ -1,0 +1,81 @@
+"""Which weights a model has: a digest of what is in its safetensors files, whatever they are called.
+
+The format: u64 little endian length of a JSON header, the header, the tensors' bytes. The header gives dtype, shape and
+place of each tensor by name. https://github.com/huggingface/safetensors#format
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.atomic_files import write_text_atomically
+from kvtier.errors import ConfigError
+
+_LABEL = b"kvtier.weights.v2"
+_MAX_HEADER_BYTES = 100 << 20
+"""Of the format."""
+
+
+def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
+    """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
+
+    Costs one pass over the files, a second per GiB or so; remembered in `cache_dir` under their paths, inodes, sizes
+    and times of change. `ConfigError`: a file is no safetensors file, or is cut short.
+    """
+    known_as = hashlib.sha256(json.dumps([_identity(path) for path in sorted(files)]).encode()).hexdigest()
+    memory = cache_dir / "digests" / known_as
+    digest = _remembered_digest(memory)
+    if digest is None:
+        digest = _digest_tensors(files)
+        write_text_atomically(memory, digest.hex() + "\n")
+    return digest
+
+
+def _identity(path: Path) -> tuple[str | int, ...]:
+    """Other content has another. Copying tools set size and time of modification alike, but nobody sets a ctime."""
+    stat = path.stat()
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    return (_LABEL.decode(), str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, *times)
+
+
+def _remembered_digest(memory: Path) -> bytes | None:
+    """None also when the file is garbled."""
+    try:
+        digest = bytes.fromhex(memory.read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+    return digest if len(digest) == hashlib.sha256().digest_size else None
+
+
+def _digest_tensors(files: Sequence[Path]) -> bytes:
+    state = hashlib.sha256(_LABEL)
+    tensors = [tensor for path in files for tensor in _tensors_of(path)]
+    for name, entry, content in sorted(tensors, key=lambda tensor: tensor[0]):
+        state.update(json.dumps([name, entry["dtype"], entry["shape"], len(content)]).encode())
+        state.update(content)
+    return state.digest()
+
+
+def _tensors_of(path: Path) -> list[tuple[str, dict[str, Any], memoryview]]:
+    """Name, header entry and bytes of each tensor; the file stays mapped as long as one of them lives."""
+    try:
+        with path.open("rb") as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        header_bytes = int.from_bytes(content[:8], "little")
+        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, len(content) - 8):
+            raise ValueError(f"a header of {header_bytes} bytes")
+        header: dict[str, dict[str, Any]] = json.loads(bytes(content[8 : 8 + header_bytes]))
+        header.pop("__metadata__", None)
+        body = content[8 + header_bytes :]
+        tensors = []
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop <= len(body):
+                raise ValueError(f"tensor {name!r} at {start} to {stop} of {len(body)} bytes")
+            tensors.append((name, {"dtype": entry["dtype"], "shape": entry["shape"]}, body[start:stop]))
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a whole safetensors file: {error}; download it again") from error
