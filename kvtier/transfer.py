@@ -109,37 +109,50 @@ class DeviceKV(Protocol):
 class HostMemoryKV:
     """`DeviceKV` for engines whose KV lives in host memory (CPU inference, tests). Copies release the GIL."""
 
-    def __init__(self, blocks: npt.NDArray[Any]) -> None:
-        """:param blocks: `[num_blocks, block_bytes]` uint8, writable, rows contiguous: a view, nothing is copied."""
-        if blocks.ndim != 2 or blocks.dtype != np.uint8 or blocks.strides[1] != 1 or not blocks.flags.writeable:
+    def __init__(self, *parts: npt.NDArray[Any]) -> None:
+        """
+        :param parts: of all blocks, e.g. one per layer, each `[num_blocks, part_bytes]` uint8, writable, rows
+            contiguous: views, nothing is copied. A block is its parts, one after the other.
+        """
+        for part in parts:
+            if part.ndim != 2 or part.dtype != np.uint8 or part.strides[1] != 1 or not part.flags.writeable:
+                raise InvalidInputError(
+                    f"KV of shape {part.shape}, dtype {part.dtype}, strides {part.strides}: "
+                    "need a writable uint8 view of [num_blocks, part_bytes] with contiguous rows"
+                )
+        if len({part.shape[0] for part in parts}) != 1:
             raise InvalidInputError(
-                f"KV of shape {blocks.shape}, dtype {blocks.dtype}, strides {blocks.strides}: "
-                "need a writable uint8 view of [num_blocks, block_bytes] with contiguous rows"
+                f"KV in {len(parts)} parts of {[len(p) for p in parts]} blocks: need the same of each"
             )
-        self._blocks: Bytes2D = blocks
+        self._parts: list[Bytes2D] = list(parts)
+        ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+        self._columns = [slice(end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
+        """Of each part in an arena slot."""
         self._scattering = threading.Lock()
         """Held by the one scatter that copies. One core's copy is nearly as fast as the memory; a second one beside it
         would take the engine's core, while the next batch can be read."""
 
     @property
     def num_blocks(self) -> int:
-        return int(self._blocks.shape[0])
+        return int(self._parts[0].shape[0])
 
     @property
     def block_bytes(self) -> int:
-        return int(self._blocks.shape[1])
+        return int(self._columns[-1].stop)
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        rows, blocks = arena.rows, self._blocks
+        rows = arena.rows
         for device_run, arena_run in _runs(device_slots, arena_slots):
-            np.copyto(rows[arena_run, : self.block_bytes], blocks[device_run])
+            for part, columns in zip(self._parts, self._columns, strict=True):
+                np.copyto(rows[arena_run, columns], part[device_run])
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        rows, blocks = arena.rows, self._blocks
+        rows = arena.rows
         runs = list(_runs(arena_slots, device_slots))
         with self._scattering:
             for arena_run, device_run in runs:
-                np.copyto(blocks[device_run], rows[arena_run, : self.block_bytes])
+                for part, columns in zip(self._parts, self._columns, strict=True):
+                    np.copyto(part[device_run], rows[arena_run, columns])
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:

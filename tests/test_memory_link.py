@@ -15,7 +15,8 @@ from kvtier.errors import InvalidInputError, LimitExceededError
 from kvtier.testing.blocks import TENANT
 from kvtier.tiers import memfd
 from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.memory_link import MemoryLink, Session
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.session import Session
 from kvtier.tiers.slab import slab_bytes
 from kvtier.wire.address import Address
 from kvtier.wire.block import MAX_HEADER_BYTES, Fields, HeadEncoder, Verb, decode_header
@@ -101,7 +102,7 @@ def test_threads_that_share_a_connection_get_their_own_answers(tmp_path: Path) -
     with linked(tmp_path, echo) as (link, pool), ThreadPoolExecutor(8) as threads:
 
         def ask(i: int) -> int:
-            _, got = link.ask(Verb.ACQUIRE, {"lease": i}, soon())
+            _, got = link.ask(Verb.ACQUIRE, {"lease": i}, 1, soon())
             return got.number("lease")
 
         assert list(threads.map(ask, range(2000))) == list(range(2000))
@@ -110,21 +111,53 @@ def test_threads_that_share_a_connection_get_their_own_answers(tmp_path: Path) -
 
 def test_requests_are_sent_ahead_of_answers_and_may_be_received_in_any_order(tmp_path: Path) -> None:
     with linked(tmp_path, echo) as (link, _):
-        requests = [link.send(Verb.ACQUIRE, {"lease": i}, soon()) for i in range(5)]
+        session = link.session_by(soon())
+        requests = [session.send(Verb.ACQUIRE, {"lease": i}, 1, soon()) for i in range(5)]
         for i in (3, 0, 4, 1, 2):
-            assert link.receive(requests[i], soon()).number("lease") == i
+            assert session.receive(requests[i], soon()).number("lease") == i
 
 
 def test_whoever_waits_receives_for_a_thread_that_does_not(tmp_path: Path) -> None:
     """A thread that copies blocks has asked before one that waits."""
     with linked(tmp_path, echo) as (link, _), ThreadPoolExecutor(1) as other:
-        early = link.send(Verb.PREPARE, {"lease": 1}, soon())
-        _, late = other.submit(link.ask, Verb.ACQUIRE, {"lease": 2}, soon()).result(WAIT_S)
+        session = link.session_by(soon())
+        early = session.send(Verb.PREPARE, {"lease": 1}, 1, soon())
+        _, late = other.submit(link.ask, Verb.ACQUIRE, {"lease": 2}, 1, soon()).result(WAIT_S)
         assert late.number("lease") == 2
-        assert link.receive(early, time.monotonic()).number("lease") == 1, "it is there already: no time is needed"
+        assert session.receive(early, time.monotonic()).number("lease") == 1, "it is there already: no time is needed"
 
 
-def test_an_answer_that_is_late_ends_the_connection_for_all_who_wait_on_it(tmp_path: Path) -> None:
+def test_requests_wait_for_answers_when_many_blocks_are_asked_for(tmp_path: Path) -> None:
+    """Else both sides might fill the sockets' buffers, and wait for each other to read."""
+    most, num_sent = 0, 0
+    num_answered = 0
+    seen = threading.Semaphore(0)
+
+    def serve(frames: FrameSocket, request: Fields) -> None:
+        nonlocal num_answered
+        seen.acquire(timeout=WAIT_S)
+        num_answered += 1
+        echo(frames, request)
+
+    with linked(tmp_path, serve) as (link, _), ThreadPoolExecutor(1) as other:
+        session = link.session_by(soon())
+
+        def send_all() -> None:
+            nonlocal most, num_sent
+            for i in range(12):
+                session.send(Verb.ACQUIRE, {"lease": i}, 1000, soon())
+                num_sent += 1
+                most = max(most, num_sent - num_answered)
+
+        sending = other.submit(send_all)
+        for _ in range(12):
+            seen.release()
+            time.sleep(0.01)
+        sending.result(WAIT_S)
+        assert most <= 3
+
+
+def test_an_answer_that_is_late_for_who_receives_ends_the_connection_for_all(tmp_path: Path) -> None:
     may_answer = threading.Event()
 
     def serve(frames: FrameSocket, request: Fields) -> None:
@@ -133,26 +166,93 @@ def test_an_answer_that_is_late_ends_the_connection_for_all_who_wait_on_it(tmp_p
         echo(frames, request)
 
     with linked(tmp_path, serve) as (link, pool), ThreadPoolExecutor(1) as other:
-        hurried = link.send(Verb.PREPARE, {"lease": 1}, soon())
-        waiting = other.submit(link.ask, Verb.ACQUIRE, {"lease": 2}, soon())
-        with pytest.raises(TimeoutError):
-            link.receive(hurried, time.monotonic() + 0.2)
-        _, got = waiting.result(WAIT_S)
+        session = link.session_by(soon())
+        hurried = session.send(Verb.PREPARE, {"lease": 1}, 1, soon())
+        receiving = other.submit(session.receive, hurried, time.monotonic() + 0.3)
+        time.sleep(0.1)
+        _, got = link.ask(Verb.ACQUIRE, {"lease": 2}, 1, soon())
         assert got.number("lease") == 2, "asked again over a fresh connection"
+        with pytest.raises(TimeoutError):
+            receiving.result(WAIT_S)
         may_answer.set()
         assert pool.num_connections == 2
         with pytest.raises(ConnectionError):
-            link.receive(hurried, soon())
+            session.receive(hurried, soon())
+
+
+def test_a_late_lease_and_a_late_descriptor_are_given_back(tmp_path: Path) -> None:
+    may_answer = threading.Event()
+    released: list[int] = []
+    nbytes = slab_bytes(4096, 4, shared=True)
+    slab = memfd.create("slab", nbytes)
+
+    def serve(frames: FrameSocket, request: Fields) -> None:
+        verb = request.text("verb")
+        if verb == Verb.RELEASE:
+            released.append(request.number("lease"))
+            return
+        may_answer.wait(WAIT_S)
+        if verb == Verb.MAP:
+            answer(frames, request, (slab,), num_slots=4, slot_bytes=4096, writable=0)
+        else:
+            answer(frames, request, lease=request.number("lease"))
+
+    with linked(tmp_path, serve) as (link, pool), ThreadPoolExecutor(1) as other:
+        session = link.session_by(soon())
+        first = session.send(Verb.ACQUIRE, {"lease": 1}, 1, soon())
+        receiving = other.submit(session.receive, first, soon())
+        time.sleep(0.1)
+        late = session.send(Verb.ACQUIRE, {"lease": 2}, 1, soon())
+        mapped = session.send(Verb.MAP, {"slab": 0}, 0, soon())
+        for request in (late, mapped):
+            with pytest.raises(TimeoutError):
+                session.receive(request, time.monotonic() + 0.05)
+            session.abandon(request, soon())
+        may_answer.set()
+        assert receiving.result(WAIT_S).number("lease") == 1, "nobody else's lateness ends it"
+        assert link.ask(Verb.ACQUIRE, {"lease": 3}, 1, soon())[1].number("lease") == 3
+        assert mapped.answer is not None
+        assert mapped.descriptor is None, "closed"
+        while not released:
+            time.sleep(0.005)
+        assert released == [2]
+        assert pool.num_connections == 1
+    os.close(slab)
+
+
+def test_a_refusal_is_raised_where_it_belongs(tmp_path: Path) -> None:
+    def serve(frames: FrameSocket, request: Fields) -> None:
+        if request.text("verb") == Verb.PREPARE:
+            refusal = {"id": request.number("id"), "result": "limit_exceeded", "message": "too many", "versions": [1]}
+            frames.send_frame(refusal, deadline=soon())
+            frames.shut_down()
+            return
+        time.sleep(0.1)
+        echo(frames, request)
+
+    with linked(tmp_path, serve) as (link, _):
+        session = link.session_by(soon())
+        good = session.send(Verb.ACQUIRE, {"lease": 1}, 1, soon())
+        refused = session.send(Verb.PREPARE, {}, 1, soon())
+        behind = session.send(Verb.ACQUIRE, {"lease": 2}, 1, soon())
+        with pytest.raises(ConnectionError):
+            session.receive(behind, soon())
+        with pytest.raises(LimitExceededError, match="too many"):
+            session.receive(refused, soon())
+        assert session.receive(good, soon()).number("lease") == 1
+        assert link.ask(Verb.ACQUIRE, {"lease": 3}, 1, soon())[1].number("lease") == 3
 
 
 def test_a_close_waits_for_nobody_and_wakes_up_all(tmp_path: Path) -> None:
     may_answer = threading.Event()
-    with (
-        linked(tmp_path, lambda frames, request: may_answer.wait(WAIT_S)) as (link, _),
-        ThreadPoolExecutor(3) as others,
-    ):
+
+    def serve(frames: FrameSocket, request: Fields) -> None:
+        may_answer.wait(WAIT_S)
+
+    with linked(tmp_path, serve) as (link, _), ThreadPoolExecutor(3) as others:
         session = link.session_by(soon())
-        waiting = [others.submit(session.receive, session.send(Verb.ACQUIRE, {}, soon()), soon()) for _ in range(3)]
+        requests = [session.send(Verb.ACQUIRE, {}, 1, soon()) for _ in range(3)]
+        waiting = [others.submit(session.receive, request, soon()) for request in requests]
         start = time.monotonic()
         link.close()
         for future in waiting:
@@ -184,9 +284,9 @@ def test_a_descriptor_goes_to_the_request_that_it_answers(tmp_path: Path) -> Non
 
     with linked(tmp_path, serve) as (link, _):
         session = link.session_by(soon())
-        first = session.send(Verb.MAP, {"slab": 1}, soon())
-        between = session.send(Verb.ACQUIRE, {"lease": 7}, soon())
-        last = session.send(Verb.MAP, {"slab": 0}, soon())
+        first = session.send(Verb.MAP, {"slab": 1}, 0, soon())
+        between = session.send(Verb.ACQUIRE, {"lease": 7}, 1, soon())
+        last = session.send(Verb.MAP, {"slab": 0}, 0, soon())
         assert session.receive(last, soon()).number("num_slots") == num_slots
         assert session.receive(between, soon()).number("lease") == 7
         for request, content in ((first, 2), (last, 1)):
@@ -195,6 +295,18 @@ def test_a_descriptor_goes_to_the_request_that_it_answers(tmp_path: Path) -> Non
             os.close(request.descriptor)
     for slab in slabs:
         os.close(slab)
+
+
+def test_descriptors_that_nobody_asked_for_end_the_session(tmp_path: Path) -> None:
+    slab = memfd.create("slab", 4096)
+
+    def serve(frames: FrameSocket, request: Fields) -> None:
+        answer(frames, request, (slab, slab), lease=0)
+
+    refused = pytest.raises(InvalidInputError, match="2 descriptors that nobody asked for")
+    with linked(tmp_path, serve) as (link, _), refused:
+        link.ask(Verb.ACQUIRE, {}, 1, soon())
+    os.close(slab)
 
 
 def test_a_slab_without_its_descriptor_is_an_error_and_maps_nothing(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ for i in range(100):
     lease, count = memory.acquire([make_key(i)], [BLOCK_BYTES], deadline)
     assert count == 1, (i, count)
     session, answer = memory._writes.ask(
-        Verb.PREPARE, dict(groups=group([make_key(("new", i))], [BLOCK_BYTES]).fields), deadline
+        Verb.PREPARE, dict(groups=group([make_key(("new", i))], [BLOCK_BYTES]).fields), 1, deadline
     )
     assert answer.data("statuses") == b"\\0", i
 print("holding", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine"}
+PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine", "kvtier_vllm"}
 
 
 def test_containers_are_not_packages() -> None:
@@ -93,7 +93,8 @@ def test_the_command_lists_its_parts() -> None:
 def test_the_map_of_modules_is_complete() -> None:
     """`docs/structure.md` has a line per module, and each module says what it is."""
     listed = (ROOT / "docs" / "structure.md").read_text()
-    for package in ("kvtier", "kernels/kvtier_kernels", "services/kvtier_pool", "services/kvtier_engine"):
+    packages = ("kvtier", "kernels/kvtier_kernels", "services/kvtier_pool", "services/kvtier_engine")
+    for package in (*packages, "connectors/kvtier_vllm"):
         for module in (ROOT / package).rglob("*.py"):
             if "_pb2" in module.name:
                 continue

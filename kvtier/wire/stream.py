@@ -129,6 +129,11 @@ class PlainStream:
         watched.register(self._socket, select.POLLRDHUP)
         watched.poll()
 
+    @property
+    def num_descriptors(self) -> int:
+        """That have come by SCM_RIGHTS and were not taken."""
+        return len(self._descriptors)
+
     def take_descriptor(self) -> int | None:
         """The oldest that has come by SCM_RIGHTS and was not taken; the caller's to close."""
         return self._descriptors.popleft() if self._descriptors else None

@@ -143,6 +143,11 @@ class PoolConnection:
         if self._unread_bytes:
             raise InvalidInputError(f"a payload of {self._unread_bytes} bytes where none belongs")
 
+    @property
+    def num_descriptors(self) -> int:
+        """That have come and were not taken."""
+        return self._stream.num_descriptors if isinstance(self._stream, PlainStream) else 0
+
     def take_descriptor(self) -> int | None:
         """The oldest that has come and was not taken; the caller's to close. They come in the order of the answers."""
         return self._stream.take_descriptor() if isinstance(self._stream, PlainStream) else None

@@ -25,6 +25,8 @@ _SHARE = 8
 holds two: one that is copied, and one that the pool prepares meanwhile."""
 _PART_BYTES = 32 << 20
 """Some milliseconds of copying."""
+_PART_BLOCKS = 1024
+"""Blocks in one message."""
 
 
 class PoolMemory:
@@ -75,12 +77,12 @@ class PoolMemory:
 
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int], deadline: float) -> tuple[int, int]:
         """Holds blocks in place and copies nothing: (lease, how many are there). For measurements."""
-        _, answer = self._reads.ask(Verb.ACQUIRE, {"groups": group(keys, sizes).fields}, deadline)
+        _, answer = self._reads.ask(Verb.ACQUIRE, {"groups": group(keys, sizes).fields}, len(keys), deadline)
         return answer.number("lease"), len(answer.data("places")) // PLACE.size
 
     def release(self, lease: int, deadline: float) -> None:
         """Ends a lease of `acquire`."""
-        self._reads.tell(self._reads.session_by(deadline), Verb.RELEASE, {"lease": lease}, deadline)
+        self._reads.session_by(deadline).tell(Verb.RELEASE, {"lease": lease}, deadline)
 
     def close(self) -> None:
         """Gives everything back to the pool and unmaps it. Idempotent."""
@@ -90,9 +92,9 @@ class PoolMemory:
     def _ranges(self, link: MemoryLink, sizes: Sequence[int], deadline: float) -> Iterator[tuple[int, int]]:
         """The parts of a batch. The first one is small, since nothing can be copied while the pool prepares it."""
         most = min(link.session_by(deadline).connection.max_held_bytes // _SHARE, _PART_BYTES)
-        for _, begun in islice(windows(sizes, most // _SHARE, len(sizes)), 1):
+        for _, begun in islice(windows(sizes, most // _SHARE, _PART_BLOCKS), 1):
             yield 0, begun
-            for start, stop in windows(sizes[begun:], most, len(sizes)):
+            for start, stop in windows(sizes[begun:], most, _PART_BLOCKS):
                 yield begun + start, begun + stop
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec import copy_checked
-from kvtier.errors import CorruptBlockError, KvtierError
+from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status
 from kvtier.tiers.pool.groups import group, require_count
@@ -16,9 +16,6 @@ from kvtier.tiers.slab import SLAB_STRIDE
 from kvtier.wire.block import Verb
 from kvtier.wire.shared_memory import PLACE
 
-_GRACE_S = 0.1
-"""For an answer that was asked for and is not needed any more: to give back what it brings is cheaper than to connect
-anew."""
 _Place = tuple[int, int, int]
 """Slot id, generation, checksum."""
 
@@ -35,7 +32,7 @@ class ReadPart:
         self._order = grouped.order
         self._held_since = MONOTONIC()
         """Not later than by the pool's clock."""
-        self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, deadline)
+        self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, len(keys), deadline)
         self._session = self._asked.session
         self._hits: list[tuple[int, _Place]] = []
         """Place in the part and place in memory of each block that is held."""
@@ -71,11 +68,7 @@ class ReadPart:
 
     def release(self) -> None:
         """The pool may do with the blocks what it likes."""
-        try:
-            if not self._is_answered:
-                deadline = max(self._deadline, MONOTONIC() + _GRACE_S)
-                self._lease = self._link.receive(self._asked, deadline).number("lease")
-        except (OSError, KvtierError):
-            return  # with its session, which has ended
-        if self._lease:
-            self._link.tell(self._session, Verb.RELEASE, {"lease": self._lease}, self._deadline)
+        if not self._is_answered:
+            self._session.abandon(self._asked, self._deadline)
+        elif self._lease:
+            self._session.tell(Verb.RELEASE, {"lease": self._lease}, self._deadline)

@@ -12,7 +12,8 @@ from kvtier.codec import copy_checked
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import ReadableBuffer, WriteStatus
 from kvtier.tiers.pool.groups import group, require_count
-from kvtier.tiers.pool.memory_link import MemoryLink, Request
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.session import Request
 from kvtier.tiers.slab import SLAB_STRIDE
 from kvtier.wire.block import Verb
 
@@ -29,10 +30,11 @@ class WritePart:
         self._deadline = deadline
         grouped = group([key for key, _ in items], [len(payload) for _, payload in items])
         self._order = grouped.order
-        self._asked = link.send(Verb.PREPARE, {"groups": grouped.fields}, deadline)
+        self._asked = link.send(Verb.PREPARE, {"groups": grouped.fields}, len(items), deadline)
         self._session = self._asked.session
+        self._is_answered = False
         self._write = 0
-        """Its id, 0 while nothing is prepared."""
+        """Its id, 0 while nothing is prepared, or nothing any more."""
         self._places: list[tuple[int, int]] = []
         """Of each block that has room: place in the part, and slot id."""
         self._committed: Request | None = None
@@ -41,6 +43,7 @@ class WritePart:
     def await_room(self) -> None:
         """Blocks until the pool has answered, and maps what it said."""
         self._session, answer = self._link.receive_first(self._asked, self._deadline)
+        self._is_answered = True
         self._write = answer.number("write")
         outcomes = dict(zip(self._order, answer.members("statuses", WriteStatus), strict=True))
         prepared = [i for i, outcome in outcomes.items() if outcome is WriteStatus.STORED]
@@ -63,19 +66,23 @@ class WritePart:
         self._places = self._places[: len(checksums)]
         if checksums:
             fields = {"write": self._write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
-            self._committed = self._link.send_in(self._session, Verb.COMMIT, fields, self._deadline)
+            self._committed = self._session.send(Verb.COMMIT, fields, len(checksums), self._deadline)
         elif self._write:
-            self._link.tell(self._session, Verb.ABORT, {"write": self._write}, self._deadline)
+            self._session.tell(Verb.ABORT, {"write": self._write}, self._deadline)
+        self._write = 0
 
     def finish(self) -> list[WriteStatus]:
         """Blocks until the pool has answered. A status per block; FAILED: not copied."""
         if self._committed is not None:
-            committed = self._link.receive(self._committed, self._deadline).members("statuses", WriteStatus)
+            committed = self._session.receive(self._committed, self._deadline).members("statuses", WriteStatus)
             require_count(len(committed), len(self._places))
             for (i, _), status in zip(self._places, committed, strict=True):
                 self._statuses[i] = status
         return self._statuses
 
     def abandon(self) -> None:
-        """Ends the session, which gives back all that was prepared."""
-        self._link.drop(self._session)
+        """Gives back what is prepared and will not be committed."""
+        if not self._is_answered:
+            self._session.abandon(self._asked, self._deadline)
+        elif self._write:
+            self._session.tell(Verb.ABORT, {"write": self._write}, self._deadline)

@@ -1,0 +1,150 @@
+"""`KvtierConnector`: vLLM's connector interface, handed on to the half that lives in this process."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvtier_vllm import compat
+from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.settings import load_settings
+from kvtier_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """One per process: in the scheduler it has the directory, in a worker the mover. vLLM calls it.
+
+    Loads run between steps and saves behind them, both in threads of the mover; no step waits for a tier. The device
+    blocks of a request are vLLM's as soon as it ends: what is still being copied is waited for by the step that writes
+    to it.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Raises `ConfigError`: another vLLM, another failure policy, a model or a configuration that cannot be."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.require_version()
+        compat.require_recompute(vllm_config)
+        tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
+        config = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduler = SchedulerSide(config, tokens_per_block) if is_scheduler else None
+        self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may forget."""
+        return False
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        self._on_worker().register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._on_worker().identity()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._on_worker().flush(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing: loads begin with the saves, in `wait_for_save`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled when its load is over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Nothing: whole blocks are saved, by `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, StepMetadata)
+        self._on_worker().submit(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._on_worker().take_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._on_worker().take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._on_worker().take_messages()
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        workers = [worker for _, worker in sorted(metadata.items()) if isinstance(worker, WorkerIdentity)]
+        if workers:
+            self._on_scheduler().connect(workers)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._on_scheduler().bind(kv_cache_manager)
+
+    def on_new_request(self, request: "Request") -> None:
+        self._on_scheduler().add(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._on_scheduler().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self._on_scheduler().allocate(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._on_scheduler().step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        answers = connector_output.kv_connector_worker_meta
+        if isinstance(answers, WorkerMetadata):
+            self._on_scheduler().deliver(answers)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._on_scheduler().finish(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._on_scheduler().finish(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self._on_scheduler().has_work
+
+    def reset_cache(self) -> bool | None:
+        return self._on_scheduler().reset()
+
+    def _on_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a call for the scheduler's connector reached a worker's"
+        return self._scheduler
+
+    def _on_worker(self) -> WorkerSide:
+        assert self._worker is not None, "a call for a worker's connector reached the scheduler's"
+        return self._worker

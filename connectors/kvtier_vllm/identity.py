@@ -1,0 +1,80 @@
+"""Which bytes a worker's KV blocks hold: everything that decides them, and nothing of where the model lies."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import vllm
+from torch import Tensor
+from vllm.config import VllmConfig
+
+from kvtier.errors import ConfigError
+from kvtier.namespace import Namespace
+from kvtier.weights_digest import weights_digest
+from kvtier_vllm.paged_kv import layout_of
+
+_LABEL = b"kvtier.vllm.model.v1"
+_SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
+"""Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
+
+
+def namespace_of(
+    config: VllmConfig,
+    layers: Mapping[str, Tensor],
+    *,
+    num_blocks: int,
+    tp_rank: int,
+    pp_rank: int,
+    digests: Path,
+) -> Namespace:
+    """The namespace of one worker.
+
+    :param layers: its paged KV, as vLLM registers it.
+    :param digests: folder in which digests of weights are remembered.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    attention = config.compilation_config.static_forward_context
+    backends = sorted({_backend(attention[name]) for name in layers})
+    first = next(iter(layers.values()))
+    return Namespace(
+        weights_digest=_model_digest(config, digests),
+        dtype=str(model.dtype),
+        kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}",
+        physical_layout=_layout(layers.values(), num_blocks),
+        backend=f"vllm-{'.'.join(vllm.__version__.split('.')[:2])} {first.device.type} {' '.join(backends)}",
+        num_layers=len(layers),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        tp_size=parallel.tensor_parallel_size,
+        tp_rank=tp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        pp_rank=pp_rank,
+    )
+
+
+def _backend(layer: Any) -> str:
+    return str(layer.get_attn_backend().get_name())
+
+
+def _layout(layers: Iterable[Tensor], num_blocks: int) -> str:
+    described = "\n".join(layout_of(layer, num_blocks) for layer in layers)
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _model_digest(config: VllmConfig, digests: Path) -> bytes:
+    """Of the weights' content, and of all that says how they are used."""
+    folder = Path(config.model_config.model)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder}: no *.safetensors there, and KV is kept by the content of the weights: "
+            "give vLLM a local folder (`hf download MODEL` says where it is)"
+        )
+    used: dict[str, Any] = json.loads(config.model_config.hf_config.to_json_string(use_diff=False))
+    arithmetic = {name: value for name, value in used.items() if name not in _SAYS_NOTHING}
+    arithmetic["vllm.quantization"] = config.model_config.quantization
+    arithmetic["vllm.load_format"] = str(config.load_config.load_format)
+    packed = json.dumps(arithmetic, sort_keys=True).encode()
+    return hashlib.sha256(_LABEL + weights_digest(files, digests) + packed).digest()

@@ -1,0 +1,47 @@
+"""What passes between the connector in vLLM's scheduler and those in its workers, with every step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass
+class WorkerIdentity(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler once, when it knows its KV."""
+
+    namespace: bytes
+    block_bytes: int
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler to every worker, with each step."""
+
+    messages: list[bytes] = field(default_factory=list)
+    """Of the directory, to be submitted to the mover when the step's forward pass has been launched."""
+    flush: list[int] = field(default_factory=list)
+    """Save batches whose device blocks are written anew by this step: they must be copied before."""
+    ended: dict[str, list[int]] = field(default_factory=dict)
+    """Requests whose load is over, and which of their device blocks have not got their KV."""
+    is_empty: bool = False
+    """No forward pass in this step."""
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """From workers to the scheduler, with each step."""
+
+    messages: dict[int, list[bytes]]
+    """By rank, of its mover."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
+        """Ranks differ, so nothing is added up: the directory waits for all of them itself."""
+        assert isinstance(other, WorkerMetadata)
+        merged = dict(self.messages)
+        for rank, messages in other.messages.items():
+            merged[rank] = merged.get(rank, []) + messages
+        return WorkerMetadata(merged)

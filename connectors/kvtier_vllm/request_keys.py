@@ -1,0 +1,50 @@
+"""Chain hashes of vLLM's requests: from tokens and what else their KV depends on, never from vLLM's own hashes."""
+
+from collections.abc import Iterable
+
+from vllm.v1.request import Request
+
+from kvtier.keys import CHAIN_START, ChainHash, Extra, PrefixHasher
+
+_SALT, _MULTIMODAL = "cache_salt", "multimodal"
+
+
+class RequestKeys:
+    """The hashes of one request's full blocks, made as its tokens become known. Scheduler thread only."""
+
+    def __init__(self, request: Request, hasher: PrefixHasher) -> None:
+        self._request, self._hasher = request, hasher
+        self._hashes: list[ChainHash] = []
+
+    @staticmethod
+    def cover(request: Request) -> bool:
+        """Whether keys say all that this request's KV depends on.
+
+        Not with embeddings in place of tokens, and not with an adapter, of which nothing is known but its name.
+        """
+        return request.prompt_embeds is None and request.lora_request is None and request.pooling_params is None
+
+    def first(self, num_blocks: int) -> list[ChainHash]:
+        """Of the first so many blocks, as far as their tokens are known."""
+        size = self._hasher.tokens_per_block
+        num_known = len(self._hashes)
+        num_wanted = min(num_blocks, self._request.num_tokens // size)
+        if num_wanted > num_known:
+            tokens = self._request.all_token_ids[num_known * size : num_wanted * size]
+            parent = self._hashes[-1] if self._hashes else CHAIN_START
+            self._hashes += self._hasher.hash_blocks(tokens, parent=parent, extras=self._extras(num_known, num_wanted))
+        return self._hashes[:num_blocks]
+
+    def _extras(self, start: int, stop: int) -> dict[int, Iterable[Extra]]:
+        """By block, counted from `start`. What comes before a block is in its parent's hash."""
+        size = self._hasher.tokens_per_block
+        extras: dict[int, list[Extra]] = {}
+        if start == 0 and self._request.cache_salt is not None:
+            extras[0] = [Extra(_SALT, self._request.cache_salt.encode(), 0)]
+        for feature in self._request.mm_features:
+            begin = feature.mm_position.offset
+            end = begin + feature.mm_position.length
+            for block in range(max(start, begin // size), min(stop, -(-end // size))):
+                extra = Extra(_MULTIMODAL, feature.identifier.encode(), max(0, begin - block * size))
+                extras.setdefault(block - start, []).append(extra)
+        return dict(extras)

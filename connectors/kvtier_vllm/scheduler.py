@@ -1,0 +1,264 @@
+"""The connector in vLLM's scheduler: the directory, which requests are looking, loading or saving, and which device
+blocks are being copied."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvtier.build import DirectoryHalf, directory_half
+from kvtier.build_tiers import shared_tier
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.hierarchy import Directory
+from kvtier.hierarchy.jobs import Block
+from kvtier.hierarchy.planner import AlwaysFetch, Planner
+from kvtier.keys import NamespaceId
+from kvtier.metrics import Metrics
+from kvtier_vllm.copies import CopiesUnderWay
+from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.request_keys import RequestKeys
+
+_log = logging.getLogger(__name__)
+_PARAMS = "kvtier"
+"""Key of our table in a request's `kv_transfer_params`."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request that vLLM has not finished with."""
+
+    request: Request
+    keys: RequestKeys
+    saves: bool
+    num_saved: int = 0
+    """Leading blocks whose KV was offered to the directory."""
+    asked: range = range(0)
+    """Blocks that the last lookup is about."""
+    ticket: int | None = None
+    """Of that lookup, while it has no answer."""
+    num_hits: int | None = None
+    """Its answer."""
+    is_tombstoned: bool = False
+    """A load has failed: what is offered again would fail again, for ever."""
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: str
+    device_blocks: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """Scheduler thread only. Nothing blocks."""
+
+    def __init__(self, config: Config, tokens_per_block: int, *, planner: Planner | None = None) -> None:
+        self._config = config
+        self._size = tokens_per_block
+        self._planner = planner or AlwaysFetch()
+        self._stack = contextlib.ExitStack()
+        self._half: DirectoryHalf | None = None
+        """None until the workers have said what their KV is."""
+        self._kv: KVCacheManager | None = None
+        self._requests: dict[str, _Request] = {}
+        self._loads: dict[int, _Load] = {}
+        """By job."""
+        self._ended: dict[str, list[int]] = {}
+        """For the next step: see `StepMetadata.ended`."""
+        self._copies = CopiesUnderWay()
+        self._allocated: set[int] = set()
+        """Device blocks allocated since the last step for requests that are not in it."""
+        self._unsaved: list[Block] = []
+        """Last blocks of requests that have ended: saved by the next step, unless it writes to them."""
+
+    @property
+    def _directory(self) -> Directory | None:
+        return self._half.directory if self._half is not None else None
+
+    def connect(self, identities: Sequence[WorkerIdentity]) -> None:
+        """Takes up work with these workers, in rank order. Raises `ConfigError`."""
+        sizes = {identity.block_bytes for identity in identities}
+        if len(sizes) != 1:
+            raise ConfigError(f"blocks of {sorted(sizes)} bytes in the ranks of one engine: they must be equal")
+        namespaces = [NamespaceId(identity.namespace) for identity in identities]
+        registry = CollectorRegistry()
+        shared = self._stack.enter_context(shared_tier(self._config, namespaces, Metrics(registry)))
+        self._half = directory_half(
+            self._config, namespaces=namespaces, block_bytes=sizes.pop(), shared=shared, registry=registry
+        )
+        self._stack.callback(self._half.directory.close)
+        self._copies.num_ranks = len(identities)
+
+    def bind(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+
+    def add(self, request: Request) -> None:
+        """A new request."""
+        if self._half is None or not RequestKeys.cover(request):
+            return
+        params = _params_of(request)
+        keys = RequestKeys(request, self._half.hasher)
+        self._requests[request.request_id] = _Request(request, keys, saves=not params.get("no_store", False))
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
+        known = self._requests.get(request.request_id)
+        if known is None or self._directory is None or known.is_tombstoned or num_computed_tokens % self._size:
+            return 0, False
+        # The last token is computed in any case: its logits are wanted.
+        wanted = range(num_computed_tokens // self._size, (request.num_tokens - 1) // self._size)
+        if not wanted:
+            return 0, False
+        if known.asked != wanted:
+            self._forget_lookup(known)
+            known.asked = wanted
+            known.ticket = self._directory.start_lookup(known.keys.first(wanted.stop)[wanted.start :])
+        if known.ticket is not None:
+            statuses = self._directory.poll_lookup(known.ticket)
+            if statuses is None:
+                return None, False
+            known.ticket = None
+            known.num_hits = self._planner.blocks_to_fetch(statuses)
+        num_hits = known.num_hits or 0
+        return num_hits * self._size, num_hits > 0
+
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has device blocks; starts its load if there is one."""
+        known = self._requests.get(request.request_id)
+        if known is None or self._directory is None or not num_external_tokens:
+            return
+        first, count = known.asked.start, num_external_tokens // self._size
+        device_blocks = blocks.get_block_ids()[0][first : first + count]
+        hashes = known.keys.first(first + count)[first:]
+        self._allocated.update(device_blocks)
+        job = self._directory.start_load(list(zip(hashes, device_blocks, strict=True)))
+        self._loads[job] = _Load(request.request_id, device_blocks)
+        self._forget_lookup(known)
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers have to do with this step."""
+        step = StepMetadata(is_empty=not output.total_num_scheduled_tokens)
+        if self._directory is None:
+            return step
+        written = self._allocated | _written_blocks(output, self._size)
+        self._allocated = set()
+        step.flush = self._copies.of(written)
+        unsaved, self._unsaved = self._unsaved, []
+        blocks = [block for block in unsaved if block[1] not in written]
+        for request_id, num_tokens in _computed_tokens(output):
+            blocks += self._newly_full(request_id, num_tokens)
+        if blocks:
+            self._directory.save_full(blocks)
+        self._note_results()
+        step.messages = self._directory.take_messages()
+        self._copies.begin(step.messages)
+        step.ended, self._ended = self._ended, {}
+        return step
+
+    def deliver(self, answers: WorkerMetadata) -> None:
+        """The workers' answers."""
+        if self._directory is None:
+            return
+        for rank, messages in answers.messages.items():
+            self._copies.end(rank, messages)
+            self._directory.deliver(rank, messages)
+        self._note_results()
+
+    def finish(self, request: Request, device_blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; its device blocks are vLLM's at once."""
+        known = self._requests.pop(request.request_id, None)
+        if known is None or self._directory is None:
+            return False, None
+        self._forget_lookup(known)
+        for job, load in self._loads.items():
+            if load.request_id == request.request_id:
+                self._directory.cancel(job)
+                return False, None
+        if known.saves:
+            # Tokens whose KV is there: all but the last one, which was not put into the model.
+            num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self._size
+            num_full = min(num_full, len(device_blocks))
+            hashes = known.keys.first(num_full)[known.num_saved :]
+            self._unsaved += list(zip(hashes, device_blocks[known.num_saved : num_full], strict=True))
+        return False, None
+
+    def reset(self) -> bool:
+        """Forgets what this engine holds; the pool keeps what it has."""
+        if self._directory is not None:
+            self._directory.reset()
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is wanted even without requests."""
+        return bool(self._unsaved or self._ended or self._copies)
+
+    def close(self) -> None:
+        self._half = None
+        self._stack.close()
+
+    def _newly_full(self, request_id: str, num_tokens: int) -> list[Block]:
+        """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed."""
+        known = self._requests.get(request_id)
+        if known is None or not known.saves or self._kv is None:
+            return []
+        # Under asynchronous scheduling, tokens are computed before anybody here knows them.
+        num_full = min(num_tokens, known.request.num_tokens) // self._size
+        if num_full <= known.num_saved:
+            return []
+        device_blocks = self._kv.get_block_ids(request_id)[0]
+        hashes = known.keys.first(num_full)
+        start, known.num_saved = known.num_saved, num_full
+        return list(zip(hashes[start:], device_blocks[start:num_full], strict=True))
+
+    def _note_results(self) -> None:
+        assert self._directory is not None
+        for result in self._directory.poll():
+            load = self._loads.pop(result.job_id, None)
+            if load is None:
+                continue
+            self._ended[load.request_id] = [load.device_blocks[index] for index in sorted(result.failed)]
+            known = self._requests.get(load.request_id)
+            if known is not None and result.failed:
+                known.is_tombstoned = True
+
+    def _forget_lookup(self, known: _Request) -> None:
+        if known.ticket is not None and self._directory is not None:
+            self._directory.cancel_lookup(known.ticket)
+        known.asked, known.ticket, known.num_hits = range(0), None, None
+
+
+def _params_of(request: Request) -> Mapping[str, Any]:
+    params = (request.kv_transfer_params or {}).get(_PARAMS, {})
+    return params if isinstance(params, Mapping) else {}
+
+
+def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Requests of this step, and how many of their tokens are computed after it."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        yield request_id, num_computed + output.num_scheduled_tokens[request_id] - drafts
+
+
+def _written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:
+    """Device blocks that were allocated for this step."""
+    written: set[int] = set()
+    for new in output.scheduled_new_reqs:
+        written.update(new.block_ids[0][new.num_computed_tokens // tokens_per_block :])
+    cached = output.scheduled_cached_reqs
+    for request_id, fresh, num_computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if fresh is not None:
+            resumed = request_id in cached.resumed_req_ids
+            written.update(fresh[0][num_computed // tokens_per_block if resumed else 0 :])
+    return written

@@ -1,0 +1,126 @@
+"""The connector in a vLLM worker: the mover over its paged KV."""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.build import mover_half
+from kvtier.clock import MONOTONIC
+from kvtier.config import Config
+from kvtier.hierarchy import Mover
+from kvtier.hierarchy.messages import Copied, SaveBatch, decode
+from kvtier_vllm.identity import namespace_of
+from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.paged_kv import device_kv
+
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 5.0
+_LOOK_S = 0.05
+_EMPTY_STEP_S = 0.002
+"""How long an empty step waits for transfers: a loop of empty steps would take the interpreter from them."""
+DIGESTS = Path("~/.cache/kvtier").expanduser()
+
+
+class WorkerSide:
+    """One worker's half. Called by its main thread only; the mover has threads of its own."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+        self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
+        self._stack = contextlib.ExitStack()
+        self._mover: Mover | None = None
+        self._identity: WorkerIdentity | None = None
+        self._rank = 0
+        self._outbox: list[bytes] = []
+        """Of the mover, for the scheduler."""
+        self._copying: set[int] = set()
+        """Save batches that have not left the device, by id."""
+        self._results = KVConnectorTransferResults()
+        self._invalid: set[int] = set()
+
+    def register(self, layers: Mapping[str, Tensor]) -> None:
+        """Takes over the worker's KV. Raises `ConfigError`."""
+        num_blocks = self._kv_cache_config.num_blocks
+        tp, pp = get_tp_group(), get_pp_group()
+        self._rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+        namespace = namespace_of(
+            self._vllm_config,
+            layers,
+            num_blocks=num_blocks,
+            tp_rank=tp.rank_in_group,
+            pp_rank=pp.rank_in_group,
+            digests=DIGESTS,
+        )
+        device = device_kv(layers.values(), num_blocks)
+        half = mover_half(self._config, device=device, namespace=namespace.id, registry=CollectorRegistry())
+        self._mover = self._stack.enter_context(half).mover
+        self._identity = WorkerIdentity(namespace.id, device.block_bytes)
+        _log.info("kvtier keeps KV of namespace %s, %d bytes a block", namespace.id.hex(), device.block_bytes)
+
+    def identity(self) -> WorkerIdentity | None:
+        return self._identity
+
+    def flush(self, step: StepMetadata) -> None:
+        """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
+        if self._mover is None:
+            return
+        warn_at = MONOTONIC() + _PATIENCE_S
+        while awaited := self._copying.intersection(step.flush):
+            self._mover.wait(_LOOK_S)
+            self._poll()
+            if MONOTONIC() > warn_at:
+                _log.warning("a step has waited %.0f s for %d copies to host memory", _PATIENCE_S, len(awaited))
+                warn_at += _PATIENCE_S
+
+    def submit(self, step: StepMetadata) -> None:
+        """After the forward pass was launched."""
+        if self._mover is None:
+            return
+        for data in step.messages:
+            message = decode(data)
+            if isinstance(message, SaveBatch):
+                self._copying.add(message.batch_id)
+            self._mover.submit(data)
+        if step.is_empty:
+            self._mover.wait(_EMPTY_STEP_S)
+        for request_id, invalid in step.ended.items():
+            self._results.finished_recving.add(request_id)
+            self._invalid.update(invalid)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_messages(self) -> WorkerMetadata | None:
+        """For the scheduler; None when there is nothing to say."""
+        self._poll()
+        if not self._outbox:
+            return None
+        messages, self._outbox = self._outbox, []
+        return WorkerMetadata({self._rank: messages})
+
+    def close(self) -> None:
+        """Ends after what was submitted."""
+        self._mover = None
+        self._stack.close()
+
+    def _poll(self) -> None:
+        if self._mover is None:
+            return
+        messages = self._mover.poll()
+        self._outbox += messages
+        for data in messages:
+            message = decode(data)
+            if isinstance(message, Copied):
+                self._copying.discard(message.batch_id)
