@@ -161,47 +161,41 @@ class Session:
             if not self._unanswered:
                 return
             self._receiving = True
-        abandoned: Request | None = None
-        try:
-            abandoned = self._receive_next(deadline)
-        except BaseException:
-            self.end()
-            raise
-        finally:
-            with self._lock:
-                self._receiving = False
-                self._wake()
-        if abandoned is not None:
-            self._give_back(abandoned, deadline)
-
-    def _receive_next(self, deadline: float) -> Request | None:
-        """Only the thread that has set _receiving. The request that was answered if nobody waits for it."""
-        request = self._unanswered[0]
+            request = self._unanswered[0]
+        answer: Fields | None = None
+        error: KvtierError | None = None
         try:
             answer = self.connection.receive_answer(deadline)
             self.connection.require_end()
-            has_slab = request.verb == Verb.MAP and answer.number("num_slots") > 0
-            self._require_expected_descriptors(int(has_slab))
-            descriptor = self.connection.take_descriptor() if has_slab else None
-        except KvtierError as error:
+            descriptor = self._descriptor_with(answer, request)
+        except KvtierError as refusal:  # is for the thread that asked
+            answer, error, descriptor = None, refusal, None
+        except BaseException:
             with self._lock:
-                self._unanswered.popleft()
-                request.error = error
+                self._receiving = False
             self.end()
-            return None
+            raise
         with self._lock:
+            self._receiving = False
             self._unanswered.popleft()
             self._num_asked -= request.num_blocks
-            request.answer, request.descriptor = answer, descriptor
-            return request if request.is_abandoned else None
+            request.answer, request.error, request.descriptor = answer, error, descriptor
+            is_abandoned = request.is_abandoned
+            self._wake()
+        if error is not None:
+            self.end()
+        elif is_abandoned:
+            self._give_back(request, deadline)
 
-    def _require_expected_descriptors(self, num_due: int) -> None:
-        """They come in the order of the answers, and may come with an answer before theirs, but not with none."""
+    def _descriptor_with(self, answer: Fields, request: Request) -> int | None:
+        """They come in the order of the answers; one may come with an answer before its own, but not for none."""
+        num_due = int(request.verb == Verb.MAP and answer.number("num_slots") > 0)
         if num_here := self.connection.num_descriptors:
             with self._lock:
-                num_to_come = sum(request.verb == Verb.MAP for request in islice(self._unanswered, 1, None))
+                num_to_come = sum(later.verb == Verb.MAP for later in islice(self._unanswered, 1, None))
             if num_here > num_due + num_to_come:
                 raise InvalidInputError(f"garbled answer of the pool: {num_here} descriptors that nobody asked for")
+        return self.connection.take_descriptor() if num_due else None
 
     def _give_back(self, request: Request, deadline: float) -> None:
         assert request.answer is not None
