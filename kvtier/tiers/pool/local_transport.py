@@ -55,12 +55,13 @@ class LocalTransport:
         deadline = MONOTONIC() + timeout_s
         left = dict.fromkeys(range(len(keys)))
         corrupt: list[StoreKey] = []
+        num_bytes = 0
         if self._clock() >= self._not_before_s:
             try:
                 for i, error in self._memory.read(keys, into, deadline):
                     del left[i]
                     if error is None:
-                        self._read_bytes.inc(len(into[i]))
+                        num_bytes += len(into[i])
                     else:
                         corrupt.append(keys[i])
                     yield i, error
@@ -68,6 +69,8 @@ class LocalTransport:
                 _log.debug("the pool did not answer: %s", error)
             except KvtierError as error:
                 self._note_failure(error)
+            finally:
+                self._read_bytes.inc(num_bytes)
         if corrupt:  # its writer broke it, and as long as it is there nobody can store it again
             self._socket.discard(corrupt, max(0.0, deadline - MONOTONIC()))
         rest = list(left)

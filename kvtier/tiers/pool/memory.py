@@ -44,18 +44,18 @@ class PoolMemory:
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`. What is not in the pool's memory at this moment is not yielded."""
-        parts: deque[tuple[int, ReadPart]] = deque()
+        parts: deque[ReadPart] = deque()
         try:
             for start, stop in self._ranges(self._reads, [len(buffer) for buffer in into], deadline):
-                parts.append((start, ReadPart(self._reads, keys[start:stop], into[start:stop], deadline)))
+                parts.append(ReadPart(self._reads, keys, into, slice(start, stop), deadline))
                 if len(parts) > 1:
-                    yield from _copied(*parts[0])
-                    parts.popleft()[1].release()
-                parts[-1][1].await_places()
+                    yield from parts[0].copy()
+                    parts.popleft().release()
+                parts[-1].await_places()
             if parts:
-                yield from _copied(*parts[0])
+                yield from parts[0].copy()
         finally:
-            for _, part in parts:
+            for part in parts:
                 part.release()
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> list[WriteStatus]:
@@ -96,7 +96,3 @@ class PoolMemory:
             yield 0, begun
             for start, stop in windows(sizes[begun:], most, _PART_BLOCKS):
                 yield begun + start, begun + stop
-
-
-def _copied(start: int, part: ReadPart) -> Iterator[tuple[int, CorruptBlockError | None]]:
-    return ((start + i, error) for i, error in part.copy())

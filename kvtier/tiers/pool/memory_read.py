@@ -23,16 +23,22 @@ _Place = tuple[int, int, int]
 class ReadPart:
     """Some blocks of a read. One thread. Errors are those of `MemoryLink`; whatever happens, `release` it."""
 
-    def __init__(self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float) -> None:
-        """Asks the pool to hold what it has of these blocks in its memory."""
+    def __init__(
+        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[memoryview], part: slice, deadline: float
+    ) -> None:
+        """Asks the pool to hold what it has of these blocks in its memory.
+
+        :param part: of the batch of `keys` and `into`.
+        """
         self._link = link
-        self._keys, self._into = keys, into
+        self._first = part.start
+        self._keys, self._into = keys[part], into[part]
         self._deadline = deadline
-        grouped = group(keys, [len(buffer) for buffer in into])
+        grouped = group(self._keys, [len(buffer) for buffer in self._into])
         self._order = grouped.order
         self._held_since = MONOTONIC()
         """Not later than by the pool's clock."""
-        self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, len(keys), deadline)
+        self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, len(self._keys), deadline)
         self._session = self._asked.session
         self._hits: list[tuple[int, _Place]] = []
         """Place in the part and place in memory of each block that is held."""
@@ -53,7 +59,7 @@ class ReadPart:
         self._link.map(self._session, {slot // SLAB_STRIDE for slot, _, _ in places}, self._deadline)
 
     def copy(self) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """Place in the part of each block that is whole, or broken. `TimeoutError`: no time left."""
+        """Place in the batch of each block that is whole, or broken. `TimeoutError`: no time left."""
         held_until = self._held_since + self._session.connection.lease_s
         for i, (slot, generation, checksum) in self._hits:
             slab = self._session.slabs.get(slot // SLAB_STRIDE)
@@ -62,7 +68,8 @@ class ReadPart:
             copied = copy_checked(self._keys[i], self._into[i], slab.slot(slot, len(self._into[i])))
             now = MONOTONIC()
             if slab.generation(slot) == generation and now < held_until:
-                yield i, None if copied == checksum else CorruptBlockError("checksum mismatch in shared memory")
+                whole = copied == checksum
+                yield self._first + i, None if whole else CorruptBlockError("checksum mismatch in shared memory")
             if now > self._deadline:
                 raise TimeoutError("no time left to copy")
 

@@ -1,0 +1,38 @@
+"""vLLM has an environment of its own, gigabytes of it: these tests run when they are asked for, and then never skip."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ASKED_FOR = "KVTIER_TEST_VLLM"
+collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
+"""Ignored, not skipped: where vLLM is not installed, they cannot even be imported."""
+
+if not collect_ignore_glob:
+    sys.path.insert(0, str(HERE))
+
+    import tiny_llama
+    from vllm_rig import TOKENS, Answer, CachePool, Lab, make_prompts
+
+    @pytest.fixture(scope="session")
+    def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+        """A home for engines, and a model."""
+        home = tmp_path_factory.mktemp("home")
+        tiny_llama.make(home / "model", seed=0)
+        return Lab(home, home / "model")
+
+    @pytest.fixture(scope="session")
+    def expected(lab: Lab) -> list[Answer]:
+        """What vLLM answers to `make_prompts()` without a connector."""
+        with lab.engine() as engine:
+            return engine.generate(make_prompts())
+
+    @pytest.fixture
+    def pool(tmp_path: Path) -> Iterator[CachePool]:
+        """A cache pool for the tenants of `TOKENS`, with a Unix socket and a TCP port."""
+        with CachePool(tmp_path, TOKENS) as running:
+            yield running

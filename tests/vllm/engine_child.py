@@ -1,0 +1,91 @@
+"""vLLM's `LLM` in a process of its own: `engine_child.py SETTINGS ANSWERS`, started by `vllm_rig` alone.
+
+SETTINGS is JSON. Commands come as lines of JSON on standard input, `{"call": NAME, ...arguments}`; each has one line of
+JSON as its answer, on the file descriptor ANSWERS: standard output belongs to vLLM. The first answer comes by itself
+when the engine has started. An error is an answer too, `{"error": TEXT}`. The engine ends with the input.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.metrics.reader import Counter
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+
+class Driver:
+    """The commands."""
+
+    def __init__(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
+        self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
+
+    def started(self) -> dict[str, Any]:
+        return {"async_scheduling": self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None) -> list[dict[str, Any]]:
+        """Greedily, all prompts at once."""
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        salted: Any = {"cache_salt": salt} if salt is not None else {}
+        requests = [TokensPrompt(prompt_token_ids=prompt, **salted) for prompt in prompts]
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        return [
+            {"tokens": list(output.outputs[0].token_ids), "num_cached": output.num_cached_tokens} for output in outputs
+        ]
+
+    def reset(self, connector: bool) -> bool:
+        return self._llm.reset_prefix_cache(reset_connector=connector)
+
+    def counters(self) -> dict[str, int]:
+        """vLLM's own, summed over their labels."""
+        totals: dict[str, int] = {}
+        for metric in self._llm.get_metrics():
+            if isinstance(metric, Counter):
+                totals[metric.name] = totals.get(metric.name, 0) + metric.value
+        return totals
+
+    def stop(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def schedule_asynchronously() -> None:
+    """vLLM turns asynchronous scheduling off on the CPU; its engine core can do it nevertheless."""
+    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_turn_on(platform: type[CpuPlatform], config: VllmConfig) -> None:
+        check(platform, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_turn_on)  # type: ignore[assignment]
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    with os.fdopen(int(sys.argv[2]), "w") as answers:
+
+        def answer(what: Any) -> None:
+            print(json.dumps(what), file=answers, flush=True)
+
+        if settings["async_scheduling"]:
+            schedule_asynchronously()
+        try:
+            driver = Driver(settings["options"], settings["transfer"])
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+            raise
+        answer(driver.started())
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer(getattr(driver, command.pop("call"))(**command))
+            except Exception as error:
+                answer({"error": f"{type(error).__name__}: {error}"})
+                raise
+        driver.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The ways in which vLLM schedules: the same tokens as without a connector, computed, loaded or both."""
+
+from typing import Any
+
+import pytest
+from vllm_rig import (
+    Answer,
+    Lab,
+    all_hit,
+    cached_of,
+    continued,
+    make_prompts,
+    none_hit,
+    settings,
+    tokens_of,
+    transfer,
+)
+
+CHUNKED = {"max_num_batched_tokens": 64}
+FEW_BLOCKS = {"num_gpu_blocks_override": 30}
+CROWD = {"count": 8, "first_length": 70}
+CROWD_TOKENS = 120
+"""What `CROWD` and its answers need is more than `FEW_BLOCKS`, while its prompts fit in."""
+PROMPTS = make_prompts()
+
+MODES: dict[str, dict[str, Any]] = {
+    "in process": {},
+    "processes": {"processes": True},
+    "chunked prefill": CHUNKED,
+    "asynchronous": {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_tokens_are_equal_and_prompts_hit(lab: Lab, expected: list[Answer], mode: dict[str, Any]) -> None:
+    with lab.engine(transfer(settings()), **mode) as engine:
+        assert engine.facts["async_scheduling"] == mode.get("async_scheduling", False)
+        cold = engine.generate(PROMPTS)
+        assert tokens_of(cold) == tokens_of(expected)
+        assert cached_of(cold) == none_hit(PROMPTS)
+        engine.reset()
+        warm = engine.generate(PROMPTS)
+        assert tokens_of(warm) == tokens_of(expected)
+        assert cached_of(warm) == all_hit(PROMPTS)
+        engine.reset()
+        # Half of each answer, as the next turn of a conversation brings it: its blocks were saved too.
+        turns = continued(PROMPTS, expected, 35)
+        again = engine.generate(turns, num_tokens=5)
+        assert tokens_of(again) == [answer.tokens[35:] for answer in expected]
+        assert cached_of(again) == all_hit(turns)
+
+
+@pytest.fixture(scope="module")
+def crowd_expected(lab: Lab) -> list[Answer]:
+    """What vLLM answers to the crowd without a connector, and with blocks for everybody."""
+    with lab.engine() as engine:
+        return engine.generate(make_prompts(**CROWD), num_tokens=CROWD_TOKENS)
+
+
+@pytest.mark.parametrize("mode", [{}, {"async_scheduling": True, **CHUNKED}], ids=["plain", "asynchronous, chunked"])
+def test_preemption(lab: Lab, crowd_expected: list[Answer], mode: dict[str, Any]) -> None:
+    """Blocks of preempted requests go to others at once, and what they held comes back by loads."""
+    crowd = make_prompts(**CROWD)
+    with lab.engine(transfer(settings()), **FEW_BLOCKS, **mode) as engine:
+        for _ in range(3):
+            num_before = engine.counter("vllm:num_preemptions")
+            answers = engine.generate(crowd, num_tokens=CROWD_TOKENS)
+            assert tokens_of(answers) == tokens_of(crowd_expected)
+            assert engine.counter("vllm:num_preemptions") > num_before
+            engine.reset()
+        assert sum(cached_of(answers)) > 0
+
+
+def test_a_reset_with_the_connector_forgets_everything(lab: Lab, expected: list[Answer]) -> None:
+    with lab.engine(transfer(settings())) as engine:
+        engine.generate(PROMPTS)
+        engine.reset(connector=True)
+        answers = engine.generate(PROMPTS)
+    assert tokens_of(answers) == tokens_of(expected)
+    assert cached_of(answers) == none_hit(PROMPTS)

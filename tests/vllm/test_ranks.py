@@ -1,0 +1,39 @@
+"""Tensor parallelism: each rank writes its part of a block, and a hit is what all of them have."""
+
+from vllm_rig import (
+    CachePool,
+    Lab,
+    all_hit,
+    cached_of,
+    make_prompts,
+    none_hit,
+    num_blocks,
+    settings,
+    tokens_of,
+    transfer,
+)
+
+PROMPTS = make_prompts()
+NUM_RANKS = 2
+OPTIONS = {
+    "processes": True,
+    "tensor_parallel_size": NUM_RANKS,
+    "distributed_executor_backend": "mp",
+    "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+}
+
+
+def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool) -> None:
+    connector = transfer(settings(pool={"address": [pool.address]}))
+    with lab.engine(**OPTIONS) as engine:
+        expected = engine.generate(PROMPTS)
+    with lab.engine(connector, **OPTIONS) as engine:
+        answers = engine.generate(PROMPTS)
+        assert tokens_of(answers) == tokens_of(expected)
+        assert cached_of(answers) == none_hit(PROMPTS)
+    assert pool.num_written() == NUM_RANKS * num_blocks(PROMPTS)
+    with lab.engine(connector, **OPTIONS) as engine:
+        answers = engine.generate(PROMPTS)
+        assert tokens_of(answers) == tokens_of(expected)
+        assert cached_of(answers) == all_hit(PROMPTS)
+    assert pool.num_read() == NUM_RANKS * sum(all_hit(PROMPTS)) // 32

@@ -1,0 +1,106 @@
+"""Chain hashes of requests: what KV depends on is in them, and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from kvtier.keys import ChainHash, PrefixHasher
+from kvtier_vllm.request_keys import RequestKeys
+from vllm import PoolingParams, SamplingParams
+
+SIZE = 4
+TOKENS = list(range(100, 118))
+"""Four blocks and a half."""
+
+
+def _request(tokens: list[int] = TOKENS, **fields: Any) -> Request:
+    pooling = fields.pop("pooling_params", None)
+    sampling = None if pooling is not None else SamplingParams(max_tokens=8)
+    return Request("id", tokens, sampling, pooling, **fields)
+
+
+def _keys(request: Request) -> RequestKeys:
+    return RequestKeys(request, PrefixHasher(b"sixteen bytes of", "", SIZE))
+
+
+def _hashes(**fields: Any) -> list[ChainHash]:
+    return _keys(_request(**fields)).first(4)
+
+
+def _image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=position)
+
+
+def _first_difference(hashes: list[ChainHash], others: list[ChainHash]) -> int:
+    """Index of the first block that differs; all that follow must differ too."""
+    differs = [one != other for one, other in zip(hashes, others, strict=True)]
+    assert differs == sorted(differs), "a chain that comes together again"
+    return differs.index(True) if True in differs else len(differs)
+
+
+def test_hashes_are_those_of_the_tokens() -> None:
+    assert _hashes() == PrefixHasher(b"sixteen bytes of", "", SIZE).hash_blocks(TOKENS)
+
+
+def test_hashes_grow_with_the_request() -> None:
+    request = _request()
+    keys = _keys(request)
+    assert keys.first(2) == _hashes()[:2]
+    assert len(keys.first(9)) == 4, "the fifth block is not full"
+    request.append_output_token_ids([7, 8, 9])
+    assert len(keys.first(9)) == 5
+    assert keys.first(9) == _keys(_request([*TOKENS, 7, 8])).first(9)
+
+
+def test_a_salt_is_in_every_block() -> None:
+    assert _first_difference(_hashes(), _hashes(cache_salt="one")) == 0
+    assert _first_difference(_hashes(cache_salt="two"), _hashes(cache_salt="one")) == 0
+    assert _hashes(cache_salt="one") == _hashes(cache_salt="one")
+
+
+@pytest.mark.parametrize(
+    ("images", "first"),
+    [
+        ([_image("cat", 5, 2)], 1),
+        ([_image("cat", 3, 10)], 0),
+        ([_image("cat", 15, 3)], 3),
+        ([_image("cat", 16, 2)], 4),
+    ],
+    ids=["inside a block", "over several", "into the last full one", "behind the full ones"],
+)
+def test_images_are_in_the_blocks_they_touch(images: list[MultiModalFeatureSpec], first: int) -> None:
+    assert _first_difference(_hashes(), _hashes(mm_features=images)) == first
+
+
+def test_images_differ_by_content_and_place() -> None:
+    cat = _hashes(mm_features=[_image("cat", 5, 2)])
+    assert _first_difference(cat, _hashes(mm_features=[_image("dog", 5, 2)])) == 1
+    assert _first_difference(cat, _hashes(mm_features=[_image("cat", 6, 2)])) == 1
+    assert _first_difference(cat, _hashes(mm_features=[_image("cat", 5, 2), _image("dog", 9, 1)])) == 2
+
+
+def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
+    """An image that lies across the border at which hashing went on."""
+    keys = _keys(_request(mm_features=[_image("cat", 5, 9)], cache_salt="one"))
+    for count in (1, 2, 3):
+        keys.first(count)
+    assert keys.first(4) == _hashes(mm_features=[_image("cat", 5, 9)], cache_salt="one")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_embeds": torch.zeros(18, 4)},
+        {"lora_request": LoRARequest("adapter", 1, "/adapter")},
+        {"pooling_params": PoolingParams()},
+    ],
+    ids=["embeddings", "adapter", "pooling"],
+)
+def test_what_keys_cannot_tell_apart_is_not_covered(fields: dict[str, Any]) -> None:
+    assert RequestKeys.cover(_request())
+    assert not RequestKeys.cover(_request(**fields))

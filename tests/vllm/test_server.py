@@ -1,0 +1,51 @@
+"""vLLM's OpenAI server with the connector: salts that clients send part their KV."""
+
+from typing import Any
+
+import httpx
+from vllm_rig import (
+    NUM_TOKENS,
+    Answer,
+    CachePool,
+    Lab,
+    all_hit,
+    cached_of,
+    make_prompts,
+    none_hit,
+    settings,
+    tokens_of,
+    transfer,
+    until,
+)
+
+PROMPTS = make_prompts(2)
+
+
+def _complete(client: httpx.Client, prompt: list[int], salt: str | None) -> Answer:
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True} | ({"cache_salt": salt} if salt is not None else {})
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    details = answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+    return Answer(answer["choices"][0]["token_ids"], details["cached_tokens"])
+
+
+def _reset(client: httpx.Client) -> bool:
+    response = client.post("/reset_prefix_cache")
+    assert response.status_code == 200, response.text
+    return bool(response.json()["success"])
+
+
+def test_salts_never_meet(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
+    connector = transfer(settings(pool={"address": [pool.address]}))
+    with lab.server(connector, enable_prompt_tokens_details=True) as client:
+        for salt in (None, "one", "two"):
+            answers = [_complete(client, prompt, salt) for prompt in PROMPTS]
+            assert tokens_of(answers) == tokens_of(expected[:2])
+            assert cached_of(answers) == none_hit(PROMPTS), f"{salt} met what is another's"
+        until(lambda: _reset(client), "vLLM's prefix cache could be reset")
+        for salt in ("two", None, "one"):
+            answers = [_complete(client, prompt, salt) for prompt in PROMPTS]
+            assert tokens_of(answers) == tokens_of(expected[:2])
+            assert cached_of(answers) == all_hit(PROMPTS)

@@ -1,0 +1,78 @@
+"""How users configure the connector, and what they are told when it cannot work like that."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_rig import EngineError, Lab, settings, transfer
+
+from kvtier.errors import ConfigError
+from kvtier_vllm.settings import load_settings
+
+FILE = """
+tenant = "red"
+[tenants.red]
+secret = "file:secret"
+[host]
+capacity_bytes = "64MiB"
+write_policy = "write_back"
+"""
+
+
+def test_inline_keys_win_over_the_file_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "kvtier.toml").write_text(FILE)
+    (tmp_path / "secret").write_text("a secret of more than sixteen bytes")
+    config = load_settings({"config": str(tmp_path / "kvtier.toml"), "host": {"capacity_bytes": "32MiB"}}, 32)
+    assert int(config.host.capacity_bytes) == 32 << 20
+    assert config.host.write_policy == "write_back"
+    assert config.cache.tokens_per_block == 32
+    assert config.chain_secret() == b"a secret of more than sixteen bytes", "relative to the file"
+
+
+def test_without_a_file_all_is_inline() -> None:
+    config = load_settings(settings(), 64)
+    assert (config.tenant, config.cache.tokens_per_block) == ("red", 64)
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"config": "/nowhere/kvtier.toml"}, ["kv_connector_extra_config.config", "/nowhere/kvtier.toml"]),
+        (settings(cache={"tokens_per_block": 16}), ["cache.tokens_per_block", "--block-size"]),
+        (settings(hots={}), ["hots", "did you mean 'host'"]),
+        (settings(host={"capacity": 1}), ["host.capacity", "did you mean 'capacity_bytes'"]),
+        (settings() | {"tenant": "blue"}, ["tenant", "'blue' has no table"]),
+    ],
+    ids=["no file", "block size", "unknown table", "unknown key", "unknown tenant"],
+)
+def test_errors_name_key_and_remedy(extra: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_settings(extra, 32)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
+    (tmp_path / "kvtier.toml").write_text("tenant = ")
+    with pytest.raises(ConfigError, match=r"kvtier\.toml"):
+        load_settings({"config": str(tmp_path / "kvtier.toml")}, 32)
+
+
+UNUSABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "policy": (
+        transfer(settings(), policy=None),
+        ["kv_load_failure_policy is 'fail'", '"kv_load_failure_policy": "recompute"'],
+    ),
+    "secret": (
+        transfer(settings() | {"tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}),
+        ["tenants.red.secret", "NOT_EXPORTED", "export it"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("connector", "told"), UNUSABLE.values(), ids=UNUSABLE)
+def test_an_engine_that_cannot_use_it_does_not_start(lab: Lab, connector: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(EngineError) as error, lab.engine(connector):
+        pass
+    for words in told:
+        assert words in str(error.value)

@@ -1,0 +1,72 @@
+"""A Llama of 2 million random parameters: it says nothing, but the same to the same prompt, and never ties."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 6, 2, 32
+HIDDEN, INTERMEDIATE, VOCABULARY = NUM_HEADS * HEAD_DIM, 512, 2048
+SPREAD = 0.3
+"""Of weights. Large, so that logits lie far apart, and one wrong block of KV changes what is said."""
+SPECIAL = ["<s>", "</s>", "<unk>"]
+
+
+def make(folder: Path, *, seed: int) -> None:
+    """Writes configuration, weights and tokenizer. Seeds differ in nothing but the values of the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_configuration()))
+    words = SPECIAL + [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"unk_token": "<unk>"}))
+
+
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(NUM_LAYERS):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes[f"{attention}.q_proj.weight"] = (HIDDEN, HIDDEN)
+        shapes[f"{attention}.k_proj.weight"] = (NUM_KV_HEADS * HEAD_DIM, HIDDEN)
+        shapes[f"{attention}.v_proj.weight"] = (NUM_KV_HEADS * HEAD_DIM, HIDDEN)
+        shapes[f"{attention}.o_proj.weight"] = (HIDDEN, HIDDEN)
+        shapes[f"{mlp}.gate_proj.weight"] = (INTERMEDIATE, HIDDEN)
+        shapes[f"{mlp}.up_proj.weight"] = (INTERMEDIATE, HIDDEN)
+        shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+    shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    weights = {name: SPREAD * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for layer in range(NUM_LAYERS):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN)
+    weights["model.norm.weight"] = torch.ones(HIDDEN)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def _configuration() -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }

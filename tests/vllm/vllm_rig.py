@@ -1,0 +1,363 @@
+"""vLLM engines, its OpenAI server and a cache pool, each in processes of their own. Every wait has a bound."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from kvtier.processes import Service
+
+CHILD = Path(__file__).with_name("engine_child.py")
+WAIT_S = 120.0
+"""Bound on everything that is waited for; never reached when the code works."""
+STOP_S = 60.0
+BLOCK = 32
+"""Tokens of a block; vLLM on the CPU wants multiples of 32."""
+NUM_TOKENS = 40
+"""Generated per request: enough to fill a block."""
+VOCABULARY = 2000
+TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
+"""Of tenants, for the pool."""
+ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "KV_SECRET": "a secret of more than sixteen bytes",
+    **{f"{name.upper()}_TOKEN": token for name, token in TOKENS.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of an engine to one prompt."""
+
+    tokens: list[int]
+    num_cached: int
+    """Tokens of the prompt that were not computed."""
+
+
+def make_prompts(count: int = 4, *, first_length: int = 300, seed: int = 0) -> list[list[int]]:
+    """No two share their first token. Lengths grow by 10: some are whole blocks, most are not."""
+    return [
+        [(7 * i * i + 3 * i + number + 100 * seed) % VOCABULARY + 3 for i in range(first_length + 10 * number)]
+        for number in range(count)
+    ]
+
+
+def continued(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], num_tokens: int) -> list[list[int]]:
+    """Prompts that go on with what was answered to them."""
+    return [[*prompt, *answer.tokens[:num_tokens]] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached_of(answers: Sequence[Answer]) -> list[int]:
+    return [answer.num_cached for answer in answers]
+
+
+def all_hit(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each prompt that a full hit spares: whole blocks, but never the last token."""
+    return [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]
+
+
+def none_hit(prompts: Sequence[Sequence[int]]) -> list[int]:
+    return [0] * len(prompts)
+
+
+def num_blocks(prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> int:
+    """Blocks that are full when so many tokens were generated to each. The last one's KV is never made."""
+    return sum((len(prompt) + num_tokens - 1) // BLOCK for prompt in prompts)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.05)
+
+
+def settings(tenant: str = "red", **tables: Any) -> dict[str, Any]:
+    """What users give as `kv_connector_extra_config`. All tenants share a secret: only their names part them."""
+    own = {"secret": "env:KV_SECRET", "token": f"env:{tenant.upper()}_TOKEN"}
+    return {"tenant": tenant, "tenants": {tenant: own}, "host": {"capacity_bytes": "64MiB"}, **tables}
+
+
+def transfer(extra: Mapping[str, Any], *, policy: str | None = "recompute") -> dict[str, Any]:
+    """What users give as `--kv-transfer-config`."""
+    whole: dict[str, Any] = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier_vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(extra),
+    }
+    return whole if policy is None else whole | {"kv_load_failure_policy": policy}
+
+
+class EngineError(AssertionError):
+    """The engine answered with an error, or has ended."""
+
+
+class Engine:
+    """A running `LLM`. One command at a time."""
+
+    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path) -> None:
+        """:param answers: the descriptor to read them from; the caller's."""
+        self._process, self._answers, self.log = process, answers, log
+        self._received = b""
+        self.facts = self.answer()
+        """What the engine said of itself at its start."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS, salt: str | None = None
+    ) -> list[Answer]:
+        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt)
+        return self.end_generate()
+
+    def begin_generate(
+        self, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS, salt: str | None = None
+    ) -> None:
+        """Does not wait for the answers: `end_generate` does."""
+        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt)
+
+    def end_generate(self) -> list[Answer]:
+        return [Answer(**each) for each in self.answer()]
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Empties vLLM's prefix cache, and with `connector` also what this engine's connector holds.
+
+        vLLM refuses as long as blocks are in use, which those of a load or save under way may be.
+        """
+        until(lambda: bool(self._call("reset", connector=connector)), "vLLM's prefix cache could be reset")
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's."""
+        return int(self._call("counters").get(name, 0))
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        self._send(name, **arguments)
+        return self.answer()
+
+    def _send(self, name: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"call": name, **arguments}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The next one. Raises `EngineError`."""
+        deadline = time.monotonic() + WAIT_S
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise EngineError(f"no answer within {WAIT_S:.0f} s; {_tail(self.log)}")
+            received = os.read(self._answers, 1 << 16)
+            if not received:
+                raise EngineError(f"the engine has ended; {_tail(self.log)}")
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise EngineError(answer["error"])
+        return answer
+
+    def stop(self) -> None:
+        """Ends in good order: what was saved is stored."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(STOP_S)
+        assert code == 0, f"exit code {code}; {_tail(self.log)}"
+
+
+@dataclass
+class Lab:
+    """Where engines run: with a home of their own, so that nothing of whoever works here is used or changed."""
+
+    home: Path
+    model: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @contextlib.contextmanager
+    def engine(
+        self,
+        connector: Mapping[str, Any] | None = None,
+        *,
+        model: Path | None = None,
+        processes: bool = False,
+        async_scheduling: bool = False,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Iterator[Engine]:
+        """A started engine; leaving the context stops it, and fails when it does not end well.
+
+        :param connector: see `transfer`; None for none.
+        :param processes: scheduler and worker apart, instead of both in one process.
+        :param options: of `LLM`.
+        """
+        arguments = {
+            "options": self._options(model, options) | {"disable_log_stats": False},
+            "transfer": connector,
+            "async_scheduling": async_scheduling,
+        }
+        apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+        read_end, write_end = os.pipe()
+        log = self.home / f"engine-{next(self._numbers)}.log"
+        with os.fdopen(read_end, "rb"):
+            command = [sys.executable, str(CHILD), json.dumps(arguments), str(write_end)]
+            with self._running(command, log, apart | dict(environ or {}), pass_fds=[write_end]) as process:
+                os.close(write_end)
+                engine = Engine(process, read_end, log)
+                yield engine
+                engine.stop()
+
+    @contextlib.contextmanager
+    def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:
+        """vLLM's OpenAI server, when it is healthy."""
+        port = _free_port()
+        flags = self._options(None, options) | {
+            "host": "127.0.0.1",
+            "port": port,
+            "kv_transfer_config": dict(connector),
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(flags)]
+        log = self.home / f"server-{next(self._numbers)}.log"
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with (
+            self._running(command, log, {}) as process,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, limits=limits) as client,
+        ):
+
+            def healthy() -> bool:
+                assert process.poll() is None, f"the server has ended; {_tail(log)}"
+                with contextlib.suppress(httpx.TransportError):
+                    return client.get("/health").status_code == 200
+                return False
+
+            until(healthy, f"the server is healthy; {log}")
+            yield client
+            process.terminate()
+            process.wait(STOP_S)
+
+    def _options(self, model: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "model": str(model or self.model),
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "block_size": BLOCK,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 2048,
+            **options,
+        }
+
+    @contextlib.contextmanager
+    def _running(
+        self, command: list[str], log: Path, environ: Mapping[str, str], **how: Any
+    ) -> Iterator["subprocess.Popen[str]"]:
+        """A process in a session of its own; it and all that it has started are gone at the end."""
+        whole = os.environ | ENVIRON | {"HOME": str(self.home)} | dict(environ)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=whole,
+                text=True,
+                start_new_session=True,
+                **how,
+            )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate(timeout=STOP_S)
+
+
+class CachePool:
+    """`kvtier pool serve`. A context manager: leaving it kills the pool."""
+
+    def __init__(self, folder: Path, tokens: Mapping[str, str]) -> None:
+        digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items()}
+        self._folder, self._tenants = folder, [f"--tenant={name}={digest}" for name, digest in digests.items()]
+
+    def __enter__(self) -> "CachePool":
+        self.address = f"unix:{self._folder}/pool.sock"
+        listen = [f"--listen={self.address}", "--listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
+        arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=128MiB", *self._tenants]
+        self._service = Service(arguments, log=self._folder / "pool.log", environ={})
+        self._http = self._service.ready()["http"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL; waits."""
+        self._service.process.kill()
+        self._service.process.communicate(timeout=STOP_S)
+
+    def suspend(self) -> None:
+        """SIGSTOP: connections stay, and nobody answers."""
+        self._service.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._service.process.send_signal(signal.SIGCONT)
+
+    def num_written(self) -> int:
+        """Blocks that engines have stored here."""
+        return self._count("kvtier_pool_written_blocks_total", 'status="stored"')
+
+    def num_read(self) -> int:
+        """Blocks that engines have got from here."""
+        return self._count("kvtier_pool_read_blocks_total", 'source="memory"')
+
+    def await_written(self, num_blocks: int) -> None:
+        until(lambda: self.num_written() >= num_blocks, f"{num_blocks} blocks were stored, not {self.num_written()}")
+
+    def _count(self, name: str, label: str) -> int:
+        with urllib.request.urlopen(f"http://{self._http}/metrics", timeout=WAIT_S) as response:
+            lines = response.read().decode().splitlines()
+        samples = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        return int(sum(float(line.rpartition(" ")[2]) for line in samples))
+
+
+def _as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Options of `LLM` as the server's command line takes them."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [flag] if value else [f"--no-{flag[2:]}"]
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return flags
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _tail(log: Path) -> str:
+    return f"{log}: ...{log.read_text(errors='replace')[-3000:]}"
