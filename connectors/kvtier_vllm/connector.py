@@ -14,12 +14,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_vllm import compat
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
+from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -134,6 +142,26 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler().finish(request, block_ids[0])
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return self._on_scheduler().sources(request) if num_external_tokens else {}
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         return self._on_scheduler().has_work

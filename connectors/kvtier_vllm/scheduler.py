@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvtier.build import DirectoryHalf, directory_half
@@ -24,6 +25,7 @@ from kvtier.metrics import Metrics
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.request_keys import RequestKeys
+from kvtier_vllm.stats import KvtierStats, sources_of
 
 _log = logging.getLogger(__name__)
 _PARAMS = "kvtier"
@@ -43,8 +45,10 @@ class _Request:
     """Blocks that the last lookup is about."""
     ticket: int | None = None
     """Of that lookup, while it has no answer."""
-    num_hits: int | None = None
-    """Its answer."""
+    tiers: list[str] | None = None
+    """Its answer: where each block is that is worth loading, from the first one on."""
+    sources: list[str] = field(default_factory=list)
+    """Tiers of the load that was started last."""
     is_tombstoned: bool = False
     """A load has failed: what is offered again would fail again, for ever."""
 
@@ -72,6 +76,7 @@ class SchedulerSide:
         self._ended: dict[str, list[int]] = {}
         """For the next step: see `StepMetadata.ended`."""
         self._copies = CopiesUnderWay()
+        self._stats = KvtierStats()
         self._allocated: set[int] = set()
         """Device blocks allocated since the last step for requests that are not in it."""
         self._unsaved: list[Block] = []
@@ -124,8 +129,8 @@ class SchedulerSide:
             if statuses is None:
                 return None, False
             known.ticket = None
-            known.num_hits = self._planner.blocks_to_fetch(statuses)
-        num_hits = known.num_hits or 0
+            known.tiers = [status.tier for status in statuses[: self._planner.blocks_to_fetch(statuses)]]
+        num_hits = len(known.tiers or ())
         return num_hits * self._size, num_hits > 0
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -139,7 +144,20 @@ class SchedulerSide:
         self._allocated.update(device_blocks)
         job = self._directory.start_load(list(zip(hashes, device_blocks, strict=True)))
         self._loads[job] = _Load(request.request_id, device_blocks)
+        known.sources = (known.tiers or [])[:count]
         self._forget_lookup(known)
+
+    def sources(self, request: Request) -> dict[CacheHitSource, int]:
+        """Tokens that the request's load brings, by where they come from."""
+        known = self._requests.get(request.request_id)
+        return sources_of(known.sources, self._size) if known is not None else {}
+
+    def take_stats(self) -> KvtierStats | None:
+        """What happened since the last call; None: nothing."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KvtierStats()
+        return stats
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
@@ -220,6 +238,7 @@ class SchedulerSide:
     def _note_results(self) -> None:
         assert self._directory is not None
         for result in self._directory.poll():
+            self._stats.note(result)
             load = self._loads.pop(result.job_id, None)
             if load is None:
                 continue
@@ -231,7 +250,7 @@ class SchedulerSide:
     def _forget_lookup(self, known: _Request) -> None:
         if known.ticket is not None and self._directory is not None:
             self._directory.cancel_lookup(known.ticket)
-        known.asked, known.ticket, known.num_hits = range(0), None, None
+        known.asked, known.ticket, known.tiers = range(0), None, None
 
 
 def _params_of(request: Request) -> Mapping[str, Any]:
