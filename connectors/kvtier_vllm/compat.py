@@ -34,6 +34,8 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise ConfigError(f"kvtier keeps the KV of models with full attention in one group; this one has: {kinds}")
+    if config.speculative_config is not None:
+        raise ConfigError("kvtier was not tried with speculative decoding: leave out speculative_config")
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")

@@ -20,9 +20,11 @@ class RequestKeys:
     def cover(request: Request) -> bool:
         """Whether keys say all that this request's KV depends on.
 
-        Not with embeddings in place of tokens, and not with an adapter, of which nothing is known but its name.
+        Not with embeddings in place of tokens, not with an adapter, of which nothing is known but its name, and not
+        where tokens that were there may become others.
         """
-        return request.prompt_embeds is None and request.lora_request is None and request.pooling_params is None
+        has_tokens = request.prompt_embeds is None and not request.resumable
+        return has_tokens and request.lora_request is None and request.pooling_params is None
 
     def first(self, num_blocks: int) -> list[ChainHash]:
         """Of the first so many blocks, as far as their tokens are known."""

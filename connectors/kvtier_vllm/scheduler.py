@@ -198,7 +198,7 @@ class SchedulerSide:
             if load.request_id == request.request_id:
                 self._directory.cancel(job)
                 return False, None
-        if known.saves:
+        if known.saves and not known.is_tombstoned:  # vLLM may not have heard yet that its load has failed
             # Tokens whose KV is there: all but the last one, which was not put into the model.
             num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self._size
             num_full = min(num_full, len(device_blocks))

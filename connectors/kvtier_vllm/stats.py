@@ -78,7 +78,9 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         self._counters = {
             _LOADED: counter("vllm:kvtier_loaded_blocks", "Blocks loaded, by tier.", [*labelnames, "tier"]),
             _FAILED: counter("vllm:kvtier_failed_blocks", "Blocks offered that could not be loaded.", labelnames),
-            _SAVED: counter("vllm:kvtier_saved_blocks", "Blocks that were given to host memory, or found there.", labelnames),
+            _SAVED: counter(
+                "vllm:kvtier_saved_blocks", "Blocks that were given to host memory, or found there.", labelnames
+            ),
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
