@@ -6,6 +6,7 @@ place of each tensor by name. https://github.com/huggingface/safetensors#format
 
 import hashlib
 import json
+import logging
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from kvtier.atomic_files import write_text_atomically
 from kvtier.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _LABEL = b"kvtier.weights.v2"
 _MAX_HEADER_BYTES = 100 << 20
 """Of the format."""
@@ -30,7 +32,10 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
     digest = _remembered_digest(memory)
     if digest is None:
         digest = _digest_tensors(files)
-        write_text_atomically(memory, digest.hex() + "\n")
+        try:
+            write_text_atomically(memory, digest.hex() + "\n")
+        except OSError as error:
+            _log.warning("the digest of %s is not remembered, and made again next time: %s", files[0].parent, error)
     return digest
 
 

@@ -2,12 +2,14 @@
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
+_KINDS = (FullAttentionSpec, MLAAttentionSpec)
+"""Exactly: KV of some of their subclasses depends on more than the tokens before it."""
 
 
 def require_version() -> None:
@@ -31,7 +33,7 @@ def require_recompute(config: VllmConfig) -> None:
 def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens in a block of the only KV group. Raises `ConfigError` for models whose KV is of another kind."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _KINDS:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise ConfigError(f"kvtier keeps the KV of models with full attention in one group; this one has: {kinds}")
     if config.speculative_config is not None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def namespace_of(
         weights_digest=_model_digest(config, digests),
         dtype=str(model.dtype),
         kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}",
-        physical_layout=_layout(layers.values(), num_blocks),
+        physical_layout=_layout(layers, num_blocks),
         backend=f"vllm-{'.'.join(vllm.__version__.split('.')[:2])} {first.device.type} {' '.join(backends)}",
         num_layers=len(layers),
         num_kv_heads=model.get_num_kv_heads(parallel),
@@ -58,8 +58,9 @@ def _backend(layer: Any) -> str:
     return str(layer.get_attn_backend().get_name())
 
 
-def _layout(layers: Iterable[Tensor], num_blocks: int) -> str:
-    described = "\n".join(layout_of(layer, num_blocks) for layer in layers)
+def _layout(layers: Mapping[str, Tensor], num_blocks: int) -> str:
+    """Of a block: which layers are in it, and how."""
+    described = "\n".join(f"{name} {layout_of(layer, num_blocks)}" for name, layer in layers.items())
     return hashlib.sha256(described.encode()).hexdigest()
 
 

@@ -15,6 +15,8 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
 
     namespace: bytes
     block_bytes: int
+    messages: list[bytes]
+    """Of its mover, for the directory: what the tiers hold that are its own."""
 
 
 @dataclass

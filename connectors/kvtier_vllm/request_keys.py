@@ -6,7 +6,7 @@ from vllm.v1.request import Request
 
 from kvtier.keys import CHAIN_START, ChainHash, Extra, PrefixHasher
 
-_SALT, _MULTIMODAL = "cache_salt", "multimodal"
+_SALT = "cache_salt"
 
 
 class RequestKeys:
@@ -20,10 +20,10 @@ class RequestKeys:
     def cover(request: Request) -> bool:
         """Whether keys say all that this request's KV depends on.
 
-        Not with embeddings in place of tokens, not with an adapter, of which nothing is known but its name, and not
-        where tokens that were there may become others.
+        Not with embeddings in place of tokens, not with an adapter, of which nothing is known but its name, not with
+        images, which vLLM may name by a counter or as the client likes, and not where tokens may become others.
         """
-        has_tokens = request.prompt_embeds is None and not request.resumable
+        has_tokens = request.prompt_embeds is None and not request.mm_features and not request.resumable
         return has_tokens and request.lora_request is None and request.pooling_params is None
 
     def first(self, num_blocks: int) -> list[ChainHash]:
@@ -34,19 +34,10 @@ class RequestKeys:
         if num_wanted > num_known:
             tokens = self._request.all_token_ids[num_known * size : num_wanted * size]
             parent = self._hashes[-1] if self._hashes else CHAIN_START
-            self._hashes += self._hasher.hash_blocks(tokens, parent=parent, extras=self._extras(num_known, num_wanted))
+            self._hashes += self._hasher.hash_blocks(tokens, parent=parent, extras=self._extras(num_known))
         return self._hashes[:num_blocks]
 
-    def _extras(self, start: int, stop: int) -> dict[int, Iterable[Extra]]:
-        """By block, counted from `start`. What comes before a block is in its parent's hash."""
-        size = self._hasher.tokens_per_block
-        extras: dict[int, list[Extra]] = {}
-        if start == 0 and self._request.cache_salt is not None:
-            extras[0] = [Extra(_SALT, self._request.cache_salt.encode(), 0)]
-        for feature in self._request.mm_features:
-            begin = feature.mm_position.offset
-            end = begin + feature.mm_position.length
-            for block in range(max(start, begin // size), min(stop, -(-end // size))):
-                extra = Extra(_MULTIMODAL, feature.identifier.encode(), max(0, begin - block * size))
-                extras.setdefault(block - start, []).append(extra)
-        return dict(extras)
+    def _extras(self, start: int) -> dict[int, Iterable[Extra]]:
+        """By block, counted from `start`. What the first block depends on is in the hashes of all that follow."""
+        salt = self._request.cache_salt
+        return {0: [Extra(_SALT, salt.encode(), 0)]} if start == 0 and salt is not None else {}

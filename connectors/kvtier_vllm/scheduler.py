@@ -99,6 +99,8 @@ class SchedulerSide:
         )
         self._stack.callback(self._half.directory.close)
         self._copies.num_ranks = len(identities)
+        for rank, identity in enumerate(identities):
+            self._half.directory.deliver(rank, identity.messages)
 
     def bind(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -136,7 +138,10 @@ class SchedulerSide:
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has device blocks; starts its load if there is one."""
         known = self._requests.get(request.request_id)
-        if known is None or self._directory is None or not num_external_tokens:
+        if known is None or self._directory is None:
+            return
+        if not num_external_tokens:
+            self._forget_lookup(known)  # should it be asked again, e.g. after a preemption, all may have changed
             return
         first, count = known.asked.start, num_external_tokens // self._size
         device_blocks = blocks.get_block_ids()[0][first : first + count]
@@ -215,7 +220,8 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether a step is wanted even without requests."""
-        return bool(self._unsaved or self._ended or self._copies)
+        is_telling = self._directory is not None and self._directory.is_telling
+        return bool(self._unsaved or self._ended or self._copies or is_telling)
 
     def close(self) -> None:
         self._half = None

@@ -32,7 +32,23 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
     if "tokens_per_block" in data.get("cache", {}):
         raise ConfigError(f"{source}: cache.tokens_per_block: vLLM decides that (--block-size); leave it out")
     data = _merged(data, {"cache": {"tokens_per_block": tokens_per_block}})
-    return parse_config(data, source=source, folder=folder)
+    config = parse_config(data, source=source, folder=folder)
+    for name, policy in (
+        ("host", config.host.write_policy),
+        ("disk", config.disk.write_policy),
+        ("pool", config.pool.write_policy),
+    ):
+        if policy == "write_back":
+            raise ConfigError(f"{source}: {name}.write_policy: vLLM does not say what it evicts; use write_through")
+    return config
+
+
+def of_worker(config: Config, name: str) -> Config:
+    """The configuration of one of several workers: with a disk folder of its own."""
+    if config.disk.directory is None:
+        return config
+    disk = config.disk.model_copy(update={"directory": config.disk.directory / name})
+    return config.model_copy(update={"disk": disk})
 
 
 def _merged(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

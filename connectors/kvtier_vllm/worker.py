@@ -20,6 +20,7 @@ from kvtier.hierarchy.messages import Copied, SaveBatch, decode
 from kvtier_vllm.identity import namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
+from kvtier_vllm.settings import of_worker
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
@@ -59,9 +60,11 @@ class WorkerSide:
             digests=DIGESTS,
         )
         device = device_kv(layers.values(), num_blocks)
-        half = mover_half(self._config, device=device, namespace=namespace.id, registry=CollectorRegistry())
+        config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
+        half = mover_half(config, device=device, namespace=namespace.id, registry=CollectorRegistry())
         self._mover = self._stack.enter_context(half).mover
-        self._identity = WorkerIdentity(namespace.id, device.block_bytes)
+        # With what its disk holds: the first request already wants to know.
+        self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())
         _log.info("kvtier keeps KV of namespace %s, %d bytes a block", namespace.id.hex(), device.block_bytes)
 
     def identity(self) -> WorkerIdentity | None:

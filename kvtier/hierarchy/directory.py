@@ -243,6 +243,11 @@ class Directory:
 
     # The movers
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether there is something for the movers, or a tier that is being emptied."""
+        return bool(self._outbox or self._discards)
+
     def take_messages(self) -> list[bytes]:
         """What every mover has to be given, in order."""
         messages, self._outbox = self._outbox, []

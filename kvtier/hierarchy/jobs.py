@@ -28,7 +28,7 @@ class DirectorySettings:
     """A load that takes longer is given up and recomputed. Below the time of a good load, nothing hits."""
     lookup_deadline_s: float = 1.0
     """A lookup that takes longer counts as a miss. Requests wait this long at the most."""
-    max_lookups: int = 64
+    max_lookups: int = 1024
     """Lookups of the shared tier under way; beyond, local tiers answer alone."""
     lookup_threads: int = 2
     """Threads that ask the shared tier."""

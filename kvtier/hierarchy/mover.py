@@ -89,6 +89,8 @@ class Mover:
         self._inventory, self._forget_untold = inventory, forget_untold
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
+        self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
+        """Nothing that is in the arena already waits for a tier."""
         self._copies = ThreadPoolExecutor(1, "kvtier-copy")
         self._writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in self._tiers}
         self._lock = threading.Lock()
@@ -107,7 +109,7 @@ class Mover:
                 raise ClosedError("the mover is closed")
             if isinstance(message, LoadBatch):
                 self._running[message.batch_id] = _LoadState.RUNNING
-                self._loads.submit(self._load, message)
+                (self._host_loads if message.source == HOST else self._loads).submit(self._load, message)
             elif isinstance(message, SaveBatch):
                 self._copies.submit(self._save, message)
             elif isinstance(message, StoreBatch):
@@ -146,6 +148,7 @@ class Mover:
             self._closed = True
             self._ready.notify_all()
         self._loads.shutdown(cancel_futures=False)
+        self._host_loads.shutdown(cancel_futures=False)
         self._copies.shutdown(cancel_futures=False)
         for writer in self._writers.values():
             writer.shutdown(cancel_futures=False)

@@ -69,7 +69,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 1)),
+                    device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 2)),
                     namespace=kv_namespace(folder.config, folder.weights_digest, dtype, device),
                     registry=registry,
                 )
