@@ -16,7 +16,7 @@ if not collect_ignore_glob:
     sys.path.insert(0, str(HERE))
 
     import tiny_llama
-    from vllm_rig import TOKENS, Answer, CachePool, Lab, make_prompts
+    from vllm_rig import CROWD_TOKENS, TOKENS, Answer, CachePool, Lab, make_crowd, make_prompts
 
     @pytest.fixture(scope="session")
     def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
@@ -26,10 +26,19 @@ if not collect_ignore_glob:
         return Lab(home, home / "model")
 
     @pytest.fixture(scope="session")
-    def expected(lab: Lab) -> list[Answer]:
-        """What vLLM answers to `make_prompts()` without a connector."""
+    def without_connector(lab: Lab) -> tuple[list[Answer], list[Answer]]:
+        """What vLLM answers by itself to `make_prompts()`, and to the crowd, with blocks for everybody."""
         with lab.engine() as engine:
-            return engine.generate(make_prompts())
+            return engine.generate(make_prompts()), engine.generate(make_crowd(), num_tokens=CROWD_TOKENS)
+
+    @pytest.fixture(scope="session")
+    def expected(without_connector: tuple[list[Answer], list[Answer]]) -> list[Answer]:
+        """To `make_prompts()`."""
+        return without_connector[0]
+
+    @pytest.fixture(scope="session")
+    def crowd_expected(without_connector: tuple[list[Answer], list[Answer]]) -> list[Answer]:
+        return without_connector[1]
 
     @pytest.fixture
     def pool(tmp_path: Path) -> Iterator[CachePool]:

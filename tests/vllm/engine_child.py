@@ -10,11 +10,10 @@ import os
 import sys
 from typing import Any
 
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.metrics.reader import Counter
-
-from vllm import LLM, SamplingParams, TokensPrompt
 
 
 class Driver:

@@ -1,9 +1,11 @@
 """The disk tier of an engine that has no pool: it outlives the engine, and tells what was garbled."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from vllm_rig import (
+    BLOCK,
     Answer,
     Lab,
     all_hit,
@@ -19,13 +21,20 @@ from vllm_rig import (
 PROMPTS = make_prompts()
 
 
-@pytest.fixture
-def folder(lab: Lab, expected: list[Answer], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def filled(lab: Lab, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has what an engine computed for `PROMPTS`."""
-    with lab.engine(_keeping(tmp_path)) as engine:
+    folder = tmp_path_factory.mktemp("disk")
+    with lab.engine(_keeping(folder)) as engine:
         assert tokens_of(engine.generate(PROMPTS)) == tokens_of(expected)
-    assert len(_files(tmp_path)) == num_blocks(PROMPTS)
-    return tmp_path
+    assert len(_files(folder)) == num_blocks(PROMPTS)
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(filled, tmp_path / "disk"))
 
 
 def _keeping(folder: Path) -> dict[str, object]:
@@ -33,8 +42,8 @@ def _keeping(folder: Path) -> dict[str, object]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """One per block."""
-    return sorted(folder.glob("[0-9a-f][0-9a-f]/*"))
+    """One per block; each worker has a folder of its own."""
+    return sorted(folder.glob("0-0/[0-9a-f][0-9a-f]/*"))
 
 
 def test_a_cold_start_hits_everything(lab: Lab, expected: list[Answer], folder: Path) -> None:
@@ -57,9 +66,12 @@ def test_garbled_and_swapped_blocks_are_misses(lab: Lab, expected: list[Answer],
         content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
         path.write_bytes(content)
     with lab.engine(_keeping(folder)) as engine:
+        engine.generate(make_prompts(1, first_length=10, seed=1))  # by now the engine knows what the folder has
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
+        dropped = set(files).difference(_files(folder))
+        assert len(dropped) >= sum(all_hit(PROMPTS)) // BLOCK, "they were not even read"
         engine.reset()
         again = engine.generate(PROMPTS)
     assert tokens_of(again) == tokens_of(expected)

@@ -1,5 +1,7 @@
 """A pool that dies or hangs: requests are answered as if there were none, and soon."""
 
+import time
+
 from vllm_rig import (
     Answer,
     CachePool,
@@ -17,6 +19,7 @@ from vllm_rig import (
 
 PROMPTS = make_prompts()
 PATIENCE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}
+HANGS_AFTER_S = (0, 0.002, 0.005, 0.01, 0.02, 0.04)
 
 
 def _sharing(pool: CachePool) -> dict[str, object]:
@@ -40,21 +43,10 @@ def test_a_pool_that_is_killed_between_runs(lab: Lab, expected: list[Answer], po
 
 
 def test_a_pool_that_hangs_during_a_run(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
-    """First in the middle of loads, then before a request comes, and it is used again when it is back."""
+    """From before the requests come to the middle of their loads, or after. It is used again as soon as it is back."""
     with lab.engine(_sharing(pool)) as engine:
         engine.generate(PROMPTS)
         pool.await_written(num_blocks(PROMPTS))
-        engine.reset(connector=True)
-        engine.begin_generate(PROMPTS)
-        until(lambda: pool.num_read() > 0, "a load has begun")
-        pool.suspend()
-        assert tokens_of(engine.end_generate()) == tokens_of(expected)
-
-        engine.reset(connector=True)
-        answers = engine.generate(PROMPTS)
-        assert tokens_of(answers) == tokens_of(expected)
-        assert cached_of(answers) == none_hit(PROMPTS)
-        pool.resume()
 
         def hits() -> bool:
             engine.reset(connector=True)
@@ -62,4 +54,16 @@ def test_a_pool_that_hangs_during_a_run(lab: Lab, expected: list[Answer], pool: 
             assert tokens_of(answers) == tokens_of(expected)
             return cached_of(answers) == all_hit(PROMPTS)
 
-        until(hits, "the pool is used again")
+        for after_s in HANGS_AFTER_S:
+            engine.reset(connector=True)
+            if after_s == 0:
+                pool.suspend()
+            engine.begin_generate(PROMPTS)
+            time.sleep(after_s)  # not until something: any moment must do
+            pool.suspend()
+            answers = engine.end_generate()
+            assert tokens_of(answers) == tokens_of(expected)
+            if after_s == 0:
+                assert cached_of(answers) == none_hit(PROMPTS)
+            pool.resume()
+            until(hits, "the pool is used again")

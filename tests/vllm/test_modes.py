@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 from vllm_rig import (
+    CROWD_TOKENS,
     Answer,
     Lab,
     all_hit,
     cached_of,
     continued,
+    make_crowd,
     make_prompts,
     none_hit,
     settings,
@@ -17,10 +19,7 @@ from vllm_rig import (
 )
 
 CHUNKED = {"max_num_batched_tokens": 64}
-FEW_BLOCKS = {"num_gpu_blocks_override": 30}
-CROWD = {"count": 8, "first_length": 70}
-CROWD_TOKENS = 120
-"""What `CROWD` and its answers need is more than `FEW_BLOCKS`, while its prompts fit in."""
+FEW_BLOCKS = {"num_gpu_blocks_override": 30, "max_model_len": 512}
 PROMPTS = make_prompts()
 
 MODES: dict[str, dict[str, Any]] = {
@@ -50,17 +49,10 @@ def test_tokens_are_equal_and_prompts_hit(lab: Lab, expected: list[Answer], mode
         assert cached_of(again) == all_hit(turns)
 
 
-@pytest.fixture(scope="module")
-def crowd_expected(lab: Lab) -> list[Answer]:
-    """What vLLM answers to the crowd without a connector, and with blocks for everybody."""
-    with lab.engine() as engine:
-        return engine.generate(make_prompts(**CROWD), num_tokens=CROWD_TOKENS)
-
-
 @pytest.mark.parametrize("mode", [{}, {"async_scheduling": True, **CHUNKED}], ids=["plain", "asynchronous, chunked"])
 def test_preemption(lab: Lab, crowd_expected: list[Answer], mode: dict[str, Any]) -> None:
     """Blocks of preempted requests go to others at once, and what they held comes back by loads."""
-    crowd = make_prompts(**CROWD)
+    crowd = make_crowd()
     with lab.engine(transfer(settings()), **FEW_BLOCKS, **mode) as engine:
         for _ in range(3):
             num_before = engine.counter("vllm:num_preemptions")

@@ -1,6 +1,7 @@
 """Tensor parallelism: each rank writes its part of a block, and a hit is what all of them have."""
 
 from vllm_rig import (
+    BLOCK,
     CachePool,
     Lab,
     all_hit,
@@ -36,4 +37,4 @@ def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool) -> None:
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == all_hit(PROMPTS)
-    assert pool.num_read() == NUM_RANKS * sum(all_hit(PROMPTS)) // 32
+    assert pool.num_read() == NUM_RANKS * sum(all_hit(PROMPTS)) // BLOCK

@@ -7,7 +7,7 @@ import pytest
 from vllm_rig import EngineError, Lab, settings, transfer
 
 from kvtier.errors import ConfigError
-from kvtier_vllm.settings import load_settings
+from kvtier_vllm.settings import load_settings, of_worker
 
 FILE = """
 tenant = "red"
@@ -15,7 +15,7 @@ tenant = "red"
 secret = "file:secret"
 [host]
 capacity_bytes = "64MiB"
-write_policy = "write_back"
+write_policy = "write_through_selective"
 """
 
 
@@ -24,7 +24,7 @@ def test_inline_keys_win_over_the_file_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of more than sixteen bytes")
     config = load_settings({"config": str(tmp_path / "kvtier.toml"), "host": {"capacity_bytes": "32MiB"}}, 32)
     assert int(config.host.capacity_bytes) == 32 << 20
-    assert config.host.write_policy == "write_back"
+    assert config.host.write_policy == "write_through_selective"
     assert config.cache.tokens_per_block == 32
     assert config.chain_secret() == b"a secret of more than sixteen bytes", "relative to the file"
 
@@ -34,16 +34,24 @@ def test_without_a_file_all_is_inline() -> None:
     assert (config.tenant, config.cache.tokens_per_block) == ("red", 64)
 
 
+def test_workers_have_disk_folders_of_their_own() -> None:
+    config = load_settings(settings(disk={"directory": "/kv"}), 32)
+    folders = [of_worker(config, name).disk.directory for name in ("0-0", "0-1", "1-0")]
+    assert folders == [Path("/kv/0-0"), Path("/kv/0-1"), Path("/kv/1-0")]
+    assert of_worker(load_settings(settings(), 32), "0-0").disk.directory is None
+
+
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
         ({"config": "/nowhere/kvtier.toml"}, ["kv_connector_extra_config.config", "/nowhere/kvtier.toml"]),
         (settings(cache={"tokens_per_block": 16}), ["cache.tokens_per_block", "--block-size"]),
+        (settings(disk={"write_policy": "write_back"}), ["disk.write_policy", "write_through"]),
         (settings(hots={}), ["hots", "did you mean 'host'"]),
         (settings(host={"capacity": 1}), ["host.capacity", "did you mean 'capacity_bytes'"]),
         (settings() | {"tenant": "blue"}, ["tenant", "'blue' has no table"]),
     ],
-    ids=["no file", "block size", "unknown table", "unknown key", "unknown tenant"],
+    ids=["no file", "block size", "write policy", "unknown table", "unknown key", "unknown tenant"],
 )
 def test_errors_name_key_and_remedy(extra: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(ConfigError) as error:

@@ -30,11 +30,14 @@ BLOCK = 32
 """Tokens of a block; vLLM on the CPU wants multiples of 32."""
 NUM_TOKENS = 40
 """Generated per request: enough to fill a block."""
+CROWD_TOKENS = 120
+"""Generated per request of the crowd: then it needs more than 30 blocks, into which its prompts fit."""
 VOCABULARY = 2000
 TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
 """Of tenants, for the pool."""
 ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",  # where cores are shared, threads that wait for each other in a loop take for ever
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -59,6 +62,10 @@ def make_prompts(count: int = 4, *, first_length: int = 300, seed: int = 0) -> l
         [(7 * i * i + 3 * i + number + 100 * seed) % VOCABULARY + 3 for i in range(first_length + 10 * number)]
         for number in range(count)
     ]
+
+
+def make_crowd() -> list[list[int]]:
+    return make_prompts(8, first_length=70)
 
 
 def continued(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], num_tokens: int) -> list[list[int]]:
@@ -288,8 +295,10 @@ class Lab:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_S)
+            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                process.communicate(timeout=STOP_S)
+                process.stdin.close()
 
 
 class CachePool:
@@ -314,8 +323,7 @@ class CachePool:
 
     def kill(self) -> None:
         """SIGKILL; waits."""
-        self._service.process.kill()
-        self._service.process.communicate(timeout=STOP_S)
+        self._service.kill()
 
     def suspend(self) -> None:
         """SIGSTOP: connections stay, and nobody answers."""
