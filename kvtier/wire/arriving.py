@@ -7,7 +7,9 @@ from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
 
 PIECE_BYTES = 256 << 10
+"""What is received and then looked at: well within a core's second-level cache."""
 MAX_PIECE_BYTES = 2 << 20
+"""Of a caller who knows better, see `receive_blocks`."""
 _WASTE = memoryview(bytearray(MAX_PIECE_BYTES))
 """Where the bytes of blocks go that nobody wants. Written by all threads, read by none."""
 
