@@ -26,6 +26,8 @@ from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
 
 _MIN_SLOTS = 16
+_COPY_BYTES, _COPY_BLOCKS = 64 << 20, 1024
+"""Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ def directory_half(
         metrics=metrics,
         settings=DirectorySettings(
             batch_blocks=config.cache.batch_blocks,
+            copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
             saving_fraction=config.cache.saving_fraction,
             load_deadline_s=config.cache.load_deadline_s,
             lookup_deadline_s=config.cache.lookup_deadline_s,

@@ -6,18 +6,23 @@ slot, preallocated and pre-faulted, because a copy into fresh pages runs at a te
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.copy_ranges import Ranges, copy_from, copy_to, ranges_of
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
 from kvtier.tiers import memfd
 from kvtier.tiers.memory import map_memory
 
 Bytes2D = npt.NDArray[np.uint8]
 """`[rows, bytes]`, uint8; each row is contiguous."""
+
+
+_FEW = 2
+"""Copies for which it is not worth while to put them into one call."""
 
 
 class Arena:
@@ -128,6 +133,8 @@ class HostMemoryKV:
         ends = np.cumsum([part.shape[1] for part in parts]).tolist()
         self._columns = [slice(end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
         """Of each part in an arena slot."""
+        self._copies_ranges = True
+        """Whether the system copies many ranges at once, as far as is known."""
         self._scattering = threading.Lock()
         """Held by the one scatter that copies. One core's copy is nearly as fast as the memory; a second one beside it
         would take the engine's core, while the next batch can be read."""
@@ -141,18 +148,53 @@ class HostMemoryKV:
         return int(self._columns[-1].stop)
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        runs = self._checked_runs(device_slots, arena, arena_slots)
+        if self._in_one_call(copy_from, runs, device_slots, arena, arena_slots):
+            return
         rows = arena.rows
-        for device_run, arena_run in _runs(device_slots, arena_slots):
+        for device_run, arena_run in runs:
             for part, columns in zip(self._parts, self._columns, strict=True):
                 np.copyto(rows[arena_run, columns], part[device_run])
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        rows = arena.rows
-        runs = list(_runs(arena_slots, device_slots))
+        runs = self._checked_runs(device_slots, arena, arena_slots)
         with self._scattering:
-            for arena_run, device_run in runs:
+            if self._in_one_call(copy_to, runs, device_slots, arena, arena_slots):
+                return
+            rows = arena.rows
+            for device_run, arena_run in runs:
                 for part, columns in zip(self._parts, self._columns, strict=True):
                     np.copyto(part[device_run], rows[arena_run, columns])
+
+    def _checked_runs(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]
+    ) -> list[tuple[slice, slice]]:
+        """Raises `InvalidInputError` rather than let a copy touch other memory."""
+        if self.block_bytes > arena.slot_bytes:
+            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {arena.slot_bytes}")
+        for slots, num_slots in ((device_slots, self.num_blocks), (arena_slots, arena.num_slots)):
+            if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+                raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
+        return list(_runs(device_slots, arena_slots))
+
+    def _in_one_call(
+        self,
+        copy: Callable[[Ranges, Ranges], bool],
+        runs: Sequence[object],
+        device_slots: Sequence[int],
+        arena: Arena,
+        arena_slots: Sequence[int],
+    ) -> bool:
+        """False: nothing, or not all, was copied: in few pieces numpy does it as well, and others never do."""
+        if not self._copies_ranges or len(runs) * len(self._parts) <= _FEW:
+            return False
+        parts = [(part.ctypes.data, part.strides[0]) for part in self._parts]
+        columns = [(arena.rows.ctypes.data + column.start, arena.slot_bytes) for column in self._columns]
+        widths = [part.shape[1] for part in self._parts]
+        device = ranges_of(device_slots, parts, widths)
+        host = ranges_of(arena_slots, columns, widths)
+        self._copies_ranges = copy(device, host)
+        return self._copies_ranges
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:

@@ -1,8 +1,9 @@
-"""`kvtier bench fetch` moves real blocks through a real pool, and reports both ways."""
+"""`kvtier bench fetch` and `clean-ahead` move real blocks, and report what came of it."""
 
 import json
 from pathlib import Path
 
+from kvtier.bench.clean_ahead import bench_clean_ahead
 from kvtier.bench.fetch import bench_fetch
 
 
@@ -15,3 +16,12 @@ def test_both_ways_are_reported(tmp_path: Path) -> None:
     ]
     assert all(case["gb_per_s"] > 0 for case in found["cases"])
     assert [note.split(":")[0] for note in found["notes"]] == ["process", "threads"]
+
+
+def test_what_was_evicted_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "clean.json"
+    bench_clean_ahead(json=out, payload_bytes=65_536, blocks=32, depth=16, rates="0.001,0.1", seconds=0.3)
+    slow, fast = (case["figures"] for case in json.loads(out.read_text())["cases"])
+    assert slow["evicted"] < fast["evicted"]
+    assert 0 <= fast["clean_share"] <= 1
+    assert slow["clean_share"] == 1

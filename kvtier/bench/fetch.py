@@ -50,11 +50,13 @@ def bench_fetch(
     against the same loop while nothing is fetched.
     """
     keep_freed_memory()
-    batches = {"batch_blocks": batch} | ({} if load_threads is None else {"load_threads": load_threads})
+    settings: dict[str, object] = {"batch_blocks": batch, "load_deadline_s": _PATIENCE_S}
+    if load_threads is not None:
+        settings["load_threads"] = load_threads
     with working_folder() as folder, ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, 2 * payload_bytes * blocks + (64 << 20)))
         fetches = {
-            name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**batches, "io_process": io_process}))
+            name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**settings, "io_process": io_process}))
             for name, io_process in (("process", True), ("threads", False))
         }
         subjects = {}
@@ -176,7 +178,8 @@ def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[s
     )
     kv = np.random.default_rng(0).integers(0, 256, (num_blocks, payload_bytes), dtype=np.uint8)
     hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
-    blocks = list(zip(hashes, range(num_blocks), strict=True))
+    # As in an engine that has been running for a while: a prefix is spread over the device.
+    blocks = list(zip(hashes, np.random.default_rng(1).permutation(num_blocks).tolist(), strict=True))
     with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=CollectorRegistry()) as built:
         built.hierarchy.start_save(blocks)
         _wait_for_pool(built, hashes)

@@ -68,7 +68,8 @@ class CacheConfig(Section):
     """Unit of hashing, sharing and transfer. Smaller hits more tokens, larger moves faster. Engines that
     differ do not share."""
     batch_blocks: Count = 32
-    """Blocks per transfer. Smaller overlaps reads and copies better, larger has fewer round trips."""
+    """Blocks per transfer, or 64 MiB of them between device and host memory, if that is more. Smaller overlaps reads
+    and copies better, larger has fewer round trips."""
     load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
     """Transfers at a time. 2 overlap reading and copying, for which there must be two cores beside the engine's: the
     default, but 1 on machines with two. More help tiers with latency. On CUDA each takes 64 MiB of device memory."""

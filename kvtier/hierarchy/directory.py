@@ -176,7 +176,7 @@ class Directory:
                 continue
             self._num_saving += 1
             entries[index] = entry
-        for indexes in chunks(list(entries), self._settings.batch_blocks):
+        for indexes in chunks(list(entries), self._settings.batch_of(HOST)):
             batch = self._open_batch(job, indexes, "", [entries[i] for i in indexes])
             self._send(SaveBatch(batch.batch_id, self._owed.at_once, *batch.columns()))
         if not entries:
@@ -357,7 +357,7 @@ class Directory:
                 by_source.setdefault(source, {})[index] = entry
         job.queued = deque(sorted(waiting))
         for source, entries in by_source.items():
-            for indexes in chunks(list(entries), self._settings.batch_blocks):
+            for indexes in chunks(list(entries), self._settings.batch_of(source)):
                 batch = self._open_batch(job, indexes, source, [entries[i] for i in indexes])
                 self._send(LoadBatch(batch.batch_id, source, *batch.columns()))
 

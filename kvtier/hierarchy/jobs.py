@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from kvtier.hierarchy.messages import HOST
 from kvtier.keys import ChainHash
 from kvtier.tiers.slot_index import Entry
 from kvtier.tiers.write_policy import WritePolicy
@@ -21,6 +22,9 @@ class DirectorySettings:
 
     batch_blocks: int = 32
     """Blocks per message. Smaller overlaps reads and copies better, larger has fewer round trips."""
+    copy_batch_blocks: int = 0
+    """The same, where it is more, between device and host memory alone: nothing overlaps there, and a mover's thread
+    waits for the interpreter several times per message, 5 ms each if the engine's thread is busy."""
     saving_fraction: float = 0.5
     """Share of the arena that saves may hold while lower tiers are written; beyond it, saves are dropped.
     Small drops saves in bursts, large lets a slow tier crowd out loads."""
@@ -43,6 +47,10 @@ class DirectorySettings:
     Small forgets blocks in bursts, large writes some that are used again."""
     max_counted_uses: int = 262_144
     """Blocks whose uses are remembered, about 150 bytes each."""
+
+    def batch_of(self, tier: str) -> int:
+        """Blocks per message that moves some between the device and this tier."""
+        return max(self.batch_blocks, self.copy_batch_blocks) if tier == HOST else self.batch_blocks
 
 
 @dataclass(frozen=True, slots=True)
