@@ -5,6 +5,7 @@ buffer on the device, and runs of adjacent slots are then one DMA each; on the w
 """
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -18,6 +19,7 @@ from torch import Tensor
 from kvtier.errors import InvalidInputError
 from kvtier.transfer import Arena
 from kvtier_kernels.block_copy import block_copy
+from kvtier_kernels.part_copy import Parts, part_copy
 
 _log = logging.getLogger(__name__)
 _HOST_REGISTER_PORTABLE = 1
@@ -56,24 +58,33 @@ class CudaKV:
     """
 
     def __init__(
-        self, blocks: Tensor, *, staging_bytes: int = 64 * 2**20, num_lanes: int = 3, cuda: Any = torch.cuda
+        self, *parts: Tensor, staging_bytes: int = 64 * 2**20, num_lanes: int = 3, cuda: Any = torch.cuda
     ) -> None:
         """Call it in the engine's thread: the stream that is current there is taken for the engine's.
 
         Allocates `num_lanes * staging_bytes` on the device, and compiles the kernel: a second, the first time.
 
-        :param blocks: uint8 `[num_blocks, block_bytes]` on the device, rows contiguous: a view, nothing is copied.
+        :param parts: of all blocks, e.g. one per layer, each uint8 `[num_blocks, part_bytes]` on the device, rows
+            contiguous: views, nothing is copied. A block is its parts, one after the other.
         :param staging_bytes: of one lane; larger batches go in several parts. At least one block is taken.
         :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
         """
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.stride(1) != 1:
+        for part in parts:
+            if part.dim() != 2 or part.dtype != torch.uint8 or part.stride(1) != 1:
+                raise InvalidInputError(
+                    f"KV of shape {list(part.shape)}, {part.dtype}, strides {list(part.stride())}: "
+                    "need a uint8 view of [num_blocks, part_bytes] with contiguous rows"
+                )
+        if len({(part.size(0), part.device) for part in parts}) != 1:
             raise InvalidInputError(
-                f"KV of shape {list(blocks.shape)}, {blocks.dtype}, strides {list(blocks.stride())}: "
-                "need a uint8 view of [num_blocks, block_bytes] with contiguous rows"
+                f"KV in {len(parts)} parts of {[len(part) for part in parts]} blocks: "
+                "need the same of each, on one device"
             )
-        self._blocks, self._cuda = blocks, cuda
-        self._engine_stream = cuda.current_stream(blocks.device)
+        self._parts, self._cuda = _alike(parts), cuda
+        self._num_blocks, self._device = parts[0].size(0), parts[0].device
+        self._block_bytes = sum(part.size(1) for part in parts)
+        self._engine_stream = cuda.current_stream(self._device)
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()  # its own lock; holds those not in use
         rows = max(1, min(staging_bytes // self.block_bytes, self.num_blocks))
         for _ in range(num_lanes):
@@ -82,23 +93,22 @@ class CudaKV:
         self._pinned: dict[Arena, Tensor] = {}  # guarded by _lock; all bytes of the arena as rows
         self._registered: list[int] = []  # guarded by _lock; addresses to give back
         with self._lane() as lane:
-            first = lane.staging_rows[:1]
-            block_copy(self._blocks, first, lane.staging, first)
+            self._copy(lane.staging_rows[:1], lane, gather=True)
 
     @property
     def num_blocks(self) -> int:
-        return self._blocks.size(0)
+        return self._num_blocks
 
     @property
     def block_bytes(self) -> int:
-        return self._blocks.size(1)
+        return self._block_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
         pairs, host = self._checked(arena, arena_slots, device_slots), self._host_rows(arena)
         with self._lane() as lane:
             for part in _parts(pairs, lane.staging.size(0)):
-                block_copy(self._blocks, self._device_slots(part), lane.staging, lane.staging_rows[: len(part)])
+                self._copy(self._device_slots(part), lane, gather=True)
                 for run in _runs(part, adjacent=host.is_contiguous()):
                     _host_run(host, run).copy_(_staged(lane, run), non_blocking=True)
 
@@ -109,7 +119,7 @@ class CudaKV:
             for part in _parts(pairs, lane.staging.size(0)):
                 for run in _runs(part, adjacent=host.is_contiguous()):
                     _staged(lane, run).copy_(_host_run(host, run), non_blocking=True)
-                block_copy(lane.staging, lane.staging_rows[: len(part)], self._blocks, self._device_slots(part))
+                self._copy(self._device_slots(part), lane, gather=False)
 
     def close(self) -> None:
         """Unpins the arenas. Call it when no copy is under way and none will come. Idempotent."""
@@ -119,12 +129,24 @@ class CudaKV:
             self._registered.clear()
             self._pinned.clear()
 
+    def _copy(self, device_slots: Tensor, lane: _Lane, *, gather: bool) -> None:
+        """Between these blocks and the first rows of the lane's staging buffer, on its stream."""
+        rows, start = lane.staging_rows[: device_slots.size(0)], 0
+        for parts in self._parts:
+            staging = lane.staging[:, start : start + parts.block_bytes]
+            start += parts.block_bytes
+            if len(parts.tensors) > 1:
+                part_copy(parts, device_slots, staging, rows, gather=gather)
+            elif gather:
+                block_copy(parts.tensors[0], device_slots, staging, rows)
+            else:
+                block_copy(staging, rows, parts.tensors[0], device_slots)
+
     def _new_lane(self, rows: int) -> _Lane:
-        device = self._blocks.device
         return _Lane(
-            stream=self._cuda.Stream(device),
-            staging=torch.empty((rows, self.block_bytes), dtype=torch.uint8, device=device),
-            staging_rows=torch.arange(rows, device=device),
+            stream=self._cuda.Stream(self._device),
+            staging=torch.empty((rows, self.block_bytes), dtype=torch.uint8, device=self._device),
+            staging_rows=torch.arange(rows, device=self._device),
         )
 
     @contextlib.contextmanager
@@ -159,7 +181,7 @@ class CudaKV:
 
     def _device_slots(self, part: Pairs) -> Tensor:
         slots = torch.tensor([device_slot for _, device_slot in part], dtype=torch.int64)
-        return slots.to(self._blocks.device, non_blocking=True)
+        return slots.to(self._device, non_blocking=True)
 
     def _host_rows(self, arena: Arena) -> Tensor:
         """uint8 `[num_slots, block_bytes]`, pinned if the system lets us."""
@@ -184,7 +206,13 @@ class CudaKV:
             )  # fmt: skip
             # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._blocks.device)
+                torch.zeros(1, device=self._device)
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Parts]:
+    """Those that follow one another and have size and stride in common: a launch moves all of them."""
+    groups = itertools.groupby(tensors, key=lambda tensor: (tensor.size(1), tensor.stride(0)))
+    return [Parts.of(list(group)) for _, group in groups]
 
 
 def _parts(pairs: Pairs, most: int) -> Iterator[Pairs]:

@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvtier_kernels import block_copy as block_copy_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
+from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
@@ -151,6 +152,22 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
     index = torch.zeros(3, dtype=torch.int64)
     with recorded(block_copy_module, divmod(chip, 10)) as launches:
         block_copy_module.block_copy(blocks, index, staging, index)
+    ptx = compiled(launches[0], chip, tmp_path)
+    assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
+    assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
+def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int, tmp_path: Path) -> None:
+    kv, staging = (
+        torch.empty((3, 4, part_bytes), dtype=torch.uint8),
+        torch.empty((4, 3 * part_bytes), dtype=torch.uint8),
+    )
+    index = torch.zeros(3, dtype=torch.int64)
+    with recorded(part_copy_module, divmod(chip, 10)) as launches:
+        part_copy_module.part_copy(part_copy_module.Parts.of(kv.unbind()), index, staging, index, gather=gather)
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
     assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide

@@ -1,15 +1,34 @@
 """All that depends on vLLM's version, and what its configuration must be for this connector."""
 
+import logging
+
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
-_KINDS = (FullAttentionSpec, MLAAttentionSpec)
+_KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exactly: KV of some of their subclasses depends on more than the tokens before it."""
+
+
+def log_as_vllm_does() -> None:
+    """Shows what kvtier logs where vLLM logs, unless the application has its own way: vLLM sets up its own only."""
+    theirs = logging.getLogger("vllm")
+    for name in ("kvtier", "kvtier_vllm"):
+        logger = logging.getLogger(name)
+        if not logger.hasHandlers():
+            logger.handlers = list(theirs.handlers)
+            logger.setLevel(theirs.level)
 
 
 def require_version() -> None:
@@ -31,14 +50,32 @@ def require_recompute(config: VllmConfig) -> None:
 
 
 def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens in a block of the only KV group. Raises `ConfigError` for models whose KV is of another kind."""
+    """Tokens in a block of every KV group. Raises `ConfigError` for models whose KV is of another kind."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _KINDS:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(f"kvtier keeps the KV of models with full attention in one group; this one has: {kinds}")
+    specs = [spec for group in groups for spec in _specs_of(group.kv_cache_spec)]
+    if not specs or any(type(spec) not in _KINDS for spec in specs):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ConfigError(f"kvtier keeps the KV of full and of sliding-window attention; this model has: {kinds}")
+    sizes = {int(spec.block_size) for spec in specs}
+    if len(sizes) != 1:
+        raise ConfigError(f"KV groups with blocks of {sorted(sizes)} tokens: kvtier needs the same in all of them")
     if config.speculative_config is not None:
         raise ConfigError("kvtier was not tried with speculative decoding: leave out speculative_config")
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
-    return int(groups[0].kv_cache_spec.block_size)
+    return sizes.pop()
+
+
+def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether tensor-parallel ranks all have the whole KV, rather than some heads each: latent attention does."""
+    return all(
+        type(spec) is MLAAttentionSpec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in _specs_of(group.kv_cache_spec)
+    )
+
+
+def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Of the layers, where they differ in size."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_vllm import compat
+from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
@@ -50,12 +51,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises `ConfigError`: another vLLM, another failure policy, a model or a configuration that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.log_as_vllm_does()
         compat.require_version()
         compat.require_recompute(vllm_config)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         config = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler = SchedulerSide(config, tokens_per_block) if is_scheduler else None
+        groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks)
+        self._scheduler = SchedulerSide(config, tokens_per_block, groups) if is_scheduler else None
         self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
 
     @property
@@ -136,12 +139,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._on_scheduler().deliver(answers)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler().finish(request, block_ids)
+        return self._on_scheduler().finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler().finish(request, block_ids[0])
+        return self._on_scheduler().finish(request, block_ids)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         return self._on_scheduler().sources(request) if num_external_tokens else {}

@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 
 from kvtier.hierarchy.messages import Copied, SaveBatch, decode
+from kvtier_vllm.groups import KVGroups
 
 
 class CopiesUnderWay:
     """Save batches that some rank may still be reading from the device. Scheduler thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: KVGroups) -> None:
         self.num_ranks = 1
+        self._groups = groups
         self._ranks: dict[int, set[int]] = {}
         """By batch: ranks that have copied it."""
         self._device_blocks: dict[int, list[int]] = {}
@@ -26,8 +28,9 @@ class CopiesUnderWay:
             message = decode(data)
             if isinstance(message, SaveBatch):
                 self._ranks[message.batch_id] = set()
-                self._device_blocks[message.batch_id] = message.device_slots
-                self._batch_of.update(dict.fromkeys(message.device_slots, message.batch_id))
+                device_blocks = self._groups.device_blocks(message.device_slots)
+                self._device_blocks[message.batch_id] = device_blocks
+                self._batch_of.update(dict.fromkeys(device_blocks, message.batch_id))
 
     def end(self, rank: int, messages: Iterable[bytes]) -> None:
         """A mover's answers."""

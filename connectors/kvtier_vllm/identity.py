@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from vllm.config import VllmConfig
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
 from kvtier.weights_digest import weights_digest
-from kvtier_vllm.paged_kv import layout_of
+from kvtier_vllm.paged_kv import pages_of
 
+DIGESTS = Path("~/.cache/kvtier").expanduser()
+"""Where digests of weights are remembered."""
 _LABEL = b"kvtier.vllm.model.v1"
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
 """Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
@@ -22,7 +24,7 @@ _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_imple
 
 def namespace_of(
     config: VllmConfig,
-    layers: Mapping[str, Tensor],
+    groups: Sequence[Mapping[str, Tensor]],
     *,
     num_blocks: int,
     tp_rank: int,
@@ -31,18 +33,20 @@ def namespace_of(
 ) -> Namespace:
     """The namespace of one worker.
 
-    :param layers: its paged KV, as vLLM registers it.
+    :param groups: its paged KV, as vLLM registers it, by KV group.
+    :param tp_rank: 0 in all ranks if they hold the same.
     :param digests: folder in which digests of weights are remembered.
     """
     model, parallel = config.model_config, config.parallel_config
     attention = config.compilation_config.static_forward_context
+    layers = {name: layer for group in groups for name, layer in group.items()}
     backends = sorted({_backend(attention[name]) for name in layers})
     first = next(iter(layers.values()))
     return Namespace(
-        weights_digest=_model_digest(config, digests),
+        weights_digest=model_digest(config, digests),
         dtype=str(model.dtype),
         kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}",
-        physical_layout=_layout(layers, num_blocks),
+        physical_layout=_layout(groups, num_blocks),
         backend=f"vllm-{'.'.join(vllm.__version__.split('.')[:2])} {first.device.type} {' '.join(backends)}",
         num_layers=len(layers),
         num_kv_heads=model.get_num_kv_heads(parallel),
@@ -58,13 +62,17 @@ def _backend(layer: Any) -> str:
     return str(layer.get_attn_backend().get_name())
 
 
-def _layout(layers: Mapping[str, Tensor], num_blocks: int) -> str:
-    """Of a block: which layers are in it, and how."""
-    described = "\n".join(f"{name} {layout_of(layer, num_blocks)}" for name, layer in layers.items())
+def _layout(groups: Sequence[Mapping[str, Tensor]], num_blocks: int) -> str:
+    """Of a block of each group: which layers are in it, and how."""
+    described = "\n".join(
+        f"{number} {name} {pages_of(layer, num_blocks).layout}"
+        for number, group in enumerate(groups)
+        for name, layer in group.items()
+    )
     return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _model_digest(config: VllmConfig, digests: Path) -> bytes:
+def model_digest(config: VllmConfig, digests: Path) -> bytes:
     """Of the weights' content, and of all that says how they are used."""
     folder = Path(config.model_config.model)
     files = sorted(folder.glob("*.safetensors"))

@@ -1,6 +1,9 @@
 """vLLM's paged KV as kvtier moves it: whole pages as bytes, a block being the pages of all layers."""
 
-from collections.abc import Iterable
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,50 +12,79 @@ from kvtier.errors import ConfigError
 from kvtier.transfer import DeviceKV, HostMemoryKV
 
 
-def pages_of(layer: Tensor, num_blocks: int) -> list[Tensor]:
-    """uint8 views `[num_blocks, page_bytes]` of one layer's KV: one, or two where keys and values lie apart.
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's KV."""
 
-    Dimensions inside a page may be in any order in memory, as long as it has no holes; pages may be padded.
+    pages: list[Tensor]
+    """uint8 views `[num_blocks, page_bytes]`: one, or several where e.g. keys and values, or heads, lie apart."""
+    layout: str
+    """What a block of the layer has at which byte, whatever the number of blocks."""
 
+
+def pages_of(layer: Tensor, num_blocks: int) -> LayerPages:
+    """The pages of one layer.
+
+    Dimensions may be in any order in memory, as long as what is within a block has no holes; pages may be padded.
+
+    :param layer: blocks in dimension 0, or in dimension 1 behind keys and values.
     :param num_blocks: of the layer. Kernels may see each as several smaller ones, which follow one another.
-    :raises ConfigError: no such view exists.
+    :raises ConfigError: no such views exist.
     """
-    if layer.dim() > 1 and layer.size(0) % num_blocks == 0:
-        halves = [layer]
-    elif layer.dim() > 2 and layer.size(1) % num_blocks == 0:
-        halves = list(layer.unbind(0))
-    else:
+    dim = next((dim for dim in range(min(2, layer.dim() - 1)) if layer.size(dim) % num_blocks == 0), None)
+    if dim is None:
         raise _unknown(layer, num_blocks)
-    pages: list[Tensor] = []
-    for half in halves:
-        by_stride = sorted(range(1, half.dim()), key=half.stride, reverse=True)
-        half = half.permute(0, *by_stride)
-        if not half[0].is_contiguous():
-            raise _unknown(layer, num_blocks)
-        rows = half.flatten(1).view(torch.uint8)
-        if rows.size(0) != num_blocks:
-            if not rows.is_contiguous():
-                raise _unknown(layer, num_blocks)
-            rows = rows.view(num_blocks, -1)
-        pages.append(rows)
-    return pages
+    others = sorted((d for d in range(layer.dim()) if d != dim), key=layer.stride, reverse=True)
+    # With more than a block between its neighbours, a dimension is not within blocks: blocks are within it.
+    outer = [d for d in others if layer.size(d) > 1 and layer.stride(d) > layer.stride(dim)]
+    inner = [d for d in others if d not in outer]
+    view = layer.permute(*outer, dim, *inner)
+    places = itertools.product(*(range(layer.size(d)) for d in outer))
+    pages = [_rows(view[place], layer, num_blocks) for place in places]
+    described = [[(d, layer.size(d)) for d in outer], [(d, layer.size(d)) for d in inner]]
+    return LayerPages(pages, f"{dim} {described} {layer.size(dim) // num_blocks} {layer.dtype}")
 
 
-def layout_of(layer: Tensor, num_blocks: int) -> str:
-    """What a page of this layer has at which byte, whatever the number of blocks."""
-    parts = [layer] if layer.size(0) % num_blocks == 0 else list(layer.unbind(0))
-    return " ".join(f"{list(part.shape[1:])}/{list(part.stride()[1:])}/{part.dtype}" for part in parts)
+def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
+    """:param part: blocks in dimension 0, the others in their order in memory."""
+    if not part[0].is_contiguous():
+        raise _unknown(layer, num_blocks)
+    rows = part.flatten(1).view(torch.uint8)
+    if rows.size(0) == num_blocks:
+        return rows
+    if not rows.is_contiguous():
+        raise _unknown(layer, num_blocks)
+    return rows.view(num_blocks, -1)
 
 
-def device_kv(layers: Iterable[Tensor], num_blocks: int) -> DeviceKV:
-    """Moves blocks of these layers. The tensors must outlive it.
+@contextlib.contextmanager
+def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
+    """Moves blocks of these layers. Enter it in vLLM's thread; leave it after the last copy.
 
-    :raises ConfigError: memory of a kind that is not moved yet.
+    :param num_copies: at a time; more callers wait. Each takes up to 64 MiB of a CUDA device for staging.
+    :raises ConfigError: memory of a kind that is not moved, or no room for that.
     """
     tensors = list(layers)
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise ConfigError(f"kvtier moves vLLM's KV in host memory only so far; this is on {tensors[0].device}")
-    return HostMemoryKV(*(page.numpy() for tensor in tensors for page in pages_of(tensor, num_blocks)))
+    pages = [page for tensor in tensors for page in pages_of(tensor, num_blocks).pages]
+    device = tensors[0].device
+    if device.type == "cpu":
+        yield HostMemoryKV(*(page.numpy() for page in pages))
+        return
+    if device.type != "cuda":
+        raise ConfigError(f"kvtier moves vLLM's KV in host memory and on CUDA; this is on {device}")
+    # Imported here: it needs triton, and engines on CPU do not.
+    from kvtier.transfer_cuda import CudaKV
+
+    try:
+        cuda_kv = CudaKV(*pages, num_lanes=num_copies)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 64 MiB; lower it"
+        ) from error
+    try:
+        yield cuda_kv
+    finally:
+        cuda_kv.close()
 
 
 def _unknown(layer: Tensor, num_blocks: int) -> ConfigError:

@@ -6,25 +6,26 @@ from vllm.v1.request import Request
 
 from kvtier.keys import CHAIN_START, ChainHash, Extra, PrefixHasher
 
-_SALT = "cache_salt"
+_SALT, _ADAPTER = "cache_salt", "lora"
 
 
 class RequestKeys:
     """The hashes of one request's full blocks, made as its tokens become known. Scheduler thread only."""
 
-    def __init__(self, request: Request, hasher: PrefixHasher) -> None:
-        self._request, self._hasher = request, hasher
+    def __init__(self, request: Request, hasher: PrefixHasher, *, adapter: bytes | None = None) -> None:
+        """:param adapter: digest of the request's adapter, if it has one."""
+        self._request, self._hasher, self._adapter = request, hasher, adapter
         self._hashes: list[ChainHash] = []
 
     @staticmethod
     def cover(request: Request) -> bool:
-        """Whether keys say all that this request's KV depends on.
+        """Whether keys say all that this request's KV depends on, with the digest of its adapter.
 
-        Not with embeddings in place of tokens, not with an adapter, of which nothing is known but its name, not with
-        images, which vLLM may name by a counter or as the client likes, and not where tokens may become others.
+        Not with embeddings in place of tokens, not with images, which vLLM may name by a counter or as the client
+        likes, and not where tokens may become others.
         """
         has_tokens = request.prompt_embeds is None and not request.mm_features and not request.resumable
-        return has_tokens and request.lora_request is None and request.pooling_params is None
+        return has_tokens and request.pooling_params is None
 
     def first(self, num_blocks: int) -> list[ChainHash]:
         """Of the first so many blocks, as far as their tokens are known."""
@@ -39,5 +40,8 @@ class RequestKeys:
 
     def _extras(self, start: int) -> dict[int, Iterable[Extra]]:
         """By block, counted from `start`. What the first block depends on is in the hashes of all that follow."""
+        if start:
+            return {}
         salt = self._request.cache_salt
-        return {0: [Extra(_SALT, salt.encode(), 0)]} if start == 0 and salt is not None else {}
+        named = ((_SALT, None if salt is None else salt.encode()), (_ADAPTER, self._adapter))
+        return {0: [Extra(kind, data, 0) for kind, data in named if data is not None]}

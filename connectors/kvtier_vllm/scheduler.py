@@ -22,7 +22,10 @@ from kvtier.hierarchy.jobs import Block
 from kvtier.hierarchy.planner import AlwaysFetch, Planner
 from kvtier.keys import NamespaceId
 from kvtier.metrics import Metrics
+from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.copies import CopiesUnderWay
+from kvtier_vllm.groups import KVGroups
+from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.request_keys import RequestKeys
 from kvtier_vllm.stats import KvtierStats, sources_of
@@ -62,9 +65,11 @@ class _Load:
 class SchedulerSide:
     """Scheduler thread only. Nothing blocks."""
 
-    def __init__(self, config: Config, tokens_per_block: int, *, planner: Planner | None = None) -> None:
+    def __init__(
+        self, config: Config, tokens_per_block: int, groups: KVGroups, *, planner: Planner | None = None
+    ) -> None:
         self._config = config
-        self._size = tokens_per_block
+        self._size, self._groups = tokens_per_block, groups
         self._planner = planner or AlwaysFetch()
         self._stack = contextlib.ExitStack()
         self._half: DirectoryHalf | None = None
@@ -75,7 +80,9 @@ class SchedulerSide:
         """By job."""
         self._ended: dict[str, list[int]] = {}
         """For the next step: see `StepMetadata.ended`."""
-        self._copies = CopiesUnderWay()
+        self._adapters = Adapters(DIGESTS)
+        self._stack.callback(self._adapters.close)
+        self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
         self._allocated: set[int] = set()
         """Device blocks allocated since the last step for requests that are not in it."""
@@ -109,8 +116,13 @@ class SchedulerSide:
         """A new request."""
         if self._half is None or not RequestKeys.cover(request):
             return
+        adapter = None
+        if request.lora_request is not None:
+            adapter = self._adapters.digest(request.lora_request)
+            if adapter is None:
+                return
         params = _params_of(request)
-        keys = RequestKeys(request, self._half.hasher)
+        keys = RequestKeys(request, self._half.hasher, adapter=adapter)
         self._requests[request.request_id] = _Request(request, keys, saves=not params.get("no_store", False))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -125,13 +137,16 @@ class SchedulerSide:
         if known.asked != wanted:
             self._forget_lookup(known)
             known.asked = wanted
-            known.ticket = self._directory.start_lookup(known.keys.first(wanted.stop)[wanted.start :])
+            keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
+            known.ticket = self._directory.start_lookup(keys)
         if known.ticket is not None:
             statuses = self._directory.poll_lookup(known.ticket)
             if statuses is None:
                 return None, False
             known.ticket = None
-            known.tiers = [status.tier for status in statuses[: self._planner.blocks_to_fetch(statuses)]]
+            # A hit is what all groups have.
+            num_hits = self._planner.blocks_to_fetch(statuses) // self._groups.num_groups
+            known.tiers = [status.tier for status in statuses[:: self._groups.num_groups][:num_hits]]
         num_hits = len(known.tiers or ())
         return num_hits * self._size, num_hits > 0
 
@@ -144,10 +159,11 @@ class SchedulerSide:
             self._forget_lookup(known)  # should it be asked again, e.g. after a preemption, all may have changed
             return
         first, count = known.asked.start, num_external_tokens // self._size
-        device_blocks = blocks.get_block_ids()[0][first : first + count]
-        hashes = known.keys.first(first + count)[first:]
+        span = range(first, first + count)
+        to_load = self._groups.blocks(known.keys.first(span.stop), blocks.get_block_ids(), span)
+        device_blocks = self._groups.device_blocks(slot for _, slot in to_load)
         self._allocated.update(device_blocks)
-        job = self._directory.start_load(list(zip(hashes, device_blocks, strict=True)))
+        job = self._directory.start_load(to_load)
         self._loads[job] = _Load(request.request_id, device_blocks)
         known.sources = (known.tiers or [])[:count]
         self._forget_lookup(known)
@@ -173,7 +189,7 @@ class SchedulerSide:
         self._allocated = set()
         step.flush = self._copies.of(written)
         unsaved, self._unsaved = self._unsaved, []
-        blocks = [block for block in unsaved if block[1] not in written]
+        blocks = [block for block in unsaved if block[1] % self._groups.num_blocks not in written]
         for request_id, num_tokens in _computed_tokens(output):
             blocks += self._newly_full(request_id, num_tokens)
         if blocks:
@@ -193,8 +209,8 @@ class SchedulerSide:
             self._directory.deliver(rank, messages)
         self._note_results()
 
-    def finish(self, request: Request, device_blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; its device blocks are vLLM's at once."""
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; its device blocks, by KV group, are vLLM's at once."""
         known = self._requests.pop(request.request_id, None)
         if known is None or self._directory is None:
             return False, None
@@ -206,9 +222,7 @@ class SchedulerSide:
         if known.saves and not known.is_tombstoned:  # vLLM may not have heard yet that its load has failed
             # Tokens whose KV is there: all but the last one, which was not put into the model.
             num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self._size
-            num_full = min(num_full, len(device_blocks))
-            hashes = known.keys.first(num_full)[known.num_saved :]
-            self._unsaved += list(zip(hashes, device_blocks[known.num_saved : num_full], strict=True))
+            self._unsaved += self._groups.blocks(known.keys.first(num_full), tables, range(known.num_saved, num_full))
         return False, None
 
     def reset(self) -> bool:
@@ -236,10 +250,8 @@ class SchedulerSide:
         num_full = min(num_tokens, known.request.num_tokens) // self._size
         if num_full <= known.num_saved:
             return []
-        device_blocks = self._kv.get_block_ids(request_id)[0]
-        hashes = known.keys.first(num_full)
-        start, known.num_saved = known.num_saved, num_full
-        return list(zip(hashes[start:], device_blocks[start:num_full], strict=True))
+        span, known.num_saved = range(known.num_saved, num_full), num_full
+        return self._groups.blocks(known.keys.first(num_full), self._kv.get_block_ids(request_id), span)
 
     def _note_results(self) -> None:
         assert self._directory is not None
@@ -278,12 +290,14 @@ def _written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:
     """Device blocks that were allocated for this step."""
     written: set[int] = set()
     for new in output.scheduled_new_reqs:
-        written.update(new.block_ids[0][new.num_computed_tokens // tokens_per_block :])
+        for table in new.block_ids:
+            written.update(table[new.num_computed_tokens // tokens_per_block :])
     cached = output.scheduled_cached_reqs
     for request_id, fresh, num_computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
         if fresh is not None:
-            resumed = request_id in cached.resumed_req_ids
-            written.update(fresh[0][num_computed // tokens_per_block if resumed else 0 :])
+            start = num_computed // tokens_per_block if request_id in cached.resumed_req_ids else 0
+            for table in fresh:
+                written.update(table[start:])
     return written

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -17,7 +16,9 @@ from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.hierarchy import Mover
 from kvtier.hierarchy.messages import Copied, SaveBatch, decode
-from kvtier_vllm.identity import namespace_of
+from kvtier_vllm.compat import holds_the_same_in_all_ranks
+from kvtier_vllm.groups import GroupedKV
+from kvtier_vllm.identity import DIGESTS, namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.settings import of_worker
@@ -25,9 +26,10 @@ from kvtier_vllm.settings import of_worker
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
+_OTHER_COPIES = 2
+"""At a time, beside those of `cache.load_threads`: a save, and a load from host memory."""
 _EMPTY_STEP_S = 0.002
 """How long an empty step waits for transfers: a loop of empty steps would take the interpreter from them."""
-DIGESTS = Path("~/.cache/kvtier").expanduser()
 
 
 class WorkerSide:
@@ -51,21 +53,34 @@ class WorkerSide:
         num_blocks = self._kv_cache_config.num_blocks
         tp, pp = get_tp_group(), get_pp_group()
         self._rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+        groups = [
+            {name: layers[name] for name in group.layer_names if name in layers}
+            for group in self._kv_cache_config.kv_cache_groups
+        ]
         namespace = namespace_of(
             self._vllm_config,
-            layers,
+            groups,
             num_blocks=num_blocks,
-            tp_rank=tp.rank_in_group,
+            tp_rank=0 if holds_the_same_in_all_ranks(self._kv_cache_config) else tp.rank_in_group,
             pp_rank=pp.rank_in_group,
             digests=DIGESTS,
         )
-        device = device_kv(layers.values(), num_blocks)
+        devices = [
+            self._stack.enter_context(
+                device_kv(group.values(), num_blocks, num_copies=self._config.cache.load_threads + _OTHER_COPIES)
+            )
+            for group in groups
+        ]
+        device = devices[0] if len(devices) == 1 else GroupedKV(devices)
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
         half = mover_half(config, device=device, namespace=namespace.id, registry=CollectorRegistry())
         self._mover = self._stack.enter_context(half).mover
         # With what its disk holds: the first request already wants to know.
         self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())
-        _log.info("kvtier keeps KV of namespace %s, %d bytes a block", namespace.id.hex(), device.block_bytes)
+        _log.info(
+            "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
+            namespace.id.hex(), device.block_bytes, len(groups),
+        )  # fmt: skip
 
     def identity(self) -> WorkerIdentity | None:
         return self._identity
@@ -95,7 +110,10 @@ class WorkerSide:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():
             self._results.finished_recving.add(request_id)
-            self._invalid.update(invalid)
+            if len(self._kv_cache_config.kv_cache_groups) == 1:
+                self._invalid.update(invalid)
+            elif invalid:  # blocks of which group, vLLM would not know
+                self._results.failed_recving.add(request_id)
 
     def take_results(self) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()

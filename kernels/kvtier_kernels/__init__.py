@@ -4,7 +4,7 @@
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
-| `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy` | the Triton kernels with their launchers |
+| `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy`, `part_copy` | the Triton kernels with their launchers |
 | `paged_softmax` | the loop body that the two attention kernels share |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `arguments`, `launching` | the checks that launchers share |
@@ -13,13 +13,19 @@
 
 KV is block-first: `[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, so that one
 block of all layers is one contiguous range of bytes. Launchers of attention and `kv_write` take one layer's view of
-it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`.
+it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. `part_copy` is for the KV of
+other engines, whose blocks lie in a page per layer.
 
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
 from kvtier_kernels.attention import paged_attention
-from kvtier_kernels.reference import block_copy_reference, kv_write_reference, paged_attention_reference
+from kvtier_kernels.reference import (
+    block_copy_reference,
+    kv_write_reference,
+    paged_attention_reference,
+    part_copy_reference,
+)
 from kvtier_kernels.write import kv_write
 
 __all__ = [
@@ -28,4 +34,5 @@ __all__ = [
     "kv_write_reference",
     "paged_attention",
     "paged_attention_reference",
+    "part_copy_reference",
 ]

@@ -6,16 +6,13 @@ are the same copy of rows to rows. Rows are moved as integers, 16 bytes a thread
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtier_kernels.arguments import check_byte_rows, check_index
-from kvtier_kernels.launching import check_launchable, on_device_of
+from kvtier_kernels.launching import COPY_WORDS, check_launchable, on_device_of
 from kvtier_kernels.tiles import copy_words
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def block_copy(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
@@ -47,7 +44,7 @@ def block_copy(source: Tensor, source_rows: Tensor, target: Tensor, target_rows:
         return
     if num_programs >= 2**31 or row_bytes >= 2**31:
         raise ValueError(f"{source_rows.size(0)} rows of {row_bytes} bytes: too much for a launch; copy in batches")
-    word = _WORDS[word_bytes]
+    word = COPY_WORDS[word_bytes]
     with on_device_of(source):
         _copy_kernel[(num_programs,)](
             source.view(word), source_rows, target.view(word), target_rows,

@@ -1,5 +1,7 @@
 """Every operation in plain torch: slow, easy to read, the oracle of all faster paths."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,17 @@ def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, ta
     """Row by row what `kvtier_kernels.block_copy.block_copy` does."""
     for from_row, to_row in zip(source_rows.tolist(), target_rows.tolist(), strict=True):
         target[to_row].view(torch.uint8)[:] = source[from_row].view(torch.uint8)
+
+
+def part_copy_reference(
+    parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
+) -> None:
+    """Part by part what `kvtier_kernels.part_copy.part_copy` does."""
+    for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
+        columns = torch.split(staging[row], [part.size(1) for part in parts])
+        for part, column in zip(parts, columns, strict=True):
+            source, target = (part[block], column) if gather else (column, part[block])
+            target.copy_(source)
 
 
 def _gather(kv_layer: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.accuracy import attention_bound, lse_bound
-from kvtier_kernels.reference import block_copy_reference, kv_write_reference, paged_attention_reference
+from kvtier_kernels.reference import (
+    block_copy_reference,
+    kv_write_reference,
+    paged_attention_reference,
+    part_copy_reference,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
@@ -61,6 +66,7 @@ def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[s
         yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
     for row_bytes in (1, 50, 4096, 2**16 + 16, 2**16 + 4):
         yield f"block_copy rows of {row_bytes} bytes", _check_copy(row_bytes, device)
+        yield f"part_copy parts of {row_bytes} bytes", _check_parts(row_bytes, device)
 
 
 def _make(
@@ -142,6 +148,22 @@ def _check_copy(row_bytes: int, device: torch.device) -> str:
     block_copy(source.to(device), rows[0].to(device), there, rows[1].to(device))
     block_copy_reference(source, rows[0], target, rows[1])
     return "" if torch.equal(there.cpu(), target) else "bytes differ"
+
+
+def _check_parts(part_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.part_copy import Parts, part_copy
+
+    num_parts, block_ids, rows = 5, torch.randperm(50)[:33], torch.randperm(40)[:33]
+    kv, staging = (
+        _random_bits((50, num_parts, part_bytes), torch.uint8),
+        _random_bits((40, num_parts * part_bytes), torch.uint8),
+    )
+    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
+    parts, theirs = kv.unbind(1), Parts.of(there.unbind(1))
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        part_copy(theirs, these_blocks.to(device), staged, rows.to(device), gather=gather)
+        part_copy_reference(parts, these_blocks, staging, rows, gather=gather)
+    return "" if torch.equal(there.cpu(), kv) and torch.equal(staged.cpu(), staging) else "bytes differ"
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -115,7 +115,7 @@ def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) ->
 
 
 def copy_words(unit_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """For `block_copy`: bytes of a word, and words per program.
+    """For `block_copy` and `part_copy`: bytes of a word, and words per program.
 
     :param unit_bytes: 1, 2, 4, 8 or 16: what divides all addresses and lengths.
     """

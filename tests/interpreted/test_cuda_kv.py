@@ -113,6 +113,21 @@ def test_copies_what_the_engine_on_cpu_copies(staged_blocks: int, slot_bytes: in
     kv.close()
 
 
+@pytest.mark.parametrize("widths", [(16, 16, 16), (16, 24, 24, 8)], ids=["layers alike", "layers that differ"])
+def test_blocks_in_parts(widths: tuple[int, ...]) -> None:
+    ours = [random_rows(NUM_BLOCKS, width + 8, seed)[:, :width] for seed, width in enumerate(widths)]
+    theirs = [part.clone() for part in ours]
+    kv, oracle = CudaKV(*ours, staging_bytes=2 * sum(widths), cuda=Notes()), HostMemoryKV(*(p.numpy() for p in theirs))
+    arena, expected = filled_arena(10), filled_arena(10)
+    assert (kv.num_blocks, kv.block_bytes) == (oracle.num_blocks, oracle.block_bytes)
+    for either, memory in ((kv, arena), (oracle, expected)):
+        either.gather([7, 0, 11, 3, 4], memory, [5, 2, 3, 9, 4])
+        either.scatter(memory, [9, 0, 5, 6, 1], [1, 2, 9, 0, 10])
+    assert np.array_equal(arena.rows, expected.rows)
+    assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+    kv.close()
+
+
 def test_copies_come_after_the_engine_and_end_before_the_return() -> None:
     notes = Notes()
     kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)

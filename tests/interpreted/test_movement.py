@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from attention_rig import Case, Inputs, kernel_error_bound, make_inputs
-from kvtier_kernels import block_copy_reference, kv_write_reference, paged_attention_reference
+from kvtier_kernels import (
+    block_copy_reference,
+    kv_write_reference,
+    paged_attention_reference,
+    part_copy_reference,
+)
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.paged_decode import paged_decode
+from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.prefix_prefill import prefix_prefill
 from kvtier_kernels.slot_write import write_slots
 
@@ -109,6 +115,42 @@ def test_block_copy_of_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     memory = torch.ones(3, 8)
     block_copy(memory, none, memory.clone(), none)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 48, 50, 4096, 20_000])
+@pytest.mark.parametrize("block_first", [True, False])
+def test_parts_are_gathered_and_scattered(part_bytes: int, block_first: bool) -> None:
+    """A page per layer: layers one after the other, or all layers of a block."""
+    shape = (9, 5, part_bytes) if block_first else (5, 9, part_bytes)
+    ours, theirs = (random_bits(shape, torch.uint8).unbind(1 if block_first else 0) for _ in range(2))
+    staging, expected = (random_bits((6, 5 * part_bytes), torch.uint8, seed=1) for _ in range(2))
+    rows = torch.tensor([1, 5, 0])
+    for gather, block_ids in ((True, torch.tensor([8, 0, 3])), (False, torch.tensor([2, 3, 7]))):
+        part_copy(Parts.of(ours), block_ids, staging, rows.int(), gather=gather)
+        part_copy_reference(theirs, block_ids, expected, rows, gather=gather)
+        assert torch.equal(staging, expected)
+        assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+
+
+def test_parts_may_lie_in_memory_of_their_own() -> None:
+    """Engines allocate layer by layer; offsets go up and down."""
+    ours = [random_bits((7, 100), torch.uint8, seed=seed)[:, :64] for seed in (3, 1, 2)]
+    theirs = [part.clone() for part in ours]
+    staging, expected = torch.zeros(4, 192, dtype=torch.uint8), torch.zeros(4, 192, dtype=torch.uint8)
+    block_ids, rows = torch.tensor([6, -1, 2, 7, 0]), torch.tensor([0, 1, 3, 2, -1])
+    part_copy(Parts.of(ours), block_ids, staging, rows, gather=True)
+    part_copy_reference(theirs, torch.tensor([6, 2]), expected, torch.tensor([0, 3]), gather=True)
+    assert torch.equal(staging, expected), "pairs that do not exist are left out"
+    part_copy(Parts.of(ours), block_ids[:0], staging, rows[:0], gather=True)
+
+
+def test_parts_that_cannot_be_are_refused() -> None:
+    part, index = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    for other in (part[:, :8], part[:2], part.view(torch.int32), part.to("meta")):
+        with pytest.raises(ValueError, match="must be equal"):
+            Parts.of([part, other])
+    with pytest.raises(ValueError, match="staging has rows of 16"):
+        part_copy(Parts.of([part, part]), index, part, index, gather=True)
 
 
 def sparse(num_bytes: int) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtier_kernels import block_copy, prefix_prefill, selfcheck, slot_write
+from kvtier_kernels import block_copy, part_copy, prefix_prefill, selfcheck, slot_write
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_right_kernels_pass() -> None:
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 3 * 5 + 5
+    assert len(checks) == 3 * 5 + 2 * 5
     assert set(checks.values()) == {""}
 
 
@@ -26,6 +26,7 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
+    monkeypatch.setattr(part_copy, "part_copy", lambda *_args, gather: None)
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))
     for name, failure in selfcheck.run_checks(CPU, longest=70):
         assert bool(failure) == (not name.startswith("paged_decode")), name

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.metrics.reader import Counter
 
@@ -22,15 +23,23 @@ class Driver:
     def __init__(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
         self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
 
+        self._adapters: dict[str, int] = {}
+
     def started(self) -> dict[str, Any]:
         return {"async_scheduling": self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None) -> list[dict[str, Any]]:
-        """Greedily, all prompts at once."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None, adapter: str | None
+    ) -> list[dict[str, Any]]:
+        """Greedily, all prompts at once. An adapter is a folder; each has an id for as long as the engine lives."""
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         salted: Any = {"cache_salt": salt} if salt is not None else {}
         requests = [TokensPrompt(prompt_token_ids=prompt, **salted) for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        lora = None
+        if adapter is not None:
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            lora = LoRARequest(f"adapter-{number}", number, adapter)
+        outputs = self._llm.generate(requests, sampling, lora_request=lora, use_tqdm=False)
         return [
             {"tokens": list(output.outputs[0].token_ids), "num_cached": output.num_cached_tokens} for output in outputs
         ]

@@ -2,6 +2,7 @@
 
 from kvtier.hierarchy.messages import Copied, LoadBatch, SaveBatch, encode
 from kvtier_vllm.copies import CopiesUnderWay
+from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.messages import WorkerMetadata
 
 
@@ -15,7 +16,7 @@ def _copied(batch_id: int) -> bytes:
 
 
 def test_a_block_is_awaited_until_every_rank_has_copied_it() -> None:
-    copies = CopiesUnderWay()
+    copies = CopiesUnderWay(KVGroups(1, 1000))
     copies.num_ranks = 2
     copies.begin([_save(1, 10, 11), _save(2, 12)])
     assert copies.of([11, 12, 99]) == [1, 2]
@@ -30,14 +31,14 @@ def test_a_block_is_awaited_until_every_rank_has_copied_it() -> None:
 
 
 def test_loads_are_none_of_its_business() -> None:
-    copies = CopiesUnderWay()
+    copies = CopiesUnderWay(KVGroups(1, 1000))
     copies.begin([encode(LoadBatch(7, "host", [b"h"], [0], [10]))])
     assert not copies
     assert copies.of([10]) == []
 
 
 def test_a_block_that_is_saved_again_is_awaited_for_both() -> None:
-    copies = CopiesUnderWay()
+    copies = CopiesUnderWay(KVGroups(1, 1000))
     copies.begin([_save(1, 10)])
     copies.begin([_save(2, 10)])
     assert 2 in copies.of([10])

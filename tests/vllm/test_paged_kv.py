@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier_vllm.paged_kv import layout_of, pages_of
+from kvtier_vllm.paged_kv import pages_of
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 2, 4, 8
 
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layer", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_page_has_the_bytes_of_its_block(layer: Tensor) -> None:
-    (pages,) = pages_of(layer, BLOCKS)
+    (pages,) = pages_of(layer, BLOCKS).pages
     assert (pages.shape[0], pages.dtype) == (BLOCKS, torch.uint8)
     for block in range(BLOCKS):
         assert _bytes_of(pages[block]) == _bytes_of(layer[block])
@@ -41,7 +41,7 @@ def test_a_page_has_the_bytes_of_its_block(layer: Tensor) -> None:
 @pytest.mark.parametrize("layer", LAYOUTS.values(), ids=LAYOUTS)
 def test_pages_are_views(layer: Tensor) -> None:
     layer = layer.detach()
-    (pages,) = pages_of(layer, BLOCKS)
+    (pages,) = pages_of(layer, BLOCKS).pages
     before = layer.clone()
     kept = pages[3].clone()
     pages[3] = 0
@@ -53,15 +53,24 @@ def test_pages_are_views(layer: Tensor) -> None:
 
 def test_keys_and_values_apart() -> None:
     layer = _filled(2, BLOCKS, TOKENS, HEADS, WIDTH)
-    keys, values = pages_of(layer, BLOCKS)
+    keys, values = pages_of(layer, BLOCKS).pages
     for block in range(BLOCKS):
         assert _bytes_of(keys[block]) == _bytes_of(layer[0, block])
         assert _bytes_of(values[block]) == _bytes_of(layer[1, block])
 
 
+def test_heads_apart() -> None:
+    layer = _filled(HEADS, BLOCKS, TOKENS, WIDTH).transpose(0, 1)
+    pages = pages_of(layer, BLOCKS).pages
+    assert len(pages) == HEADS
+    for head, rows in enumerate(pages):
+        for block in range(BLOCKS):
+            assert _bytes_of(rows[block]) == _bytes_of(layer[block, head])
+
+
 def test_kernels_with_smaller_blocks() -> None:
     layer = _filled(3 * BLOCKS, HEADS, TOKENS, WIDTH)
-    (pages,) = pages_of(layer, BLOCKS)
+    (pages,) = pages_of(layer, BLOCKS).pages
     for block in range(BLOCKS):
         assert _bytes_of(pages[block]) == _bytes_of(layer[3 * block : 3 * block + 3])
 
@@ -82,8 +91,8 @@ def test_other_layouts_are_refused(layer: Tensor) -> None:
 
 
 def test_layouts_differ_and_numbers_of_blocks_do_not() -> None:
-    described = {layout_of(layer, BLOCKS) for layer in LAYOUTS.values()}
+    described = {pages_of(layer, BLOCKS).layout for layer in LAYOUTS.values()}
     assert len(described) == 2, "only the order within a page counts"
     larger = _filled(2 * BLOCKS, HEADS, TOKENS, WIDTH)
-    assert layout_of(larger, 2 * BLOCKS) == layout_of(LAYOUTS["blocks first"], BLOCKS)
-    assert layout_of(larger.half(), 2 * BLOCKS) not in described
+    assert pages_of(larger, 2 * BLOCKS).layout == pages_of(LAYOUTS["blocks first"], BLOCKS).layout
+    assert pages_of(larger.half(), 2 * BLOCKS).layout not in described

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
@@ -63,6 +62,15 @@ def test_a_salt_is_in_every_block() -> None:
     assert _hashes(cache_salt="one") == _hashes(cache_salt="one")
 
 
+def test_an_adapter_is_in_every_block() -> None:
+    hasher = PrefixHasher(b"sixteen bytes of", "", SIZE)
+    one, other = (RequestKeys(_request(), hasher, adapter=digest).first(4) for digest in (b"one", b"other"))
+    assert _first_difference(_hashes(), one) == 0
+    assert _first_difference(other, one) == 0
+    salted = RequestKeys(_request(cache_salt="one"), hasher).first(4)
+    assert _first_difference(salted, one) == 0, "a salt is no adapter"
+
+
 def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
     keys = _keys(_request(cache_salt="one"))
     for count in (1, 2, 3):
@@ -74,12 +82,11 @@ def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
     "fields",
     [
         {"prompt_embeds": torch.zeros(18, 4)},
-        {"lora_request": LoRARequest("adapter", 1, "/adapter")},
         {"pooling_params": PoolingParams()},
         {"mm_features": [_image("cat", 5, 2)]},
         {"resumable": True},
     ],
-    ids=["embeddings", "adapter", "pooling", "image", "streamed input"],
+    ids=["embeddings", "pooling", "image", "streamed input"],
 )
 def test_what_keys_cannot_tell_apart_is_not_covered(fields: dict[str, Any]) -> None:
     assert RequestKeys.cover(_request())

@@ -14,17 +14,35 @@ SPREAD = 0.3
 SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
-def make(folder: Path, *, seed: int) -> None:
-    """Writes configuration, weights and tokenizer. Seeds differ in nothing but the values of the weights."""
+def make(folder: Path, *, seed: int, window: int | None = None) -> None:
+    """Writes configuration, weights and tokenizer. Seeds differ in nothing but the values of the weights.
+
+    :param window: every second layer sees so many tokens only, which makes it a hybrid model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_configuration()))
+    (folder / "config.json").write_text(json.dumps(_configuration() | _sliding(window)))
     words = SPECIAL + [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names | {"unk_token": "<unk>"}))
+
+
+def make_adapter(folder: Path, *, seed: int, alpha: int = 8) -> None:
+    """A LoRA adapter of rank 4 for the attention of that model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(NUM_LAYERS):
+        for name, width in (("q_proj", HIDDEN), ("v_proj", NUM_KV_HEADS * HEAD_DIM)):
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = SPREAD * torch.randn(4, HIDDEN, generator=generator)
+            weights[f"{module}.lora_B.weight"] = SPREAD * torch.randn(width, 4, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": alpha, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
 
 
 def _weights(seed: int) -> dict[str, torch.Tensor]:
@@ -46,6 +64,13 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
             weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN)
     weights["model.norm.weight"] = torch.ones(HIDDEN)
     return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def _sliding(window: int | None) -> dict[str, object]:
+    if window is None:
+        return {}
+    kinds = ["full_attention", "sliding_attention"] * (NUM_LAYERS // 2)
+    return {"layer_types": kinds, "sliding_window": window}
 
 
 def _configuration() -> dict[str, object]:

@@ -134,16 +134,27 @@ class Engine:
         """What the engine said of itself at its start."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS, salt: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int = NUM_TOKENS,
+        salt: str | None = None,
+        adapter: Path | None = None,
     ) -> list[Answer]:
-        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt)
+        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt, adapter=adapter)
         return self.end_generate()
 
     def begin_generate(
-        self, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS, salt: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int = NUM_TOKENS,
+        salt: str | None = None,
+        adapter: Path | None = None,
     ) -> None:
         """Does not wait for the answers: `end_generate` does."""
-        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt)
+        folder = None if adapter is None else str(adapter)
+        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt, adapter=folder)
 
     def end_generate(self) -> list[Answer]:
         return [Answer(**each) for each in self.answer()]

@@ -1,0 +1,94 @@
+"""LoRA adapters by their content: their names and paths say nothing of the KV that comes of them."""
+
+import hashlib
+import json
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from kvtier.errors import ConfigError
+from kvtier.weights_digest import weights_digest
+
+_log = logging.getLogger(__name__)
+_LABEL = b"kvtier.vllm.adapter.v1"
+_CONFIG = "adapter_config.json"
+_SAYS_NOTHING = frozenset(("base_model_name_or_path", "revision", "inference_mode"))
+"""Fields of an adapter's configuration that say where things come from, not what is computed."""
+
+_Files = tuple[tuple[str, int, int, int], ...]
+"""Path, size and times of each: other content has others."""
+
+
+@dataclass(slots=True)
+class _Adapter:
+    files: _Files
+    """As they were when it was first asked for, which is before vLLM loads it."""
+    digest: "Future[bytes | str]"
+    """Or why there is none: an exception would keep what its frames hold, such as a mapped file."""
+    is_trusted: bool = True
+
+
+class Adapters:
+    """The digests of an engine's adapters. Scheduler thread only; another thread hashes, and nobody waits for it."""
+
+    def __init__(self, digests: Path) -> None:
+        """:param digests: folder in which digests are remembered."""
+        self._digests = digests
+        self._known: dict[int, _Adapter] = {}
+        """By vLLM's id, under which it keeps what it has loaded."""
+        self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
+
+    def digest(self, request: LoRARequest) -> bytes | None:
+        """Of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
+
+        That is so for adapters that are not a local folder of safetensors files, and for those whose files have changed
+        since they were first used: which of both vLLM computes with, nobody can say.
+        """
+        files = _files_of(Path(request.lora_path))
+        if request.load_inplace or not files:
+            return None
+        known = self._known.get(request.lora_int_id)
+        if known is None:
+            future = self._thread.submit(_digest, Path(request.lora_path), files, self._digests)
+            known = self._known[request.lora_int_id] = _Adapter(files, future)
+        if known.is_trusted and known.files != files:
+            _log.warning("%s has changed while it is in use: nothing is kept of it", request.lora_path)
+            known.is_trusted = False
+        if not known.is_trusted or not known.digest.done():
+            return None
+        digest = known.digest.result()
+        if isinstance(digest, str):
+            _log.warning("nothing is kept of adapter %s: %s", request.lora_name, digest)
+            known.is_trusted = False
+            return None
+        # With the format: the same bytes in another one are another adapter.
+        return hashlib.sha256(digest + bytes([request.is_3d_lora_weight])).digest()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _files_of(folder: Path) -> _Files:
+    """Empty: not an adapter that can be told by its content."""
+    try:
+        paths = sorted(folder.glob("*.safetensors"))
+        stats = [(path, path.stat()) for path in [folder / _CONFIG, *paths]] if paths else []
+    except OSError:
+        return ()
+    return tuple((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
+
+
+def _digest(folder: Path, files: _Files, digests: Path) -> bytes | str:
+    try:
+        weights = weights_digest(sorted(folder.glob("*.safetensors")), digests)
+        config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
+        arithmetic = {name: value for name, value in config.items() if name not in _SAYS_NOTHING}
+    except (ConfigError, OSError, ValueError, AttributeError) as error:
+        return str(error)
+    if _files_of(folder) != files:
+        return f"{folder} has changed while it was read"
+    return hashlib.sha256(_LABEL + weights + json.dumps(arithmetic, sort_keys=True).encode()).digest()

@@ -1,0 +1,91 @@
+"""KV groups of hybrid models: full attention in one, sliding windows in others, all over the same device blocks.
+
+Each group has KV of its own for a block of tokens, so each has a key of its own, made of the tokens' chain hash. To
+kvtier a device slot is one of vLLM's blocks as one group sees it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.hierarchy.jobs import Block
+from kvtier.keys import ChainHash
+from kvtier.transfer import Arena, DeviceKV
+
+_LABEL = b"kvtier.vllm.group.v1"
+_NULL_BLOCK = 0
+"""vLLM's placeholder for a block that a group does not need any more, or never did."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """How many groups there are, and how many device blocks."""
+
+    num_groups: int
+    num_blocks: int
+
+    def keys(self, hashes: Iterable[ChainHash]) -> list[ChainHash]:
+        """Of all groups, block by block. One group's are the chain hashes themselves."""
+        if self.num_groups == 1:
+            return list(hashes)
+        return [self._key(chain_hash, group) for chain_hash in hashes for group in range(self.num_groups)]
+
+    def blocks(self, hashes: Sequence[ChainHash], tables: Sequence[Sequence[int]], span: range) -> list[Block]:
+        """Key and device slot of all blocks that the groups have there.
+
+        :param hashes: of the request's blocks from the first one on, at least to the end of `span`.
+        :param tables: the request's device blocks, by group. They may end before the span does.
+        :param span: positions in both.
+        """
+        found: list[Block] = []
+        for position in span:
+            for group, table in enumerate(tables):
+                if position < len(table) and table[position] != _NULL_BLOCK:
+                    key = hashes[position] if self.num_groups == 1 else self._key(hashes[position], group)
+                    found.append((key, group * self.num_blocks + table[position]))
+        return found
+
+    def device_blocks(self, slots: Iterable[int]) -> list[int]:
+        """vLLM's blocks that these device slots are in."""
+        return [slot % self.num_blocks for slot in slots]
+
+    def _key(self, chain_hash: ChainHash, group: int) -> ChainHash:
+        return ChainHash(hashlib.sha256(_LABEL + group.to_bytes(2, "big") + chain_hash).digest())
+
+
+class GroupedKV:
+    """`DeviceKV` over those of all groups. A slot's group is its number divided by that of blocks."""
+
+    def __init__(self, groups: Sequence[DeviceKV]) -> None:
+        """:param groups: with as many blocks each. Where these are smaller than the largest, the rest is zeros."""
+        self._groups = list(groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.num_blocks for group in self._groups)
+
+    @property
+    def block_bytes(self) -> int:
+        return max(group.block_bytes for group in self._groups)
+
+    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        for group, (theirs, into) in zip(self._groups, self._by_group(device_slots, arena_slots), strict=True):
+            if theirs:
+                group.gather(theirs, arena, into)
+                if group.block_bytes < self.block_bytes:  # or bytes of another block would be stored with this one
+                    arena.rows[into, group.block_bytes : self.block_bytes] = 0
+
+    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        for group, (theirs, source) in zip(self._groups, self._by_group(device_slots, arena_slots), strict=True):
+            if theirs:
+                group.scatter(arena, source, theirs)
+
+    def _by_group(self, device_slots: Sequence[int], arena_slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Blocks of each group, and their arena slots."""
+        num_blocks = self._groups[0].num_blocks
+        found: list[tuple[list[int], list[int]]] = [([], []) for _ in self._groups]
+        for device_slot, arena_slot in zip(device_slots, arena_slots, strict=True):
+            group, block = divmod(device_slot, num_blocks)
+            found[group][0].append(block)
+            found[group][1].append(arena_slot)
+        return found

@@ -1,0 +1,115 @@
+"""LoRA adapters: KV is kept by their content, and by nothing else of them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_llama
+from vllm.lora.request import LoRARequest
+from vllm_rig import (
+    Answer,
+    CachePool,
+    Lab,
+    all_hit,
+    cached_of,
+    make_prompts,
+    none_hit,
+    settings,
+    tokens_of,
+    transfer,
+    until,
+)
+
+from kvtier_vllm.adapters import Adapters
+
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+PROMPTS = make_prompts(3)
+
+
+def _digest(adapters: Adapters, folder: Path, number: int = 1) -> bytes:
+    """As soon as it is known."""
+    request, found = LoRARequest("any", number, str(folder)), []
+
+    def known() -> bool:
+        found[:] = [adapters.digest(request)]
+        return found[0] is not None
+
+    until(known, f"the digest of {folder}")
+    assert isinstance(found[0], bytes)
+    return found[0]
+
+
+def test_an_adapter_is_what_is_in_it(tmp_path: Path) -> None:
+    adapters = Adapters(tmp_path / "digests")
+    tiny_llama.make_adapter(tmp_path / "one", seed=1)
+    tiny_llama.make_adapter(tmp_path / "same", seed=1)
+    tiny_llama.make_adapter(tmp_path / "weights", seed=2)
+    tiny_llama.make_adapter(tmp_path / "scale", seed=1, alpha=16)
+    one, same, weights, scale = (
+        _digest(adapters, tmp_path / name, number) for number, name in enumerate(("one", "same", "weights", "scale"), 1)
+    )
+    assert one == same
+    assert len({one, weights, scale}) == 3
+    adapters.close()
+
+
+def test_an_adapter_that_changes_is_not_kept(tmp_path: Path) -> None:
+    adapters = Adapters(tmp_path / "digests")
+    tiny_llama.make_adapter(tmp_path / "one", seed=1)
+    _digest(adapters, tmp_path / "one")
+    weights = tmp_path / "one" / "adapter_model.safetensors"
+    before = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    request = LoRARequest("any", 1, str(tmp_path / "one"))
+    assert adapters.digest(request) is None
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert adapters.digest(request) is None, "vLLM may have loaded it in between"
+    adapters.close()
+
+
+@pytest.mark.parametrize("what", ["a name", "no weights", "no configuration", "garbled"])
+def test_what_cannot_be_told_by_its_content_is_left_alone(tmp_path: Path, what: str) -> None:
+    adapters = Adapters(tmp_path / "digests")
+    folder = tmp_path / "one"
+    tiny_llama.make_adapter(folder, seed=1)
+    if what == "a name":
+        shutil.rmtree(folder)
+    elif what == "no weights":
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    elif what == "no configuration":
+        (folder / "adapter_config.json").unlink()
+    else:
+        (folder / "adapter_model.safetensors").write_bytes(b"garbled")
+    request = LoRARequest("any", 1, str(folder))
+    assert adapters.digest(request) is None
+    until(lambda: all(known.digest.done() for known in adapters._known.values()), "the adapter was read")
+    assert adapters.digest(request) is None
+    adapters.close()
+
+
+def test_engines_share_adapters_by_content(lab: Lab, pool: CachePool, expected: list[Answer]) -> None:
+    one, moved, other = (lab.home / name for name in ("adapter-one", "adapter-moved", "adapter-other"))
+    tiny_llama.make_adapter(one, seed=1)
+    tiny_llama.make_adapter(other, seed=2)
+    connector = transfer(settings(pool={"address": pool.address}))
+    with lab.engine(**LORA) as engine:
+        wanted = [tokens_of(engine.generate(PROMPTS, adapter=adapter)) for adapter in (one, other)]
+    assert wanted[0] != wanted[1] != tokens_of(expected)[:3]
+    with lab.engine(connector, **LORA) as engine:
+        engine.generate(make_prompts(1, seed=1), num_tokens=1, adapter=one)  # the digest is made meanwhile
+        assert tokens_of(engine.generate(PROMPTS, adapter=one)) == wanted[0]
+        assert tokens_of(engine.generate(PROMPTS)) == tokens_of(expected)[:3]
+    one.rename(moved)
+    with lab.engine(connector, **LORA) as engine:
+        for adapter in (moved, other):
+            engine.generate(make_prompts(1, seed=1), num_tokens=1, adapter=adapter)
+        again, theirs = engine.generate(PROMPTS, adapter=moved), engine.generate(PROMPTS, adapter=other)
+        base = engine.generate(PROMPTS)
+    assert (tokens_of(again), cached_of(again)) == (wanted[0], all_hit(PROMPTS))
+    assert (tokens_of(theirs), cached_of(theirs)) == (wanted[1], none_hit(PROMPTS))
+    assert (tokens_of(base), cached_of(base)) == (tokens_of(expected)[:3], all_hit(PROMPTS))
