@@ -26,7 +26,7 @@ from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
 
 _MIN_SLOTS = 16
-_COPY_BYTES, _COPY_BLOCKS = 64 << 20, 1024
+_COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
 
 
@@ -169,7 +169,7 @@ def directory_half(
 
 def _num_slots(config: Config, block_bytes: int) -> int:
     """Slots of the arena. Raises `ConfigError` when they are too few."""
-    capacity_bytes = int(config.host.capacity_bytes)
+    capacity_bytes = config.host_bytes()
     num_slots = capacity_bytes // block_bytes
     if num_slots < _MIN_SLOTS:
         raise ConfigError(

@@ -18,6 +18,8 @@ Ranges = npt.NDArray[np.uint64]
 
 _MAX_RANGES = 1024
 """IOV_MAX of Linux."""
+_MAX_BYTES = 0x7FFF_F000
+"""MAX_RW_COUNT of Linux, with pages of 4 KiB: what one call copies at most."""
 _Call = Callable[[int, ctypes.c_void_p, int, ctypes.c_void_p, int, int], int]
 
 
@@ -69,8 +71,12 @@ def _copy(call: _Call | None, pinned: Ranges, other: Ranges) -> bool:
     if call is None:
         return False
     pid = os.getpid()
-    for at in range(0, len(pinned), _MAX_RANGES):
-        theirs, ours = pinned[at : at + _MAX_RANGES], other[at : at + _MAX_RANGES]
+    at = 0
+    while at < len(pinned):
+        ends = np.cumsum(other[at : at + _MAX_RANGES, 1])
+        stop = at + max(1, int(np.searchsorted(ends, _MAX_BYTES, side="right")))
+        theirs, ours = pinned[at:stop], other[at:stop]
+        at = stop
         nbytes = call(pid, _address(ours), len(ours), _address(theirs), len(theirs), 0)
         if nbytes != int(ours[:, 1].sum()):
             return False

@@ -4,6 +4,7 @@ The arena is the host tier's memory and, when there is no host tier, the staging
 slot, preallocated and pre-faulted, because a copy into fresh pages runs at a tenth of the speed.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,12 @@ from kvtier.tiers.memory import map_memory
 
 Bytes2D = npt.NDArray[np.uint8]
 """`[rows, bytes]`, uint8; each row is contiguous."""
-
-
-_FEW = 2
-"""Copies for which it is not worth while to put them into one call."""
+Bytes3D = npt.NDArray[np.uint8]
+_Places = slice | npt.NDArray[np.int64]
+_FEW_PIECES, _MOST_PIECES = 2, 8
+"""Of a batch. Every copy gives up the GIL, and has to wait for it afterwards: 5 ms, where the engine is busy."""
+_LARGE_BYTES = 128 << 10
+"""From here on it is worth while to have the kernel pin what it copies."""
 
 
 class Arena:
@@ -130,11 +133,11 @@ class HostMemoryKV:
                 f"KV in {len(parts)} parts of {[len(p) for p in parts]} blocks: need the same of each"
             )
         self._parts: list[Bytes2D] = list(parts)
-        ends = np.cumsum([part.shape[1] for part in parts]).tolist()
-        self._columns = [slice(end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
-        """Of each part in an arena slot."""
+        """All of them: the views below hold on to some only."""
+        self._layers = list(_alike(self._parts))
         self._copies_ranges = True
         """Whether the system copies many ranges at once, as far as is known."""
+        self._block_bytes = sum(int(part.shape[1]) for part in parts)
         self._scattering = threading.Lock()
         """Held by the one scatter that copies. One core's copy is nearly as fast as the memory; a second one beside it
         would take the engine's core, while the next batch can be read."""
@@ -145,83 +148,115 @@ class HostMemoryKV:
 
     @property
     def block_bytes(self) -> int:
-        return int(self._columns[-1].stop)
+        return self._block_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        runs = self._checked_runs(device_slots, arena, arena_slots)
-        if self._in_one_call(copy_from, runs, device_slots, arena, arena_slots):
+        self._check(device_slots, arena, arena_slots)
+        pieces = list(_pieces(device_slots, arena_slots))
+        if self._in_one_call(copy_from, pieces, device_slots, arena, arena_slots):
             return
-        rows = arena.rows
-        for device_run, arena_run in runs:
-            for part, columns in zip(self._parts, self._columns, strict=True):
-                np.copyto(rows[arena_run, columns], part[device_run])
+        for layers, slots in self._beside(arena):
+            for source, target in pieces:
+                if isinstance(target, slice) and not isinstance(source, slice):
+                    np.take(layers, source, axis=1, out=slots[:, target], mode="clip")
+                else:
+                    slots[:, target] = layers[:, source]
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        runs = self._checked_runs(device_slots, arena, arena_slots)
+        self._check(device_slots, arena, arena_slots)
+        pieces = list(_pieces(device_slots, arena_slots))
         with self._scattering:
-            if self._in_one_call(copy_to, runs, device_slots, arena, arena_slots):
+            if self._in_one_call(copy_to, pieces, device_slots, arena, arena_slots):
                 return
-            rows = arena.rows
-            for device_run, arena_run in runs:
-                for part, columns in zip(self._parts, self._columns, strict=True):
-                    np.copyto(part[device_run], rows[arena_run, columns])
-
-    def _checked_runs(
-        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]
-    ) -> list[tuple[slice, slice]]:
-        """Raises `InvalidInputError` rather than let a copy touch other memory."""
-        if self.block_bytes > arena.slot_bytes:
-            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {arena.slot_bytes}")
-        for slots, num_slots in ((device_slots, self.num_blocks), (arena_slots, arena.num_slots)):
-            if slots and not 0 <= min(slots) <= max(slots) < num_slots:
-                raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
-        return list(_runs(device_slots, arena_slots))
+            for layers, slots in self._beside(arena):
+                for target, source in pieces:
+                    layers[:, target] = slots[:, source]
 
     def _in_one_call(
         self,
         copy: Callable[[Ranges, Ranges], bool],
-        runs: Sequence[object],
+        pieces: Sequence[object],
         device_slots: Sequence[int],
         arena: Arena,
         arena_slots: Sequence[int],
     ) -> bool:
-        """False: nothing, or not all, was copied: in few pieces numpy does it as well, and others never do."""
-        if not self._copies_ranges or len(runs) * len(self._parts) <= _FEW:
+        """Has the kernel copy large blocks that are all over the arena. False: it does not, or numpy is as good."""
+        part_bytes = min(part.shape[1] for part in self._parts)
+        if not self._copies_ranges or len(pieces) * len(self._layers) <= _FEW_PIECES or part_bytes < _LARGE_BYTES:
             return False
-        parts = [(part.ctypes.data, part.strides[0]) for part in self._parts]
-        columns = [(arena.rows.ctypes.data + column.start, arena.slot_bytes) for column in self._columns]
+        rows = arena.rows  # kept until all is copied: addresses alone do not keep the memory
         widths = [part.shape[1] for part in self._parts]
-        device = ranges_of(device_slots, parts, widths)
-        host = ranges_of(arena_slots, columns, widths)
-        self._copies_ranges = copy(device, host)
+        starts = itertools.accumulate(widths[:-1], initial=rows.ctypes.data)
+        columns = [(start, arena.slot_bytes) for start in starts]
+        device = ranges_of(device_slots, [(part.ctypes.data, part.strides[0]) for part in self._parts], widths)
+        self._copies_ranges = copy(device, ranges_of(arena_slots, columns, widths))
         return self._copies_ranges
 
+    def _beside(self, arena: Arena) -> Iterator[tuple[Bytes3D, Bytes3D]]:
+        """Views `[num_parts, slots, part_bytes]` of device and arena, for all parts that are alike."""
+        start = 0
+        for layers in self._layers:
+            num_parts, _, part_bytes = layers.shape
+            stop = start + num_parts * part_bytes
+            columns = arena.rows[:, start:stop].reshape(arena.num_slots, num_parts, part_bytes)
+            yield layers, columns.transpose(1, 0, 2)
+            start = stop
 
-def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Pairs of slots as few pairs of slices: in each, both go up or down by a step of their own.
+    def _check(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        """Raises `InvalidInputError`: slots that are not there, more on one side, or too small."""
+        if self.block_bytes > arena.slot_bytes:
+            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {arena.slot_bytes}")
+        if len(device_slots) != len(arena_slots):
+            raise InvalidInputError(f"{len(device_slots)} device slots and {len(arena_slots)} arena slots")
+        for slots, num_slots in ((device_slots, self.num_blocks), (arena_slots, arena.num_slots)):
+            if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+                raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
 
-    One copy per run, since every copy gives up the GIL and has to wait for it afterwards. Slots that were taken
-    together mostly follow one another; those of a chain that was freed or evicted do so from its end.
+
+def _alike(parts: Sequence[Bytes2D]) -> Iterator[Bytes3D]:
+    """Views `[num_parts, num_blocks, part_bytes]` of parts that follow one another at equal distances.
+
+    All parts of such a view are copied by one call.
     """
     start = 0
-    pairs = list(zip(first, second, strict=True))
-    while start < len(pairs):
-        stop, steps = start + 1, (1, 1)
-        if stop < len(pairs):
-            steps = (pairs[stop][0] - pairs[start][0], pairs[stop][1] - pairs[start][1])
-            while stop < len(pairs) and _differ_by(pairs[stop - 1], pairs[stop], steps):
-                stop += 1
-            if stop == start + 1:
-                steps = (1, 1)
-        yield _span(pairs[start][0], steps[0], stop - start), _span(pairs[start][1], steps[1], stop - start)
+    while start < len(parts):
+        first, stop, step = parts[start], start + 1, 0
+        while stop < len(parts) and (parts[stop].shape, parts[stop].strides) == (first.shape, first.strides):
+            distance = parts[stop].ctypes.data - parts[stop - 1].ctypes.data
+            if stop > start + 1 and distance != step:
+                break
+            step, stop = distance, stop + 1
+        shape, strides = (stop - start, *first.shape), (step, *first.strides)
+        yield np.lib.stride_tricks.as_strided(first, shape, strides)
         start = stop
 
 
-def _differ_by(before: tuple[int, int], after: tuple[int, int], steps: tuple[int, int]) -> bool:
-    return 0 not in steps and (after[0] - before[0], after[1] - before[1]) == steps
+def _pieces(device_slots: Sequence[int], arena_slots: Sequence[int]) -> Iterator[tuple[_Places, _Places]]:
+    """Pairs of places, as few as may be, with arena slots that go up or down by equal steps, and so need no index.
+
+    Those that were taken, freed or evicted together do. Where they are all over the place, it is one pair with an
+    index on both sides: what is copied then goes by way of a buffer.
+    """
+    ends = [0]
+    while ends[-1] < len(arena_slots) and len(ends) <= _MOST_PIECES:
+        ends.append(_end_of_run(arena_slots, ends[-1]))
+    if ends[-1] < len(arena_slots):
+        ends = [0, len(arena_slots)]
+    for start, stop in itertools.pairwise(ends):
+        yield _places(device_slots[start:stop]), _places(arena_slots[start:stop])
 
 
-def _span(start: int, step: int, count: int) -> slice:
-    """`count` slots from `start` on."""
-    stop = start + step * count
-    return slice(start, None if stop < 0 else stop, step)
+def _end_of_run(slots: Sequence[int], start: int) -> int:
+    """The end of the longest run of equal steps from there."""
+    stop = min(start + 2, len(slots))
+    while stop < len(slots) and slots[stop] - slots[stop - 1] == slots[start + 1] - slots[start]:
+        stop += 1
+    return stop
+
+
+def _places(slots: Sequence[int]) -> _Places:
+    step = slots[1] - slots[0] if len(slots) > 1 else 1
+    if step == 0 or _end_of_run(slots, 0) < len(slots):
+        return np.asarray(slots, dtype=np.int64)
+    stop = slots[-1] + (1 if step > 0 else -1)
+    return slice(slots[0], None if stop < 0 else stop, step)

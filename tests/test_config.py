@@ -174,3 +174,19 @@ def test_a_key_without_a_ca_is_not_ignored() -> None:
     config = parse_config({"pool": {"tls_key": "engine.key"}}, source="x", environ={})
     with pytest.raises(ConfigError, match=r"pool\.tls_key: needs tls_ca"):
         config.pool_tls()
+
+
+@pytest.mark.parametrize(
+    ("pool", "mebibytes"),
+    [
+        ("", 1024),
+        ('[pool]\naddress = "pool.example:7600"\n', 1024),
+        ('[pool]\naddress = ["pool.example:7600", "unix:/run/kvtier/pool.sock"]\n', 512),
+        ('[pool]\naddress = "unix:/run/kvtier/pool.sock"\n[host]\ncapacity_bytes = "2GiB"\n', 2048),
+    ],
+    ids=["alone", "a pool elsewhere", "a pool on this host", "as it is set"],
+)
+def test_host_memory_is_for_staging_beside_a_pool(tmp_path: Path, pool: str, mebibytes: int) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text(pool)
+    assert load_config(path, {}).host_bytes() == mebibytes * 2**20

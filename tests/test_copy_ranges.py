@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import copy_ranges
+from kvtier import copy_ranges, transfer
 from kvtier.copy_ranges import copy_from, copy_to, ranges_of
 from kvtier.errors import InvalidInputError
 from kvtier.transfer import Arena, HostMemoryKV
@@ -15,6 +15,11 @@ from kvtier.transfer import Arena, HostMemoryKV
 NUM_BLOCKS, NUM_SLOTS = 3000, 2500
 WIDTHS = (24, 40)
 BLOCK_BYTES = sum(WIDTHS)
+
+
+@pytest.fixture(autouse=True)
+def _no_block_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_LARGE_BYTES", 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only; elsewhere one copy after the other")
@@ -69,6 +74,25 @@ def test_blocks_that_are_larger_than_a_slot_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="in slots of 63"):
         kv.gather([0, 5, 1, 3], arena, [4, 1, 7, 2])
     arena.close()
+
+
+@pytest.mark.parametrize(("gib", "per_call"), [(0.5, 3), (1.9, 1), (2.0, 1)])
+def test_no_call_asks_for_more_than_linux_copies_at_once(
+    monkeypatch: pytest.MonkeyPatch, gib: float, per_call: int
+) -> None:
+    """Nothing is copied here."""
+    nbytes, calls = int(gib * 2**30), []
+
+    def call(pid: int, ours: object, num_ours: int, theirs: object, num_theirs: int, flags: int) -> int:
+        calls.append((num_ours, num_theirs))
+        return min(num_ours * nbytes, 0x7FFFF000)
+
+    monkeypatch.setattr(copy_ranges, "_READ", call)
+    ranges = ranges_of(range(7), [(0, nbytes)], [nbytes])
+    assert copy_from(ranges, ranges) is (gib < 2), "one that is larger goes another way"
+    if gib < 2:
+        assert [count for count, _ in calls] == [per_call] * (7 // per_call) + [1] * (7 % per_call)
+        assert all(num_ours == num_theirs for num_ours, num_theirs in calls)
 
 
 def test_a_system_that_refuses_gets_one_copy_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

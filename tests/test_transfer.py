@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.transfer import Arena, HostMemoryKV, _runs
+from kvtier.transfer import Arena, HostMemoryKV, _pieces
 
 NUM_SLOTS, NUM_BLOCKS, BLOCK_BYTES = 12, 20, 64
 
@@ -45,28 +45,51 @@ def test_every_block_lands_where_it_belongs(slots: tuple[list[int], list[int]]) 
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "num_runs"),
+    ("device_slots", "arena_slots", "num_pieces"),
     [
         ([], [], 0),
         ([3], [5], 1),
-        (range(10), range(5, 15), 1),
-        (range(9, -1, -1), range(10), 1),
-        (range(0, 10, 2), range(20, 0, -4), 1),
-        ([0, 1, 2, 7, 8], [4, 5, 6, 7, 8], 2),
-        ([0, 1, 0, 1], [0, 1, 2, 3], 2),
+        ([9, 2, 30, 4], range(5, 9), 1),
+        ([9, 2, 30, 4], range(8, 0, -2), 1),
+        (range(6), [4, 5, 6, 9, 8, 7], 2),
+        (range(6), [4, 4, 4, 4, 1, 1], 2),
+        (range(30), [i * i for i in range(30)], 1),
     ],
+    ids=["nothing", "one block", "a run", "a run downwards", "two runs", "the same slot again", "all over the place"],
 )
-def test_slots_that_follow_one_another_are_one_copy(first: list[int], second: list[int], num_runs: int) -> None:
-    runs = list(_runs(first, second))
-    assert len(runs) == num_runs
-    slots = np.arange(32)
-    assert [int(slot) for run, _ in runs for slot in slots[run]] == list(first)
-    assert [int(slot) for _, run in runs for slot in slots[run]] == list(second)
+def test_a_batch_is_copied_in_few_pieces(device_slots: list[int], arena_slots: list[int], num_pieces: int) -> None:
+    pieces = list(_pieces(list(device_slots), list(arena_slots)))
+    assert len(pieces) == num_pieces
+    slots = np.arange(900)
+    assert [int(slot) for places, _ in pieces for slot in slots[places]] == list(device_slots)
+    assert [int(slot) for _, places in pieces for slot in slots[places]] == list(arena_slots)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in one memory", "apart"])
+@given(pairs)
+def test_parts_that_are_alike_are_copied_together(apart: bool, slots: tuple[list[int], list[int]]) -> None:
+    arena_slots, device_slots = slots
+    memory = np.random.default_rng(0).integers(0, 256, (3, NUM_BLOCKS, 24), dtype=np.uint8)
+    parts = [(rows.copy() if apart else rows)[:, :16] for rows in memory]
+    before = memory.copy()
+    expected = np.concatenate(parts, axis=1)
+    arena = Arena(NUM_SLOTS, 50)
+    kv = HostMemoryKV(*parts)
+    assert apart or len(kv._layers) == 1
+    kv.gather(device_slots, arena, arena_slots)
+    assert np.array_equal(arena.rows[arena_slots, :48], expected[device_slots])
+    for part in parts:
+        part[:] = 0
+    kv.scatter(arena, arena_slots, device_slots)
+    expected[[block for block in range(NUM_BLOCKS) if block not in device_slots]] = 0
+    assert np.array_equal(np.concatenate(parts, axis=1), expected)
+    assert np.array_equal(memory[:, :, 16:], before[:, :, 16:]), "what lies between the rows"
+    arena.close()
 
 
 def test_as_many_slots_on_both_sides() -> None:
     arena = Arena(2, BLOCK_BYTES)
-    with pytest.raises(ValueError):
+    with pytest.raises(InvalidInputError, match="1 device slots and 2 arena slots"):
         HostMemoryKV(np.zeros((2, BLOCK_BYTES), dtype=np.uint8)).scatter(arena, [0, 1], [0])
     arena.close()
 

@@ -179,3 +179,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def _on_worker(self) -> WorkerSide:
         assert self._worker is not None, "a call for a worker's connector reached the scheduler's"
         return self._worker
+
+
+compat.register(KvtierConnector)

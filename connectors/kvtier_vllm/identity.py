@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
@@ -18,6 +20,8 @@ from kvtier_vllm.paged_kv import pages_of
 DIGESTS = Path("~/.cache/kvtier").expanduser()
 """Where digests of weights are remembered."""
 _LABEL = b"kvtier.vllm.model.v1"
+_LENGTH_MATTERS = "longrope"
+"""How rotary embeddings call themselves that are others in engines with another `max_model_len`."""
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
 """Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
 
@@ -42,6 +46,8 @@ def namespace_of(
     layers = {name: layer for group in groups for name, layer in group.items()}
     backends = sorted({_backend(attention[name]) for name in layers})
     first = next(iter(layers.values()))
+    if first.device.type == "cpu":
+        backends.append(packing_of_cpu())
     return Namespace(
         weights_digest=model_digest(config, digests),
         dtype=str(model.dtype),
@@ -56,6 +62,13 @@ def namespace_of(
         pp_size=parallel.pipeline_parallel_size,
         pp_rank=pp_rank,
     )
+
+
+def packing_of_cpu() -> str:
+    """What vLLM's kernels on the CPU pack keys by: kind of processor and instructions."""
+    has = torch.cpu.get_capabilities()
+    used = sorted(name for name, value in has.items() if value is True and name.startswith(("amx", "avx512_f")))
+    return " ".join([current_platform.get_cpu_architecture().name, *used])
 
 
 def _backend(layer: Any) -> str:
@@ -84,6 +97,8 @@ def model_digest(config: VllmConfig, digests: Path) -> bytes:
     used: dict[str, Any] = json.loads(config.model_config.hf_config.to_json_string(use_diff=False))
     arithmetic = {name: value for name, value in used.items() if name not in _SAYS_NOTHING}
     arithmetic["vllm.quantization"] = config.model_config.quantization
+    if _LENGTH_MATTERS in json.dumps(used):
+        arithmetic["vllm.max_model_len"] = config.model_config.max_model_len
     arithmetic["vllm.load_format"] = str(config.load_config.load_format)
     packed = json.dumps(arithmetic, sort_keys=True).encode()
     return hashlib.sha256(_LABEL + weights_digest(files, digests) + packed).digest()

@@ -3,6 +3,7 @@ blocks are being copied."""
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,12 @@ from vllm.v1.request import Request
 
 from kvtier.build import DirectoryHalf, directory_half
 from kvtier.build_tiers import shared_tier
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.hierarchy.jobs import Block
-from kvtier.hierarchy.planner import AlwaysFetch, Planner
+from kvtier.hierarchy.planner import PENDING, AlwaysFetch, Planner
 from kvtier.keys import NamespaceId
 from kvtier.metrics import Metrics
 from kvtier_vllm.adapters import Adapters
@@ -31,6 +33,9 @@ from kvtier_vllm.request_keys import RequestKeys
 from kvtier_vllm.stats import KvtierStats, sources_of
 
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 5.0
+"""How long an engine without requests goes on for blocks that no tier takes."""
+_ASK_EVERY_S = 0.005
 _PARAMS = "kvtier"
 """Key of our table in a request's `kv_transfer_params`."""
 
@@ -50,8 +55,14 @@ class _Request:
     """Of that lookup, while it has no answer."""
     tiers: list[str] | None = None
     """Its answer: where each block is that is worth loading, from the first one on."""
+    ask_at: float = 0.0
+    """When the next lookup may be asked for."""
+    pending_since: float | None = None
+    """When blocks that it wants were first found to be on their way."""
     sources: list[str] = field(default_factory=list)
     """Tiers of the load that was started last."""
+    loaded: Counter[str] = field(default_factory=Counter)
+    """Blocks that loads have brought, by tier."""
     is_tombstoned: bool = False
     """A load has failed: what is offered again would fail again, for ever."""
 
@@ -66,14 +77,21 @@ class SchedulerSide:
     """Scheduler thread only. Nothing blocks."""
 
     def __init__(
-        self, config: Config, tokens_per_block: int, groups: KVGroups, *, planner: Planner | None = None
+        self,
+        config: Config,
+        tokens_per_block: int,
+        groups: KVGroups,
+        *,
+        planner: Planner | None = None,
+        clock: Clock = MONOTONIC,
     ) -> None:
         self._config = config
         self._size, self._groups = tokens_per_block, groups
-        self._planner = planner or AlwaysFetch()
+        self._planner, self._clock = planner or AlwaysFetch(), clock
         self._stack = contextlib.ExitStack()
         self._half: DirectoryHalf | None = None
         """None until the workers have said what their KV is."""
+        self._is_warned = False
         self._kv: KVCacheManager | None = None
         self._requests: dict[str, _Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -87,7 +105,9 @@ class SchedulerSide:
         self._allocated: set[int] = set()
         """Device blocks allocated since the last step for requests that are not in it."""
         self._unsaved: list[Block] = []
-        """Last blocks of requests that have ended: saved by the next step, unless it writes to them."""
+        """Blocks of requests that have ended: saved by a step with room for them, unless one writes to them before."""
+        self._last_saved_at = clock()
+        """Or when nothing was left to save."""
 
     @property
     def _directory(self) -> Directory | None:
@@ -114,7 +134,10 @@ class SchedulerSide:
 
     def add(self, request: Request) -> None:
         """A new request."""
-        if self._half is None or not RequestKeys.cover(request):
+        if self._half is None:
+            self._warn_of_silence()
+            return
+        if not RequestKeys.cover(request):
             return
         adapter = None
         if request.lora_request is not None:
@@ -135,6 +158,8 @@ class SchedulerSide:
         if not wanted:
             return 0, False
         if known.asked != wanted:
+            if self._clock() < known.ask_at:
+                return None, False
             self._forget_lookup(known)
             known.asked = wanted
             keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
@@ -144,8 +169,12 @@ class SchedulerSide:
             if statuses is None:
                 return None, False
             known.ticket = None
+            num_hits = self._planner.blocks_to_fetch(statuses)
+            if PENDING in statuses[num_hits : num_hits + 1] and self._is_worth_waiting(known):
+                known.asked = range(0)
+                return None, False
             # A hit is what all groups have.
-            num_hits = self._planner.blocks_to_fetch(statuses) // self._groups.num_groups
+            num_hits //= self._groups.num_groups
             known.tiers = [status.tier for status in statuses[:: self._groups.num_groups][:num_hits]]
         num_hits = len(known.tiers or ())
         return num_hits * self._size, num_hits > 0
@@ -188,10 +217,7 @@ class SchedulerSide:
         written = self._allocated | _written_blocks(output, self._size)
         self._allocated = set()
         step.flush = self._copies.of(written)
-        unsaved, self._unsaved = self._unsaved, []
-        blocks = [block for block in unsaved if block[1] % self._groups.num_blocks not in written]
-        for request_id, num_tokens in _computed_tokens(output):
-            blocks += self._newly_full(request_id, num_tokens)
+        blocks = self._to_save(output, written)
         if blocks:
             self._directory.save_full(blocks)
         self._note_results()
@@ -210,20 +236,25 @@ class SchedulerSide:
         self._note_results()
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; its device blocks, by KV group, are vLLM's at once."""
+        """The request has ended; its device blocks, by KV group, are vLLM's at once.
+
+        Gives False, for that, and what its answer says of us: the blocks that were loaded, if it was asked for.
+        """
         known = self._requests.pop(request.request_id, None)
         if known is None or self._directory is None:
             return False, None
         self._forget_lookup(known)
+        is_asked = _PARAMS in (request.kv_transfer_params or {})
+        told = {_PARAMS: {"loaded_blocks": dict(known.loaded)}} if is_asked else None
         for job, load in self._loads.items():
             if load.request_id == request.request_id:
                 self._directory.cancel(job)
-                return False, None
+                return False, told
         if known.saves and not known.is_tombstoned:  # vLLM may not have heard yet that its load has failed
             # Tokens whose KV is there: all but the last one, which was not put into the model.
             num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self._size
             self._unsaved += self._groups.blocks(known.keys.first(num_full), tables, range(known.num_saved, num_full))
-        return False, None
+        return False, told
 
     def reset(self) -> bool:
         """Forgets what this engine holds; the pool keeps what it has."""
@@ -235,19 +266,34 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether a step is wanted even without requests."""
         is_telling = self._directory is not None and self._directory.is_telling
-        return bool(self._unsaved or self._ended or self._copies or is_telling)
+        # A tier that hangs must not keep an idle engine busy.
+        is_saving = bool(self._unsaved) and self._clock() < self._last_saved_at + _PATIENCE_S
+        return bool(is_saving or self._ended or self._copies or is_telling)
 
     def close(self) -> None:
         self._half = None
         self._stack.close()
 
-    def _newly_full(self, request_id: str, num_tokens: int) -> list[Block]:
-        """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed."""
+    def _to_save(self, output: SchedulerOutput, written: set[int]) -> list[Block]:
+        """As many blocks as there is room for. The others wait on the device: no better place, as long as they last."""
+        assert self._directory is not None
+        room = self._directory.room_for_saves
+        unsaved = [block for block in self._unsaved if block[1] % self._groups.num_blocks not in written]
+        blocks, self._unsaved = unsaved[:room], unsaved[room:]
+        for request_id, num_tokens in _computed_tokens(output):
+            blocks += self._newly_full(request_id, num_tokens, (room - len(blocks)) // self._groups.num_groups)
+        if blocks or not self._unsaved:
+            self._last_saved_at = self._clock()
+        return blocks
+
+    def _newly_full(self, request_id: str, num_tokens: int, limit: int) -> list[Block]:
+        """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed, the next few."""
         known = self._requests.get(request_id)
         if known is None or not known.saves or self._kv is None:
             return []
         # Under asynchronous scheduling, tokens are computed before anybody here knows them.
         num_full = min(num_tokens, known.request.num_tokens) // self._size
+        num_full = min(num_full, known.num_saved + limit)
         if num_full <= known.num_saved:
             return []
         span, known.num_saved = range(known.num_saved, num_full), num_full
@@ -262,8 +308,24 @@ class SchedulerSide:
                 continue
             self._ended[load.request_id] = [load.device_blocks[index] for index in sorted(result.failed)]
             known = self._requests.get(load.request_id)
-            if known is not None and result.failed:
-                known.is_tombstoned = True
+            if known is not None:
+                known.loaded.update(tier for tier in result.tiers if tier)
+                known.is_tombstoned |= bool(result.failed)
+
+    def _warn_of_silence(self) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            _log.error(
+                "kvtier keeps nothing: no worker has said what its KV is. MultiConnector hands on what its first "
+                "connector's workers say, and no more: name KvtierConnector first"
+            )
+
+    def _is_worth_waiting(self, known: _Request) -> bool:
+        """For a block that is on its way to a tier, e.g. because another request has begun to load it."""
+        now = self._clock()
+        known.pending_since = known.pending_since if known.pending_since is not None else now
+        known.ask_at = now + _ASK_EVERY_S
+        return now < known.pending_since + self._config.cache.lookup_deadline_s
 
     def _forget_lookup(self, known: _Request) -> None:
         if known.ticket is not None and self._directory is not None:

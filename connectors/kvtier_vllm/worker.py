@@ -29,7 +29,8 @@ _LOOK_S = 0.05
 _OTHER_COPIES = 2
 """At a time, beside those of `cache.load_threads`: a save, and a load from host memory."""
 _EMPTY_STEP_S = 0.002
-"""How long an empty step waits for transfers: a loop of empty steps would take the interpreter from them."""
+"""How long an empty step waits for transfers, unless a request goes on after it: a loop of empty steps would take the
+interpreter from them."""
 
 
 class WorkerSide:
@@ -106,7 +107,7 @@ class WorkerSide:
             if isinstance(message, SaveBatch):
                 self._copying.add(message.batch_id)
             self._mover.submit(data)
-        if step.is_empty:
+        if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():
             self._results.finished_recving.add(request_id)

@@ -15,6 +15,8 @@ from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
 from kvtier.wire.certificates import TlsFiles
 
+_HOST_BYTES, _STAGING_BYTES = 1 << 30, 512 << 20
+
 
 class Config(Section):
     """The whole file. Made by `load_config` or `parse_config`."""
@@ -49,6 +51,13 @@ class Config(Section):
         if len(secret) < 16:
             raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
         return secret
+
+    def host_bytes(self) -> int:
+        """Host memory of the engine: what is set, or what suits the pool."""
+        if self.host.capacity_bytes is not None:
+            return int(self.host.capacity_bytes)
+        is_beside_pool = any(address.startswith("unix:") for address in self.pool.address)
+        return _STAGING_BYTES if is_beside_pool else _HOST_BYTES
 
     def pool_token(self) -> str | None:
         """The bearer token of the engine's tenant. None: its certificate stands for it."""

@@ -68,7 +68,7 @@ class CacheConfig(Section):
     """Unit of hashing, sharing and transfer. Smaller hits more tokens, larger moves faster. Engines that
     differ do not share."""
     batch_blocks: Count = 32
-    """Blocks per transfer, or 64 MiB of them between device and host memory, if that is more. Smaller overlaps reads
+    """Blocks per transfer, or 128 MiB of them between device and host memory, if that is more. Smaller overlaps reads
     and copies better, larger has fewer round trips."""
     load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
     """Transfers at a time. 2 overlap reading and copying, for which there must be two cores beside the engine's: the
@@ -91,8 +91,10 @@ class CacheConfig(Section):
 class HostConfig(Section):
     """Host memory of an engine."""
 
-    capacity_bytes: Bytes = ByteSize(2**30)
-    """Also the staging area of every transfer: at least a few hundred blocks. Touched at start."""
+    capacity_bytes: Bytes | None = None
+    """Also the staging area of every transfer: at least a few hundred blocks. Touched at start. Left out, it is 1 GiB,
+    or 512 MiB, for staging, where a pool on the same host (a Unix address) keeps the blocks for all its engines: none
+    need be held twice."""
     write_policy: WritePolicyName = "write_through"
     """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
 

@@ -124,6 +124,11 @@ class Directory:
             return False
         return not self.holds(chain_hash)
 
+    @property
+    def room_for_saves(self) -> int:
+        """Blocks that can be saved now; more would be dropped. Grows when the tiers below have taken some."""
+        return max(0, self._max_saving - self._num_saving - self._stores.num_blocks)
+
     # Jobs
 
     def save_full(self, blocks: Sequence[Block]) -> int | None:
@@ -170,7 +175,7 @@ class Directory:
             if self._index.slots.find(chain_hash) is not None:
                 job.ok.add(index)
                 continue
-            entry = self._index.prepare(chain_hash) if self._room_for_saves() > 0 else None
+            entry = self._index.prepare(chain_hash) if self.room_for_saves > 0 else None
             if entry is None:
                 self._metrics.saves_dropped.inc()
                 continue
@@ -323,11 +328,7 @@ class Directory:
 
     def _issue_stores(self) -> None:
         """Leaves half of what may be saving to copies from the device, which cannot wait for a slow tier."""
-        self._stores.issue(min(self._room_for_saves(), max(1, self._max_saving // 2) - self._stores.num_blocks))
-
-    def _room_for_saves(self) -> int:
-        """Arena slots that saves and stores may still take."""
-        return self._max_saving - self._num_saving - self._stores.num_blocks
+        self._stores.issue(min(self.room_for_saves, max(1, self._max_saving // 2) - self._stores.num_blocks))
 
     def _note_evicted(self, chain_hash: ChainHash) -> None:
         for tier in self._owed.evicted(chain_hash):

@@ -29,10 +29,16 @@ class Driver:
         return {"async_scheduling": self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salt: str | None, adapter: str | None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None,
+        adapter: str | None,
+        params: dict[str, Any] | None,
     ) -> list[dict[str, Any]]:
         """Greedily, all prompts at once. An adapter is a folder; each has an id for as long as the engine lives."""
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         salted: Any = {"cache_salt": salt} if salt is not None else {}
         requests = [TokensPrompt(prompt_token_ids=prompt, **salted) for prompt in prompts]
         lora = None
@@ -41,7 +47,12 @@ class Driver:
             lora = LoRARequest(f"adapter-{number}", number, adapter)
         outputs = self._llm.generate(requests, sampling, lora_request=lora, use_tqdm=False)
         return [
-            {"tokens": list(output.outputs[0].token_ids), "num_cached": output.num_cached_tokens} for output in outputs
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "num_cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
+            }
+            for output in outputs
         ]
 
     def reset(self, connector: bool) -> bool:

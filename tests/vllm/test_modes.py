@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from vllm_rig import (
+    BLOCK,
     CROWD_TOKENS,
     Answer,
     Lab,
@@ -70,3 +71,17 @@ def test_a_reset_with_the_connector_forgets_everything(lab: Lab, expected: list[
         answers = engine.generate(PROMPTS)
     assert tokens_of(answers) == tokens_of(expected)
     assert cached_of(answers) == none_hit(PROMPTS)
+
+
+def test_a_request_may_ask_for_nothing_to_be_saved_and_what_was_loaded(lab: Lab, expected: list[Answer]) -> None:
+    with lab.engine(transfer(settings())) as engine:
+        for number, (params, loaded) in enumerate(
+            [({"no_store": True}, False), ({}, False), ({"no_store": True}, True)],
+        ):
+            answers = engine.generate(PROMPTS, params={"kvtier": params})
+            assert tokens_of(answers) == tokens_of(expected)
+            assert cached_of(answers) == (all_hit(PROMPTS) if loaded else none_hit(PROMPTS)), number
+            from_host = [{"host": hit // BLOCK} if loaded else {} for hit in all_hit(PROMPTS)]
+            assert [answer.params for answer in answers] == [{"kvtier": {"loaded_blocks": each}} for each in from_host]
+            engine.reset()
+        assert engine.generate(PROMPTS[:1])[0].params is None

@@ -23,6 +23,7 @@ from vllm_rig import (
     settings,
     tokens_of,
     transfer,
+    until,
 )
 
 PROMPTS = make_prompts()
@@ -110,3 +111,16 @@ def test_new_weights_at_the_same_path_never_meet_the_old(
     assert tokens_of(answers) == tokens_of(new)
     assert cached_of(answers) == none_hit(PROMPTS)
     assert pool.num_read() == 0
+
+
+def test_more_than_host_memory_holds_goes_to_the_pool(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
+    """A step may fill more blocks than can be saved at a time: the others wait on the device."""
+    connector = transfer(settings(pool={"address": pool.address}, host={"capacity_bytes": "1MiB"}))
+    with lab.engine(connector) as engine:
+        assert tokens_of(engine.generate(PROMPTS)) == tokens_of(expected)
+
+        def stored() -> bool:
+            engine.generate(make_prompts(1, first_length=8, seed=1), num_tokens=2)  # steps, and no block of its own
+            return pool.num_written() == num_blocks(PROMPTS)
+
+        until(stored, "all blocks are in the pool")

@@ -54,6 +54,8 @@ class Answer:
     tokens: list[int]
     num_cached: int
     """Tokens of the prompt that were not computed."""
+    params: Mapping[str, Any] | None = None
+    """What the connector says with it."""
 
 
 def make_prompts(count: int = 4, *, first_length: int = 300, seed: int = 0) -> list[list[int]]:
@@ -140,8 +142,9 @@ class Engine:
         num_tokens: int = NUM_TOKENS,
         salt: str | None = None,
         adapter: Path | None = None,
+        params: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt, adapter=adapter)
+        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt, adapter=adapter, params=params)
         return self.end_generate()
 
     def begin_generate(
@@ -151,10 +154,11 @@ class Engine:
         num_tokens: int = NUM_TOKENS,
         salt: str | None = None,
         adapter: Path | None = None,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         """Does not wait for the answers: `end_generate` does."""
         folder = None if adapter is None else str(adapter)
-        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt, adapter=folder)
+        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt, adapter=folder, params=params)
 
     def end_generate(self) -> list[Answer]:
         return [Answer(**each) for each in self.answer()]

@@ -1,0 +1,1 @@
+"""What a secondary tier of vLLM's native offloading is made of: identity, lookups, transfers, counters."""

@@ -1,0 +1,56 @@
+"""Tests of the connector under vLLM's own scheduler, with helpers out of vLLM's source distribution."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+collect_ignore_glob = [] if os.environ.get("KVTIER_TEST_VLLM") == "1" else ["test_*.py"]
+
+if TYPE_CHECKING:
+    from stepping_rig import Engine
+
+if not collect_ignore_glob:
+    sys.path.insert(0, str(Path(__file__).parent))
+
+    import stepping_rig
+    from opt_config import write_model
+    from sdist import VLLM_CACHE
+    from vllm_rig import TOKENS, settings
+
+    @pytest.fixture(scope="session")
+    def opt_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_model(tmp_path_factory.mktemp("opt") / "model")
+
+    @pytest.fixture
+    def start(opt_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., "Engine"]]:
+        """Starts an engine with host memory, and disk where `disk=True`; all that it starts share the disk's folder.
+
+        One engine at a time may have it.
+        """
+        monkeypatch.setenv("KV_SECRET", "a secret of more than sixteen bytes")
+        monkeypatch.setenv("RED_TOKEN", TOKENS["red"])
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(VLLM_CACHE))
+        with ExitStack() as stack:
+
+            def start(
+                *,
+                disk: bool = False,
+                pool: str = "",
+                num_host_blocks: int = 400,
+                load_deadline_s: float = 10.0,
+                **how: Any,
+            ) -> "Engine":
+                tables: dict[str, Any] = {"host": {"capacity_bytes": num_host_blocks * 256}}
+                if pool:
+                    tables["pool"] = {"address": pool}
+                if disk:
+                    tables["disk"] = {"directory": str(tmp_path / "disk"), "reserve_bytes": 0}
+                extra = settings(cache={"io_process": False, "load_deadline_s": load_deadline_s}, **tables)
+                return stack.enter_context(stepping_rig.engine(opt_model, extra, **how))
+
+            yield start

@@ -1,0 +1,296 @@
+"""vLLM's real scheduler over real connectors of ours, stepped by hand: all that is missing of vLLM is the model.
+
+Scheduler, requests and configuration are made by the helpers of vLLM's own tests.
+"""
+
+import contextlib
+import importlib.util
+import pickle
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from arithmetic_model import ArithmeticModel, answer_to
+from sdist import UNIT, fetch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+import kvtier_vllm.worker
+from hierarchy_rig import Held
+from kvtier.namespace import Namespace
+from kvtier.transfer import Arena, DeviceKV
+from kvtier_vllm.request_keys import RequestKeys
+
+BLOCK = 16
+MAX_STEPS = 3000
+"""Far more than any test takes: who needs them goes round in circles."""
+
+
+def load_helpers() -> ModuleType:
+    """`utils.py` of vLLM's connector tests. Not by the name it has there: `tests` is also a folder of ours."""
+    name = "vllm_unit_test_helpers"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, fetch() / UNIT / "utils.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+class HeldDevice:
+    """Device memory whose copies out wait for `gate`."""
+
+    def __init__(self, inner: DeviceKV, gate: Any) -> None:
+        self._inner, self._gate = inner, gate
+        self.block_bytes = inner.block_bytes
+
+    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        assert self._gate.wait(20.0)
+        self._inner.gather(device_slots, arena, arena_slots)
+
+    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        self._inner.scatter(arena, arena_slots, device_slots)
+
+
+class Rank:
+    """One worker: connector and model. Calls the connector in vLLM's order."""
+
+    def __init__(self, connector: KVConnectorBase_V1, *, rank: int, num_ranks: int, num_blocks: int) -> None:
+        self.connector = connector
+        self.model = ArithmeticModel(rank=rank, num_blocks=num_blocks, block_size=BLOCK)
+        namespace = Namespace(
+            weights_digest=bytes(32), dtype="int64", kv_dtype="int64", physical_layout="arithmetic",
+            backend="arithmetic", num_layers=len(self.model.layers), num_kv_heads=1, head_dim=1,
+            tp_size=num_ranks, tp_rank=rank,
+        )  # fmt: skip
+        with (
+            mock.patch.object(kvtier_vllm.worker, "get_tp_group", return_value=_group(rank, num_ranks)),
+            mock.patch.object(kvtier_vllm.worker, "get_pp_group", return_value=_group(0, 1)),
+            # Of weights and attention backends, of which there are none.
+            mock.patch.object(kvtier_vllm.worker, "namespace_of", return_value=namespace),
+        ):
+            connector.register_kv_caches(self.model.layers)
+
+    @property
+    def mover(self) -> Any:
+        """Of a connector that is ours. Where faults are put in; nothing else of it is looked at."""
+        return self.connector._worker._mover  # type: ignore[attr-defined]
+
+    def hold_disk(self) -> Held:
+        """Its disk tier, to be held up and broken from now on."""
+        held = Held(self.mover._tiers["disk"])
+        self.mover._tiers["disk"] = held
+        return held
+
+    def hold_copies_out(self, gate: Any) -> None:
+        self.mover._device = HeldDevice(self.mover._device, gate)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        # As it comes to a worker of its own process.
+        metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
+        connector = self.connector
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        result = self.model.run(output)
+        connector.start_load_kv(SimpleNamespace(attn_metadata=None))  # type: ignore[arg-type]
+        connector.wait_for_save()
+        done = connector.get_transfer_results(output.finished_req_ids)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_sending=done.finished_sending or None,
+            finished_recving=done.finished_recving or None,
+            failed_recving=done.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(connector.build_connector_worker_meta())),  # noqa: S301
+        )
+        connector.clear_connector_metadata()
+        return result
+
+
+class Engine:
+    """`step` is one of vLLM's. Under asynchronous scheduling the next step is planned before the last one is known."""
+
+    def __init__(
+        self,
+        model: Path,
+        extra: Mapping[str, Any],
+        *,
+        num_ranks: int = 1,
+        num_blocks: int = 200,
+        async_scheduling: bool = False,
+        transfer: Mapping[str, Any] | None = None,
+        max_num_batched_tokens: int = 512,
+    ) -> None:
+        """
+        :param extra: `kv_connector_extra_config`.
+        :param transfer: arguments of `create_vllm_config` about the connector; our connector by itself without.
+        """
+        helpers = load_helpers()
+        ours = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm"}
+        arguments = {"kv_connector_extra_config": dict(extra), **(transfer or ours)}
+        self.config = helpers.create_vllm_config(
+            model=str(model),
+            block_size=BLOCK,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            max_num_batched_tokens=max_num_batched_tokens,
+            **arguments,
+        )
+        self.config.scheduler_config.async_scheduling = async_scheduling
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], spec)])
+        self.scheduler = helpers.create_scheduler(self.config, num_blocks=num_blocks, kv_cache_config=kv)
+        self.connector: KVConnectorBase_V1 = self.scheduler.connector
+        self.ranks = [
+            Rank(
+                type(self.connector)(self.config, KVConnectorRole.WORKER, kv),
+                rank=rank,
+                num_ranks=num_ranks,
+                num_blocks=num_blocks,
+            )
+            for rank in range(num_ranks)
+        ]
+        identities = {(0, n): rank.connector.get_handshake_metadata() for n, rank in enumerate(self.ranks)}
+        self.connector.set_xfer_handshake_metadata_pp_aware(identities)
+        self._aggregator = KVOutputAggregator(num_ranks)
+        self._depth = 1 if async_scheduling else 0
+        self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.started: Counter[str] = Counter()
+        """Loads, by request."""
+        self.received: Counter[str] = Counter()
+        """Those that were reported to be over."""
+        self._count_loads()
+        self.spared: dict[str, int] = {}
+        """Tokens that a request had when it was scheduled for the first time."""
+        self.num_preemptions = 0
+
+    def ask(self, number: int, num_tokens: int, *, common: int = 0, max_tokens: int = 8) -> str:
+        """A new request; returns its id. Prompts with different numbers share their first `common` tokens only."""
+        request = load_helpers().create_request(
+            request_id=number, num_tokens=num_tokens, common_prefix_len=common, max_tokens=max_tokens, block_size=BLOCK
+        )
+        return self._add(request, number)
+
+    def continue_with(self, request_id: str, *, max_tokens: int) -> str:
+        """The next turn: a prompt that goes on with what was answered."""
+        before = self.requests[request_id]
+        tokens = [*before.prompt_token_ids, *self.answers[request_id]]
+        helpers = load_helpers()
+        make = helpers.Request
+        with mock.patch.object(helpers, "Request", lambda **named: make(**named | {"prompt_token_ids": tokens})):
+            request = helpers.create_request(request_id=0, num_tokens=0, max_tokens=max_tokens, block_size=BLOCK)
+        return self._add(request, 0)
+
+    def _add(self, request: Request, number: int) -> str:
+        request.request_id = f"{number}-{len(self.requests)}"  # the same prompt may be asked again
+        self.requests[request.request_id] = request
+        self.scheduler.add_request(request)
+        return str(request.request_id)
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        for new in output.scheduled_new_reqs:
+            self.spared[new.req_id] = new.num_computed_tokens
+        # Aggregated also if there is one rank only, which vLLM's executors for one do not do: then nothing changes.
+        result = self._aggregator.aggregate([rank.execute(output) for rank in self.ranks])
+        self._under_way.append((output, result))
+        if len(self._under_way) > self._depth:
+            self._take_in()
+        return output
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        for _ in range(MAX_STEPS):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"in vain for {MAX_STEPS} steps: {what}")
+
+    def finish(self) -> None:
+        """Until vLLM would stop stepping."""
+
+        def idle() -> bool:
+            return not self.scheduler.has_requests() and not self.connector.has_pending_push_work()
+
+        self.until(idle, "all requests have ended")
+        while self._under_way:
+            self._take_in()
+        self.until(idle, "nothing is left to be said")
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def is_loading(self, request_id: str) -> bool:
+        return bool(self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+    def hashes(self, request_id: str) -> list[bytes]:
+        """Keys of its prompt's full blocks."""
+        half = self.connector._scheduler._half  # type: ignore[attr-defined]
+        request = self.requests[request_id]
+        return [bytes(key) for key in RequestKeys(request, half.hasher).first(request.num_prompt_tokens // BLOCK)]
+
+    def forget_device(self) -> None:
+        """Empties vLLM's own prefix cache."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def require_right_answers(self) -> None:
+        """Of all that were asked and not aborted; and that nothing leaked."""
+        for request_id, request in self.requests.items():
+            if request.status == RequestStatus.FINISHED_ABORTED:
+                continue
+            expected = answer_to(request.prompt_token_ids, request.max_tokens)
+            assert self.answers.get(request_id) == expected, request_id
+            assert self.reasons[request_id] == "length"
+        self.scheduler.schedule()  # as vLLM's own tests do: hands over the last finished ids
+        load_helpers().assert_scheduler_empty(self.scheduler)
+        assert self.received == self.started, "every load is reported to be over, and once"
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.connector.shutdown()
+        self.scheduler.shutdown()
+
+    def _count_loads(self) -> None:
+        begin = self.connector.update_state_after_alloc
+
+        def count(request: Request, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                self.started[request.request_id] += 1
+            begin(request, blocks, num_external_tokens)
+
+        self.connector.update_state_after_alloc = count  # type: ignore[method-assign]
+
+    def _take_in(self) -> None:
+        output, result = self._under_way.popleft()
+        if result.kv_connector_output is not None:
+            self.received.update(result.kv_connector_output.finished_recving or ())
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
+                if each.finish_reason is not None:
+                    self.reasons[each.request_id] = str(each.finish_reason)
+
+
+@contextlib.contextmanager
+def engine(model: Path, extra: Mapping[str, Any], **how: Any) -> Iterator[Engine]:
+    """Closed at the end."""
+    running = Engine(model, extra, **how)
+    with contextlib.closing(running):
+        yield running
+
+
+def _group(rank: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(rank_in_group=rank, world_size=size)
