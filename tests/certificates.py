@@ -35,13 +35,21 @@ class Authority:
         self.certificate = folder / f"{name}.pem"
         self.certificate.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, *identities: str, common_name: str = "nobody", valid_days: int = 1) -> Pair:
+    def issue(
+        self,
+        name: str,
+        *identities: str,
+        common_name: str = "nobody",
+        valid_days: int = 1,
+        curve: ec.EllipticCurve | None = None,
+    ) -> Pair:
         """A certificate for servers and clients alike, overwriting an older one of this name.
 
         :param identities: addresses, URIs or DNS names.
         :param valid_days: from now; below 0 it has expired.
+        :param curve: of the key; P-256 by default.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = ec.generate_private_key(curve or ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         builder = _builder(subject, self._name, key.public_key(), valid_days)
         builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES), critical=False)

@@ -456,6 +456,37 @@ def test_an_unreadable_sector_is_dropped_and_a_passing_error_is_not(open_disk: O
     assert value(metrics, "kvtier_io_errors_total", op="read", error="EMFILE") == 1
 
 
+@pytest.mark.parametrize("code", [errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EACCES])
+def test_a_file_that_cannot_be_read_can_be_written_again(open_disk: Open, code: int) -> None:
+    metrics = Metrics()
+    files = FaultyFiles(OsFiles(direct=False))
+    tier = open_disk(files=files, metrics=metrics)
+    tier.write([block("a")])
+    files.fail_next("read", code)
+    assert load(tier, "a") is None
+    assert value(metrics, "kvtier_io_errors_total", op="read", error=errno.errorcode[code]) == 1
+    assert tier.write([block("a")]) == [WriteStatus.STORED]
+    assert load(tier, "a") == block("a")[1]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("what", ["FIFO", "link", "folder"])
+def test_something_else_in_the_place_of_a_block_holds_nobody_up(
+    tmp_path: Path, open_disk: Open, what: str, direct: bool
+) -> None:
+    metrics = Metrics()
+    tier = open_disk(metrics=metrics, files=OsFiles(direct=direct and supports_direct(str(tmp_path))))
+    tier.write([block("a")])
+    path = file_of(tmp_path, "a")
+    moved = path.rename(tmp_path / "elsewhere")
+    {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to(moved), "folder": os.mkdir}[what](path)
+    assert load(tier, "a") is None
+    assert tier.lookup([make_key("a")]) == [Status.MISS]
+    assert tier.write([block("a")]) == [WriteStatus.STORED]
+    assert load(tier, "a") == block("a")[1]
+    assert moved.stat().st_size > NBYTES, "nobody followed the link to remove it"
+
+
 def test_space_of_a_file_that_cannot_be_removed_stays_counted(tmp_path: Path, open_disk: Open) -> None:
     files = FaultyFiles(OsFiles(direct=False))
     tier = open_disk(2 * FOOTPRINT, files=files)

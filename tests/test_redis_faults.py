@@ -196,6 +196,24 @@ def test_a_server_that_has_become_a_replica_refuses_writes_only(server: RedisSer
     tier.close()
 
 
+def test_a_write_of_what_is_still_to_be_discarded_has_failed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the block, but it is hidden here and about to go: neither there nor stored."""
+    monkeypatch.setattr("kvtier.tiers.redis.tier._DISCARDS_AT_ONCE", 1)
+    tier = connect(server.url)
+    assert tier.write(items(3)) == [WriteStatus.STORED] * 3
+    with server.client() as client:
+        client.replicaof("127.0.0.1", str(free_port()))
+        assert tier.discard(KEYS[:3]) == 0
+        client.replicaof("NO", "ONE")
+    assert tier.write(items(3)) == [WriteStatus.STORED, WriteStatus.FAILED, WriteStatus.FAILED]
+    assert tier.lookup(KEYS[:3]) == [Status.HIT, Status.MISS, Status.MISS]
+    assert tier.write(items(3)) == [WriteStatus.EXISTS, WriteStatus.STORED, WriteStatus.STORED]
+    assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == PAYLOADS[:3]
+    tier.close()
+
+
 PASSWORD = "correct horse battery"
 
 
@@ -281,6 +299,10 @@ def stranger(greeting: bytes, after: bytes = b"") -> Iterator[str]:
         (b"", b"$" + b"9" * 5000 + b"\r\n"),
         (b"\x00" * 100, b""),
         (b"", b"-\xff\xfe not UTF-8\r\n"),
+        (b"", b"*2000000000\r\n"),
+        (b"", b"*100000\r\n" * 100),
+        (b"", b"*1\r\n" * 200_000 + b":1\r\n"),
+        (b"", b"%1\r\n*0\r\n:1\r\n"),
     ],
 )
 def test_what_is_no_redis_is_a_miss_in_time(greeting: bytes, after: bytes, password: str | None) -> None:

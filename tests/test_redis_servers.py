@@ -226,6 +226,29 @@ def test_a_slot_that_moves_is_followed(nodes: list[RedisServer]) -> None:
     tier.close()
 
 
+def test_a_discard_during_a_move_is_made_up_for(nodes: list[RedisServer]) -> None:
+    """A block that has moved already is hidden until its new server has heard of it."""
+    metrics = Metrics()
+    tier = connect(cluster_url(*nodes), metrics=metrics)
+    assert tier.write(ITEMS[:2]) == [WriteStatus.STORED] * 2
+    name = key_name(KEYS[0])
+    slot, source, target = slot_of(nodes, name)
+    set_slot(target, slot, "IMPORTING", node_id(source))
+    set_slot(source, slot, "MIGRATING", node_id(target))
+    with source.client() as client:
+        client.migrate("127.0.0.1", target.port, name, 0, 5000)
+    assert tier.discard(KEYS[:2]) == 1
+    assert errors(metrics, "discard", "Moved") == 1
+    for node in (target, source, *nodes):
+        set_slot(node, slot, "NODE", node_id(target))
+    assert sum(num_keys(nodes)) == 1
+    assert tier.lookup(KEYS[:2]) == [Status.MISS] * 2
+    assert sum(num_keys(nodes)) == 0
+    assert tier.write(ITEMS[:2]) == [WriteStatus.STORED] * 2
+    assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
+    tier.close()
+
+
 def test_the_url_of_one_server_leads_to_a_cluster(nodes: list[RedisServer], caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
     tier = connect(nodes[0].url, metrics=metrics)

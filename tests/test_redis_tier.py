@@ -307,6 +307,31 @@ class TestParts:
         assert tier.write(items(1)) == [WriteStatus.STORED]
         assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
 
+    @pytest.mark.parametrize("nbytes", [20_001, BLOCK_BYTES + 1, 1 << 20, 1 << 40, 1 << 62])
+    def test_a_header_with_another_length_makes_a_miss_that_heals(
+        self, tier: Tier, client: redis.Redis, metrics: Metrics, parts: list[bytes], nbytes: int
+    ) -> None:
+        value = client.get(parts[0])
+        client.set(parts[0], value[:72] + 2 * nbytes.to_bytes(8, "little") + value[88:])
+        assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [None, PAYLOADS[1]]
+        assert tier.write(items(1)) == [WriteStatus.STORED]
+        assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
+
+    def test_packed_ones_too(self, server: RedisServer, client: redis.Redis, metrics: Metrics) -> None:
+        """Of these, the parts say nothing about the length before."""
+        tier = connect(server.url, metrics=metrics, codec=Codec.LZ4, max_value_bytes=5000)
+        batch = [(KEYS[i], make_payload(i, BLOCK_BYTES // 8) * 8) for i in range(3)]
+        assert tier.write(batch) == [WriteStatus.STORED] * 3
+        for key in KEYS[:2]:
+            value = client.get(key_name(key))
+            client.set(key_name(key), value[:72] + (BLOCK_BYTES + 8).to_bytes(8, "little") + value[80:])
+        loaded = [read_blocks(tier, KEYS[:3], BLOCK_BYTES) for _ in range(2)]
+        assert loaded == [[None, None, batch[2][1]]] * 2
+        assert corrupt(metrics) == 2, "one with each read"
+        assert tier.write(batch) == [WriteStatus.STORED, WriteStatus.STORED, WriteStatus.EXISTS]
+        assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [payload for _, payload in batch]
+        tier.close()
+
     def test_parts_of_different_bytes_never_meet(self, tier: Tier, client: redis.Redis, parts: list[bytes]) -> None:
         """Two writers of one key, the first of whom died before it was whole."""
         client.delete(parts[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from block_rig import GOLDEN
@@ -128,6 +129,8 @@ class TestWhoTheClientIs:
             ([], None, "no bearer token|authorization|no credentials"),
             ([RED_URI], "wrong", "not known"),
             ([RED_URI + "/below", f"*.{BLUE_NAME}"], None, "certificate_names have any"),
+            ([f"{BLUE_NAME}\0.stranger.example"], None, "certificate_names have any"),
+            ([f"{RED_URI}\0.stranger.example"], None, "certificate_names have any"),
         ],
     )
     def test_credentials_that_do_not_hold(
@@ -343,6 +346,21 @@ def test_a_server_that_cannot_read_its_files_does_not_start(site: Site) -> None:
     files = TlsFiles(certificate=site.server.certificate, key=site.ca.issue("another", "x.example").key)
     with pytest.raises(ConfigError, match="is not that of"), running_pool(tls=files):
         pass
+
+
+def test_a_key_that_grpc_does_not_take_is_not_a_port_in_use(site: Site) -> None:
+    odd = site.ca.issue("odd", "127.0.0.1", curve=ec.SECP256K1())
+    with pytest.raises(ConfigError, match="gRPC takes P-256"), site.pool(odd):
+        pass
+    with site.pool() as pool, pytest.raises(ConfigError, match="in use"), site.pool(grpc_listen=pool.grpc):
+        pass
+
+
+def test_several_addresses(site: Site) -> None:
+    free = ("127.0.0.1:0",) * 2
+    with site.pool(listen=free, grpc_listen=free) as pool:
+        for address in (*pool.block, *(f"grpc:{address}" for address in pool.grpc)):
+            ask(transport(address, site.client()))
 
 
 def test_the_containers_health_check_finds_out_that_it_must_speak_tls(mutual: dict[str, str]) -> None:

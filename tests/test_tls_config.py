@@ -1,5 +1,6 @@
 """What is wrong with certificates, keys and their configuration, said before anything is served."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,9 @@ def encrypted(pem: bytes) -> bytes:
         ("no certificate", "pool.pem or .*pool.key is not PEM"),
         ("no key", "pool.pem or .*pool.key is not PEM"),
         ("no ca", "authority.pem holds no CA certificate"),
+        ("FIFO certificate", "pool.pem is no file"),
+        ("FIFO key", "pool.key is no file"),
+        ("FIFO ca", "authority.pem is no file"),
     ],
 )
 def test_files_that_are_no_good_are_named(tmp_path: Path, broken: str, message: str) -> None:
@@ -116,8 +120,10 @@ def test_files_that_are_no_good_are_named(tmp_path: Path, broken: str, message: 
     another = ca.issue("another", "127.0.0.1")
     how, _, which = broken.partition(" ")
     path = {"certificate": pair.certificate, "key": pair.key, "ca": ca.certificate}[which]
-    if how == "missing":
+    if how in ("missing", "FIFO"):
         path.unlink()
+        if how == "FIFO":
+            os.mkfifo(path)
     else:
         content = {"another": another.key.read_bytes(), "encrypted": encrypted(pair.key.read_bytes()), "no": b"none\n"}
         path.write_bytes(content[how])
@@ -140,6 +146,9 @@ def test_what_was_made_last_stays_until_the_files_can_be_used(tmp_path: Path) ->
     assert renewed.current() == 1
     path.unlink()
     assert renewed.current() == 1
+    os.mkfifo(path)
+    assert renewed.current() == 1, "nobody waits for a writer"
+    path.unlink()
     path.write_text("22")
     assert renewed.current() == 22
 

@@ -25,8 +25,9 @@ from kvtier.tiers.outbox import Outbox
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_LOST_FILE_ERRNOS = (errno.ENOENT, errno.EIO)
-"""A file that cannot be read again; other errors, such as EMFILE, pass."""
+_PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+"""What has nothing to do with the file. After any other error it cannot be read again: EIO, ENODATA (a bad sector),
+EUCLEAN and EBADMSG (a file system that is broken), or something else that lies in its place."""
 
 
 class _ThreadBuffer(threading.local):
@@ -255,7 +256,7 @@ class DiskTier:
                 return Status.MISS
             unpack(header, stored, into)
         except OSError as error:
-            evicted_meanwhile = error.errno in _LOST_FILE_ERRNOS and not self._drop(key, block)
+            evicted_meanwhile = error.errno not in _PASSING_ERRNOS and not self._drop(key, block)
             if not evicted_meanwhile:
                 self._note_error("read", error)
             return Status.MISS

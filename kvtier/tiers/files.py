@@ -53,7 +53,8 @@ class OsFiles:
             os.close(fd)
 
     def read(self, path: str, buffer: memoryview) -> int:
-        fd = os.open(path, os.O_RDONLY | self._flags)
+        # A FIFO in its place must not hold up the thread, a link not lead elsewhere.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | self._flags)
         try:
             done = 0
             while done < len(buffer):

@@ -3,6 +3,7 @@
 import logging
 import os
 import ssl
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def read_pem(path: Path) -> bytes:
-    """Raises `ConfigError` when the file cannot be read."""
+    """Raises `ConfigError` when it is no file, or cannot be read."""
+    _stat(path)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -123,11 +125,18 @@ def _load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
+    found = _stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _stat(path: Path) -> os.stat_result:
     try:
         found = os.stat(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    if not stat.S_ISREG(found.st_mode):  # reading a FIFO would wait for a writer, for ever
+        raise ConfigError(f"tls: {path} is no file: name a PEM file")
+    return found
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

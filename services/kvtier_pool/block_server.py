@@ -54,8 +54,10 @@ class BlockServer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """Notified when a session ends."""
-        self._sessions: set[BlockSession] = set()
-        """Guarded by _lock."""
+        self._sessions: dict[BlockSession, None] = {}
+        """Oldest first, those in `_cut` not. Guarded by _lock."""
+        self._cut: set[BlockSession] = set()
+        """Made way for another one and are about to end; never more than `max_connections`. Guarded by _lock."""
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports.
@@ -118,11 +120,7 @@ class BlockServer:
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
         )
-        with self._lock:
-            admitted = len(self._sessions) < self._settings.max_connections
-            if admitted:
-                self._sessions.add(session)
-        if not admitted:
+        if not self._take_in(session):
             self._refuse(stream)
             return
         try:
@@ -131,6 +129,27 @@ class BlockServer:
             self._forget(session)
             stream.close()
             raise
+
+    def _take_in(self, session: BlockSession) -> bool:
+        """Counts it among those that are open; False when there are too many.
+
+        Who has not said who he is makes way first: a stranger must not keep out those who can.
+        """
+        most = self._settings.max_connections
+        nameless = None
+        with self._lock:
+            if len(self._sessions) >= most:
+                if len(self._cut) < most:
+                    nameless = next((other for other in self._sessions if not other.greeted), None)
+                if nameless is None:
+                    return False
+                del self._sessions[nameless]
+                self._cut.add(nameless)
+            self._sessions[session] = None
+        if nameless is not None:
+            self._metrics.block_connections_refused.inc()
+            nameless.cut()
+        return True
 
     def _stream(self, connection: socket.socket) -> PlainStream | TlsStream:
         """Does not block: a handshake is the session's."""
@@ -148,7 +167,8 @@ class BlockServer:
 
     def _forget(self, session: BlockSession) -> None:
         with self._changed:
-            self._sessions.discard(session)
+            self._sessions.pop(session, None)
+            self._cut.discard(session)
             self._changed.notify_all()
 
     def _refuse(self, stream: PlainStream | TlsStream) -> None:
@@ -165,9 +185,9 @@ class BlockServer:
 
     def _snapshot(self) -> list[BlockSession]:
         with self._lock:
-            return list(self._sessions)
+            return [*self._sessions, *self._cut]
 
     def _wait_for_sessions(self, seconds: float) -> bool:
         """Whether all had ended by then."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._sessions, seconds)
+            return self._changed.wait_for(lambda: not self._sessions and not self._cut, seconds)

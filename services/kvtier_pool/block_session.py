@@ -88,6 +88,8 @@ class BlockSession:
             Verb.DISCARD: self._discard,
             Verb.USAGE: self._usage,
         }
+        self.greeted = False
+        """The peer has shown whose it is. Written by the own thread only."""
         self._request_id = 0
         """Of the request being served. Own thread only."""
         self._lock = threading.Lock()
@@ -98,15 +100,13 @@ class BlockSession:
 
     def run(self) -> None:
         """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
-        greeted = False
         try:
             tenant = self._greet()
-            greeted = True
             while tenant is not None and self._next_request():
                 self._serve(tenant)
         except StrangerError as error:
             _log.info("connection closed: %s", error)
-            self._end_with(Result.INVALID, str(error), stranger=None if greeted else answer_for(error.first))
+            self._end_with(Result.INVALID, str(error), stranger=None if self.greeted else answer_for(error.first))
         except KvtierError as error:
             self._end_with(result_for(error), str(error))
         except TlsError as error:
@@ -148,6 +148,7 @@ class BlockSession:
             return None
         token = hello.text("token") if hello.has("token") else None
         tenant = self._authenticator.tenant_of(token, self._certificate_names())
+        self.greeted = True  # before the peer hears it and opens the next one
         self._namespaces = _namespaces_of(hello)
         _log.debug("client %r connected", hello.text("client")[:100])
         self._answer(self._greeting(common[0], tenant), deadline=deadline)

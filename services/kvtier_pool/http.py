@@ -1,5 +1,6 @@
 """/healthz and /metrics over HTTP, for probes and Prometheus. No tenant's data, so no credentials."""
 
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -19,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 64
+"""At one more the oldest is cut: it has had its time, and a stranger who holds many must not hide a probe."""
 _LOOK_S = 0.1
 """Between looks at whether to stop."""
 
@@ -89,10 +92,32 @@ class _Server(ThreadingHTTPServer):
     """A thread per connection, which makes the TLS handshake as well."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ServerTls | None) -> None:
         self._tls = tls
+        self._lock = threading.Lock()
+        self._open: dict[Any, socket.socket] = {}
+        """By the client's address, oldest first. Guarded by _lock."""
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """`socketserver`'s; on the listening thread."""
+        with self._lock:
+            if len(self._open) >= _MAX_CONNECTIONS:
+                oldest = self._open.pop(next(iter(self._open)))
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+            self._open[client_address] = request
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """`socketserver`'s; on the connection's thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(client_address, None)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """`socketserver`'s; on the connection's thread."""
@@ -104,6 +129,9 @@ class _Server(ThreadingHTTPServer):
             request.sendall(http_refusal("this port speaks HTTPS"))
             return
         with self._tls.wrap(request) as encrypted:
+            with self._lock:
+                if client_address in self._open:
+                    self._open[client_address] = encrypted
             encrypted.do_handshake()
             super().finish_request(encrypted, client_address)
 

@@ -25,6 +25,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+_KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_listen` empty, or have another key signed"
 
 
 class PoolServer:
@@ -35,7 +36,8 @@ class PoolServer:
         self._server = grpc.server(
             futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kvtier-grpc"),
             interceptors=[_ReflectionGuard(authenticator)],
-            options=_OPTIONS,
+            # Idle connections cost a descriptor each, and nobody needs a token to open one.
+            options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", settings.max_connections)),
             maximum_concurrent_rpcs=4 * settings.num_threads,
             compression=grpc.Compression.NoCompression,
         )
@@ -48,8 +50,7 @@ class PoolServer:
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
-        credentials = None if self._tls is None else _credentials(self._tls)
-        addresses = tuple(self._bind(address, credentials) for address in self._listen)
+        addresses = tuple(map(self._bind, self._listen))
         self._server.start()
         for service in ("", SERVICE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -60,13 +61,16 @@ class PoolServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
 
-    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    def _bind(self, address: str) -> str:
+        tls = None if address.startswith("unix:") else self._tls
         try:
-            if credentials is None or address.startswith("unix:"):
+            if tls is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, credentials)
+                port = self._server.add_secure_port(address, _credentials(tls))
         except RuntimeError as error:
+            if tls is not None and not _usable(tls):
+                raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error
             raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
@@ -98,8 +102,23 @@ class _ReflectionGuard(grpc.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)
 
 
+def _usable(files: TlsFiles) -> bool:
+    """Whether gRPC takes them on a port that is free: it does not say why it does not listen."""
+    probe = grpc.server(futures.ThreadPoolExecutor(1), options=_OPTIONS)
+    try:
+        probe.add_secure_port("127.0.0.1:0", _credentials(files))
+    except RuntimeError:
+        return False
+    probe.start()  # one that was never started keeps its port
+    probe.stop(None).wait()
+    return True
+
+
 def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Raises `ConfigError` when the files are no good. Renewed ones count from the next connection on."""
+    """For one address: gRPC takes them as they are but once, and asks for newer ones after that.
+
+    Raises `ConfigError` when the files are no good. Renewed ones count from the next connection on.
+    """
 
     def read() -> grpc.ServerCertificateConfiguration:
         server_context(files)  # names what is wrong, which gRPC does not

@@ -23,6 +23,7 @@ from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.requests import add_keys, require_room
 from kvtier_pool.settings import PoolLimits
+from kvtier_pool.subject_names import names_in
 from kvtier_pool.upload import Upload
 
 _log = logging.getLogger(__name__)
@@ -154,7 +155,8 @@ class PoolServicer:
 def certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:
     """DNS names and URIs of the caller's certificate, which gRPC has verified; none without one."""
     found: Mapping[str, Any] = context.auth_context()  # to sequences of bytes, which the stubs do not say
-    return frozenset(name.decode() for kind in ("peer_dns", "peer_uri") for name in found.get(kind, ()))
+    # Not its `peer_dns` and `peer_uri`: those are cut at a NUL, which makes one name of another.
+    return frozenset().union(*(names_in(pem.decode()) for pem in found.get("x509_pem_cert", ())))
 
 
 def _parse(kind: type[_M], message: bytes) -> _M:

@@ -103,7 +103,8 @@ class PoolSettings:
     socket_mode: int = 0o600
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
-    """Of the block protocol, one thread each; more are refused. An engine needs one per transfer at a time."""
+    """Of the block protocol, one thread each; more are refused, those first that have not said who they are. An engine
+    needs one per transfer at a time. And as many of gRPC on each of its addresses."""
     num_threads: int = 16
     """gRPC calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
     write_down_threads: int = 2

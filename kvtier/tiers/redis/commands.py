@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
 from kvtier.tiers.base import ReadableBuffer
 
+MAX_PARTS = 1024
+"""That are looked for, of one block: its length may be garbled."""
 _SCOPE = TENANT_ID_BYTES + NAMESPACE_ID_BYTES
 
 

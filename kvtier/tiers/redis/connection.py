@@ -1,8 +1,8 @@
 """One connection to a Redis: commands out of the buffers they lie in, payloads straight into theirs.
 
-redis-py connects (TCP, Unix socket, TLS, AUTH, SELECT); what comes after goes over its socket directly,
-because its own packer and parser copy a payload two and four times. Short answers are parsed by hiredis;
-a bulk string's length is read here and its bytes are received where they belong.
+redis-py connects (TCP, Unix socket, TLS); what comes after goes over its socket directly, because its own
+packer and parser copy a payload two and four times. Short answers are parsed by `answers`; a bulk string's
+length is read here and its bytes are received where they belong.
 
 The socket blocks in the kernel, with SO_RCVTIMEO and SO_SNDTIMEO, so that one system call moves a block
 and takes the GIL back once. TLS does not go without Python's own timeouts.
@@ -15,38 +15,16 @@ import ssl
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-import hiredis
-
 from kvtier.clock import MONOTONIC
-from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
+from kvtier.errors import InvalidInputError
 from kvtier.tiers.base import ReadableBuffer
+from kvtier.tiers.redis.answers import NOTHING, AnswerParser, ReplyError
 from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, piece, skip, timeval
 
 _AHEAD_BYTES = 16 << 10
 """Received before it is known what it is; what turns out to be payload is copied from there."""
 _SKIP_BYTES = 64 << 10
-_NOTHING = object()
-"""Not enough has come for an answer yet."""
-_MAX_ANSWER_BYTES = 64
-"""For one answer that is no payload, on average; a pipeline gets 1 MiB besides."""
-_TOO_LONG_BYTES = 1 << 20
 _MAX_LENGTH_DIGITS = 12
-_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM")
-
-
-class ReplyError(Exception):
-    """The server's refusal of one command: a value among the answers, not raised by this module."""
-
-    @property
-    def code(self) -> str:
-        """The first word: OOM, MOVED, READONLY, ..."""
-        return str(self).partition(" ")[0]
-
-    def translated(self) -> KvtierError:
-        """As the exception that says what to do."""
-        if self.code in _REFUSED:
-            return UnauthenticatedError(f"the Redis refuses: {self}; check username and password and their rights")
-        return UnavailableError(f"the Redis refuses: {self}")
 
 
 class RedisPyConnection(Protocol):
@@ -70,7 +48,7 @@ class RedisConnection:
         self._socket = cast(socket.socket, connection._sock)  # type: ignore[attr-defined]
         self._deadline = 0.0
         """Of the exchange under way, monotonic."""
-        self._reader = hiredis.Reader(protocolError=InvalidInputError, replyError=ReplyError, notEnoughData=_NOTHING)
+        self._parser = AnswerParser()
         self._buffer = bytearray(_AHEAD_BYTES)
         self._ahead = memoryview(self._buffer)
         self._start = self._end = 0
@@ -104,20 +82,16 @@ class RedisConnection:
     def receive_answers(self, count: int) -> list[object]:
         """The next `count` answers, all that are outstanding: int, bytes, None, list or `ReplyError`."""
         answers: list[object] = []
-        budget = _TOO_LONG_BYTES + count * _MAX_ANSWER_BYTES
-        gets = self._reader.gets
+        self._parser.expect(count)
+        next_answer = self._parser.next
         while len(answers) < count:
-            answer = gets()
-            if answer is not _NOTHING:
+            answer = next_answer()
+            if answer is NOTHING:
+                received = self._receive_some(self._ahead, wait_for_all=False)
+                self._parser.feed(self._ahead[:received])
+            else:
                 answers.append(answer)
-                continue
-            received = self._receive_some(self._ahead, wait_for_all=False)
-            budget -= received
-            if budget < 0:
-                raise InvalidInputError("the answer of the Redis is longer than any that was asked for")
-            self._reader.feed(self._ahead[:received])  # type: ignore[arg-type]
-        if self._reader.has_data():
-            raise InvalidInputError("the Redis answers more than it was asked")
+        self._parser.require_end()
         return answers
 
     def receive_bulk_length(self) -> int | ReplyError | None:

@@ -1,5 +1,6 @@
 """Connecting to servers of a Redis within a deadline, and what goes wrong, in words that show no password."""
 
+import reprlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -11,10 +12,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
+from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.tiers.redis.address import RedisAddress
+from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import command
-from kvtier.tiers.redis.connection import RedisConnection, RedisPyConnection, ReplyError
+from kvtier.tiers.redis.connection import RedisConnection, RedisPyConnection
 from kvtier.wire.address import Address
 
 _T = TypeVar("_T")
@@ -37,15 +39,16 @@ class Dialer:
         :param of_data: to a server with data; False for a Sentinel.
         """
         deadline = min(deadline, MONOTONIC() + self._connect_timeout_s)
-        dial = self._dial(node, deadline, of_data)
+        dial = self._dial(node, deadline)
         connection = RedisConnection(in_time(dial, lambda late: late.disconnect(), deadline))
         try:
-            connection.send([command(b"PING")], deadline)
-            answer = connection.receive_answers(1)[0]
-            if isinstance(answer, ReplyError):
-                raise answer.translated()
-            if answer != b"PONG":
-                raise InvalidInputError(f"{node} is no Redis: it answers {answer!r:.80} to PING")
+            for words, expected in self._greeting(of_data):
+                connection.send([command(*words)], deadline)
+                answer = connection.receive_answers(1)[0]
+                if isinstance(answer, ReplyError):
+                    raise answer.translated()
+                if answer != expected:
+                    raise InvalidInputError(f"{node} is no Redis: {words[0].decode()} gives {reprlib.repr(answer)}")
         except BaseException:
             connection.close()
             raise
@@ -56,10 +59,8 @@ class Dialer:
         """Whatever a connection fails with, as one of kvtier's exceptions, its words without the password."""
         try:
             yield
-        except redis.AuthenticationError as error:
-            failure: Exception = UnauthenticatedError(f"the Redis refuses: {error}; check username and password")
         except (redis.RedisError, OSError, UnicodeError) as error:  # the last: a host that cannot be a name
-            failure = UnavailableError(f"Redis at {self._address}: {error}")
+            failure: Exception = UnavailableError(f"Redis at {self._address}: {error}")
         except KvtierError as error:
             failure = error
         else:
@@ -69,18 +70,25 @@ class Dialer:
             failure = type(failure)(str(failure).replace(self._password, "***"))
         raise failure from None
 
-    def _dial(self, node: Address, deadline: float, of_data: bool) -> Callable[[], RedisPyConnection]:
-        """What makes redis-py connect, authenticate and select."""
+    def _greeting(self, of_data: bool) -> Iterator[tuple[tuple[bytes, ...], bytes]]:
+        """Commands, and what they are to be answered with."""
+        # A Sentinel without a password takes any from the user `default`; one with a password mostly has ours.
+        username = self._username if of_data or not self._password else "default"
+        if username or self._password:
+            credentials = [word.encode() for word in (username, self._password or "") if word is not None]
+            yield (b"AUTH", *credentials), b"OK"
+        if of_data and self._address.db:
+            yield (b"SELECT", b"%d" % self._address.db), b"OK"
+        yield (b"PING",), b"PONG"
+
+    def _dial(self, node: Address, deadline: float) -> Callable[[], RedisPyConnection]:
+        """What makes redis-py connect, and no more."""
         timeout_s = max(0.001, deadline - MONOTONIC())
         options: dict[str, Any] = {
-            # A Sentinel without a password takes any from the user `default`; one with a password mostly has ours.
-            "username": self._username if of_data or not self._password else "default",
-            "password": self._password,
-            "db": self._address.db if of_data else 0,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "retry": Retry(NoBackoff(), 0),
-            "protocol": 2,
+            "redis_connect_func": lambda connection: None,  # its greeting would take an array of any length
         }
         make: Callable[..., Any] = redis.UnixDomainSocketConnection
         if node.path:

@@ -1,5 +1,6 @@
 """Which server answers for which key: one for all, the one that Sentinels call master, or a Cluster's."""
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.tiers.redis.address import Kind, RedisAddress
+from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import command
-from kvtier.tiers.redis.connection import ReplyError
 from kvtier.wire.address import Address
 
 AskOne = Callable[[Address, bytes, float], object]
@@ -101,4 +102,4 @@ def _slots(asked: Address, answer: object) -> Layout:
 def _unexpected(answer: object) -> KvtierError:
     if isinstance(answer, ReplyError):
         return answer.translated()
-    return InvalidInputError(f"unexpected answer of the Redis: {str(answer)[:80]}")
+    return InvalidInputError(f"unexpected answer of the Redis: {reprlib.repr(answer)}")

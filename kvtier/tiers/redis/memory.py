@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.base import Usage
+from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import command
-from kvtier.tiers.redis.connection import ReplyError
 
 REPORT = command(b"DBSIZE") + command(b"INFO", b"memory")
 """CONFIG would tell as well, but is forbidden where somebody else runs the server; INFO is not."""

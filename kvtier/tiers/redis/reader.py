@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtier.clock import MONOTONIC
 from kvtier.codec import HEADER_BYTES, Codec, Header, parse_stored_header, unpack, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
-from kvtier.tiers.redis.commands import get, part_names
-from kvtier.tiers.redis.connection import RedisConnection, ReplyError
+from kvtier.tiers.redis.answers import ReplyError
+from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
+from kvtier.tiers.redis.connection import RedisConnection
 from kvtier.tiers.redis.servers import REDIRECTS, RedisServers
 
 
@@ -58,6 +61,8 @@ class BlockReader:
         self._scratch = bytearray()
         """For payloads that have to be unpacked."""
         self._large: list[_Arriving] = []
+        self._has_stray = False
+        """One of them is of another length than was asked for."""
 
     def read(self, servers: RedisServers, timeout_s: float) -> None:
         """Blocks up to `timeout_s`; raises as `RedisServers.exchange` does."""
@@ -105,8 +110,11 @@ class BlockReader:
         is_large = header.stored_length > length
         fits = header.raw_length == len(into)
         if is_large and not fits:
-            connection.skip(length)  # a block of another length than was asked for: a plain miss
-            return
+            if self._has_stray:
+                connection.skip(length)
+                return
+            # A miss in any case; but if it is its header that does not hold, the block must go, or it is one for ever.
+            self._has_stray = True  # one at a time: nobody has made room for more
         in_place = fits and header.codec is Codec.RAW
         arriving = _Arriving(place, header, into if in_place else self._room(header, is_large))
         connection.receive_into(arriving.stored[:length])
@@ -120,10 +128,12 @@ class BlockReader:
             raise CorruptBlockError("block of another key")
         if length != min(header.stored_length, self._max_value_bytes):
             raise CorruptBlockError(f"truncated or too long: {length} bytes where {header.stored_length} are stored")
+        if header.stored_length > max(len(self._into[place]), MAX_PARTS * self._max_value_bytes):
+            raise CorruptBlockError(f"a block of {header.stored_length} bytes is none of ours")
 
     def _room(self, header: Header, is_large: bool) -> memoryview:
         if is_large:  # it waits for its other parts while more blocks arrive
-            return memoryview(bytearray(header.stored_length))
+            return np.empty(header.stored_length, dtype=np.uint8).data  # touched only where something comes
         if len(self._scratch) < header.stored_length:
             self._scratch = bytearray(header.stored_length)
         return memoryview(self._scratch)[: header.stored_length]

@@ -11,7 +11,8 @@ from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, KvtierError, UnavailableError
 from kvtier.tiers.base import ReadableBuffer
 from kvtier.tiers.redis.address import Kind, RedisAddress
-from kvtier.tiers.redis.connection import RedisConnection, ReplyError
+from kvtier.tiers.redis.answers import ReplyError
+from kvtier.tiers.redis.connection import RedisConnection
 from kvtier.tiers.redis.dialer import Dialer
 from kvtier.tiers.redis.layout import Layout, discover
 from kvtier.wire.address import Address

@@ -26,7 +26,7 @@ from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, requir
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.redis.address import RedisAddress
-from kvtier.tiers.redis.commands import command, exists, key_name, part_names
+from kvtier.tiers.redis.commands import MAX_PARTS, command, exists, key_name, part_names
 from kvtier.tiers.redis.memory import NUM_ANSWERS, REPORT, ServerMemory, total
 from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import RedisServers, each
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 4 << 20
 """Payload bytes in one value: allocators on both sides fall off a cliff with larger ones."""
-_MAX_PARTS = 1024
-"""Of one block, that are dropped with it: its length may be garbled."""
 _WRONGTYPE = frozenset({"WRONGTYPE"})
 _DISCARDS_AT_ONCE = 1024
 
@@ -199,6 +197,8 @@ class RedisTier:
         self._in_batches("write", [len(payload) for _, payload in items], ask)
         if self._undone:  # more than are told at once; what was written anew is wanted again
             self._undone.done(key for (key, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
+            for place in self._undone.among([key for key, _ in items]):  # what is there is hidden, and will go
+                statuses[place] = WriteStatus.FAILED
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
@@ -237,7 +237,8 @@ class RedisTier:
             twice = [name for name in names for _ in range(2)]
             moved = self._servers.exchange(twice, pack, each(take, _WRONGTYPE), timeout_s)
             self._count_moved("discard", len(moved) // 2)
-            self._undone.done(keys[batch])
+            on_the_move = {place // 2 for place in moved}
+            self._undone.done(key for place, key in enumerate(keys[batch]) if place not in on_the_move)
             self._unlink(orphans, deadline - MONOTONIC())
 
         self._in_batches("discard", [0] * len(keys), ask)
@@ -322,7 +323,7 @@ class RedisTier:
         except CorruptBlockError:
             return []
         num_parts = -(-header.stored_length // self._max_value_bytes)
-        return part_names(name, header.checksum, min(num_parts, _MAX_PARTS))
+        return part_names(name, header.checksum, min(num_parts, MAX_PARTS))
 
     def _warning_of(self, servers: Sequence[ServerMemory]) -> str | None:
         for server in servers:

@@ -7,8 +7,8 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec import Codec, encode, parse_stored_header
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import exists, part_names, set_value
-from kvtier.tiers.redis.connection import ReplyError
 from kvtier.tiers.redis.servers import RedisServers, each
 
 _OOM = frozenset({"OOM"})

@@ -1,0 +1,105 @@
+"""Connections of those who have not said who they are, at every port of a pool: they keep nobody else out."""
+
+import contextlib
+import socket
+import ssl
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvtier.errors import UnavailableError
+from kvtier.testing.contract import make_key
+from kvtier.tiers.base import Status
+from kvtier.tiers.pool.tier import PoolTransport
+from pool_rig import TOKENS, WAIT_S, running_pool
+from tls_rig import Site, transport
+
+
+@contextlib.contextmanager
+def silent(address: str, count: int, says: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Connections that are open and wait."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(socket.create_connection((host, int(port)), WAIT_S)))
+            opened[-1].sendall(says)
+        yield opened
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Waits for it, whatever is said before."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 10):
+            pass
+    return True
+
+
+@contextlib.contextmanager
+def engines(address: str, site: Site | None, count: int) -> Iterator[list[PoolTransport]]:
+    """With a connection each, over which they have said who they are."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            engine = transport(address, site.client() if site else None, token=TOKENS["red"])
+            stack.callback(engine.close)
+            assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+            opened.append(engine)
+        yield opened
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_silent_ones_make_way_for_engines_and_engines_for_nobody(
+    tmp_path: Path, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_pool.block_session._HELLO_S", 3 * WAIT_S)
+    site = Site.build(tmp_path) if tls else None
+    with site.pool(max_connections=3) if site else running_pool(max_connections=3) as pool:
+        says = b"\x16\x03\x01\x02\x00" if tls else b"KVTF"
+        with silent(pool.block[0], 3, says) as strangers, engines(pool.block[0], site, 3) as inside:
+            assert all(map(is_cut, strangers))
+            with silent(pool.block[0], 5, says) as more:
+                assert all(map(is_cut, more)), "there is no place for them"
+                for engine in inside:
+                    assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+                with pytest.raises(UnavailableError, match="max_connections"), engines(pool.block[0], site, 1):
+                    pass
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_oldest_connection_to_the_http_port_makes_way(
+    tmp_path: Path, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_pool.http._MAX_CONNECTIONS", 3)
+    site = Site.build(tmp_path) if tls else None
+    context = ssl.create_default_context(cafile=str(site.ca.certificate)) if site else None
+    says = b"\x16\x03\x01" if tls else b"GET /hea"
+    with site.pool() if site else running_pool() as pool, silent(pool.http, 5, says) as strangers:
+        assert all(map(is_cut, strangers[:2]))
+        with urllib.request.urlopen(
+            f"{'https' if tls else 'http'}://{pool.http}/healthz", timeout=WAIT_S, context=context
+        ) as answer:
+            assert answer.read() == b"ok\n"
+        assert is_cut(strangers[2])
+
+
+def test_grpc_takes_as_many_connections_as_max_connections() -> None:
+    def serves(channel: grpc.Channel) -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+            return True
+        return False
+
+    def channel(address: str) -> grpc.Channel:
+        return grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+    with running_pool(max_connections=3) as pool, contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(channel(pool.grpc[0])) for _ in range(3)]
+        assert all(map(serves, opened))
+        with channel(pool.grpc[0]) as one_more:
+            assert not serves(one_more)
+        assert all(map(serves, opened))
