@@ -25,7 +25,7 @@ _Places = slice | npt.NDArray[np.int64]
 _FEW_PIECES, _MOST_PIECES = 2, 8
 """Of a batch. Every copy gives up the GIL, and has to wait for it afterwards: 5 ms, where the engine is busy."""
 _LARGE_BYTES = 128 << 10
-"""From here on it is worth while to have the kernel pin what it copies."""
+"""From here on it is worth while to have the kernel pin what it copies: numpy holds the GIL for longer."""
 
 
 class Arena:
@@ -175,14 +175,15 @@ class HostMemoryKV:
     def _in_one_call(
         self,
         copy: Callable[[Ranges, Ranges], bool],
-        pieces: Sequence[object],
+        pieces: Sequence[tuple[_Places, _Places]],
         device_slots: Sequence[int],
         arena: Arena,
         arena_slots: Sequence[int],
     ) -> bool:
-        """Has the kernel copy large blocks that are all over the arena. False: it does not, or numpy is as good."""
-        part_bytes = min(part.shape[1] for part in self._parts)
-        if not self._copies_ranges or len(pieces) * len(self._layers) <= _FEW_PIECES or part_bytes < _LARGE_BYTES:
+        """Has the kernel copy large blocks that are all over the place. False: it does not, or numpy does it better."""
+        are_runs = all(isinstance(place, slice) for piece in pieces for place in piece)
+        is_small = min(part.shape[1] for part in self._parts) < _LARGE_BYTES
+        if not self._copies_ranges or is_small or (are_runs and len(pieces) * len(self._layers) <= _FEW_PIECES):
             return False
         rows = arena.rows  # kept until all is copied: addresses alone do not keep the memory
         widths = [part.shape[1] for part in self._parts]

@@ -11,7 +11,7 @@ from vllm_rig import Lab
 
 from kvtier.errors import KvtierError
 from kvtier.wire.block import Verb
-from kvtier_vllm_bench.contenders import BLOCK, EXAMPLE, NATIVE_FS, OWN_HIT, POOL, Contender, Forgets, named
+from kvtier_vllm_bench.contenders import BLOCK, NATIVE_FS, OWN_HIT, POOL, Contender, Forgets, named
 
 TIMEOUT_S = 280
 NUM_BLOCKS = 5
@@ -32,21 +32,14 @@ def _bench(lab: Lab, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_rows_of_ours_and_of_vllms_own(lab: Lab, tmp_path: Path) -> None:
-    only = (POOL, NATIVE_FS, EXAMPLE)
+    only = (POOL, NATIVE_FS)
     report = _bench(lab, tmp_path, "--no-throughput", *(f"--only={name}" for name in only))
     rows = {case["name"]: case for case in report["cases"]}
     assert set(rows) == {OWN_HIT, *only}
     assert all(row["rounds"] == 1 and row["p50_us"] > 0 for row in rows.values())
     assert rows[POOL]["floor"] == OWN_HIT
-    assert set(rows[POOL]["beside"]) == {NATIVE_FS, EXAMPLE}
+    assert set(rows[POOL]["beside"]) == {NATIVE_FS}
     assert [note.split(" takes ")[0] for note in report["notes"][1:]] == [POOL, POOL]
-
-
-def test_what_saving_costs(lab: Lab, tmp_path: Path) -> None:
-    report = _bench(lab, tmp_path, f"--only={OWN_HIT}")
-    rows = {case["name"]: case for case in report["cases"]}
-    assert {"no connector", "kvtier, saving", "kvtier, no_store"} <= set(rows)
-    assert all(rows[name]["figures"]["tokens_per_s"] > 0 for name in ("no connector", "kvtier, saving"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Hybrid models: KV groups with blocks of their own, of which a sliding window keeps the last few."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_llama
@@ -39,19 +38,18 @@ def answers(lab: Lab, hybrid: Path) -> tuple[list[Answer], list[Answer]]:
         return engine.generate(PROMPTS), engine.generate(make_crowd(), num_tokens=CROWD_TOKENS)
 
 
-@pytest.mark.parametrize("mode", [{}, {"max_num_batched_tokens": 64}], ids=["plain", "chunked prefill"])
 def test_tokens_are_equal_and_all_groups_hit(
     lab: Lab,
     hybrid: Path,
     expected: list[Answer],
     answers: tuple[list[Answer], list[Answer]],
     pool: CachePool,
-    mode: dict[str, Any],
 ) -> None:
+    """In the one engine a prompt is computed at once, in the other in chunks that are shorter than the window."""
     computed, _ = answers
     assert tokens_of(computed) != tokens_of(expected), "the window plays no part"
     connector = transfer(settings(pool={"address": pool.address}))
-    with lab.engine(connector, model=hybrid, **mode) as engine:
+    with lab.engine(connector, model=hybrid, max_num_batched_tokens=64) as engine:
         assert "KV groups: 2" in engine.log.read_text()
         cold = engine.generate(PROMPTS)
         assert tokens_of(cold) == tokens_of(computed)
@@ -61,7 +59,7 @@ def test_tokens_are_equal_and_all_groups_hit(
         assert tokens_of(warm) == tokens_of(computed)
         assert cached_of(warm) == all_hit(PROMPTS)
     turns = continued(PROMPTS, computed, 35)
-    with lab.engine(connector, model=hybrid, **mode) as engine:
+    with lab.engine(connector, model=hybrid) as engine:
         again = engine.generate(turns, num_tokens=5)
     assert tokens_of(again) == [answer.tokens[35:] for answer in computed]
     assert cached_of(again) == all_hit(turns)
