@@ -356,7 +356,7 @@ class CachePool:
         return self._count("kvtier_pool_read_blocks_total", 'source="memory"')
 
     def await_written(self, num_blocks: int) -> None:
-        until(lambda: self.num_written() >= num_blocks, f"{num_blocks} blocks were stored, not {self.num_written()}")
+        until(lambda: self.num_written() >= num_blocks, f"{num_blocks} blocks were stored")
 
     def _count(self, name: str, label: str) -> int:
         with urllib.request.urlopen(f"http://{self._http}/metrics", timeout=WAIT_S) as response:
