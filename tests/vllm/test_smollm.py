@@ -11,7 +11,7 @@ from kvtier_engine.gguf_import import import_gguf
 LONG = {"max_model_len": 3200, "max_num_batched_tokens": 3200, "dtype": "float32"}
 """In bfloat16, its answers to a text without sense come so close to each other that they may change places."""
 DOCUMENT = [(7 * i * i + 3 * i) % 40_000 + 100 for i in range(3000)]
-FIRST, SECOND = ([*DOCUMENT, *range(1000, 1000 + length)] for length in (9, 20))
+FIRST, SECOND = [*DOCUMENT, *range(1000, 1009)], [*DOCUMENT, *range(2000, 2020)]
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,12 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_long_document_is_computed_once(lab: Lab, smollm: Path, pool: CachePool) -> None:
     connector = transfer(settings(pool={"address": pool.address}, host={"capacity_bytes": "512MiB"}))
-    with lab.engine(model=smollm, **LONG) as engine:
-        expected = engine.generate([SECOND], num_tokens=8)
     with lab.engine(connector, model=smollm, **LONG) as engine:
         engine.generate([FIRST], num_tokens=8)
         pool.await_written(len(DOCUMENT) // BLOCK)
+        expected = engine.generate([SECOND], num_tokens=8, salt="computed")
     with lab.engine(connector, model=smollm, **LONG) as engine:
         answers = engine.generate([SECOND], num_tokens=8)
     assert tokens_of(answers) == tokens_of(expected)
+    assert cached_of(expected) == [0]
     assert cached_of(answers) == [len(DOCUMENT) // BLOCK * BLOCK]

@@ -326,7 +326,7 @@ class CachePool:
     def __enter__(self) -> "CachePool":
         self.address = f"unix:{self._folder}/pool.sock"
         listen = [f"--listen={self.address}", "--listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
-        arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=256MiB", *self._tenants]
+        arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=512MiB", *self._tenants]
         self._service = Service(arguments, log=self._folder / "pool.log", environ={})
         self._http = self._service.ready()["http"]
         return self

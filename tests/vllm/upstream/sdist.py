@@ -1,5 +1,6 @@
 """vLLM's own connector tests, out of its source distribution: fetched once, and nothing of it is in this repository."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -31,10 +32,11 @@ def fetch(folder: Path = FOLDER) -> Path:
     Raises `FetchError`.
     """
     target = folder / VERSION
-    if target.exists():
-        return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        if target.exists():
+            return target
         fresh = Path(scratch) / "fresh"
         with tarfile.open(_download(Path(scratch))) as archive:
             for member, path in _wanted(archive):
