@@ -9,6 +9,7 @@ import numpy as np
 from kvtier.bench.rounds import Subject
 from kvtier.errors import KvtierError
 from kvtier.keys import NamespaceId, PrefixHasher, StoreKey, store_key, tenant_id
+from kvtier.namespace import Namespace
 from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
 from kvtier.tiers.memory import copy_bytes, map_memory
 
@@ -91,6 +92,20 @@ class Rotation:
             return seconds
 
         return Subject(run, prepare=lambda: tier.discard(keys), pids=pids)
+
+
+def namespace_of(payload_bytes: int) -> Namespace:
+    """Of an engine of no model, with blocks of so many bytes."""
+    return Namespace(
+        weights_digest=bytes(32),
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        physical_layout="bench",
+        backend="bench",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=payload_bytes // 64,
+    )
 
 
 def keys_of(num_keys: int, label: str) -> list[StoreKey]:

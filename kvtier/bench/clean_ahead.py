@@ -10,7 +10,7 @@ import numpy as np
 import typer
 from prometheus_client import CollectorRegistry
 
-from kvtier.bench.blocks import TENANT
+from kvtier.bench.blocks import TENANT, namespace_of
 from kvtier.bench.options import Json
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import progress
@@ -21,7 +21,6 @@ from kvtier.errors import KvtierError
 from kvtier.hierarchy import Cleaner
 from kvtier.keys import CHAIN_HASH_BYTES, ChainHash
 from kvtier.malloc import keep_freed_memory
-from kvtier.namespace import Namespace
 from kvtier.transfer import HostMemoryKV
 
 _STEP_S = 0.01
@@ -137,16 +136,7 @@ def _device(payload_bytes: int, blocks: int, depth: int) -> Iterator[_Device]:
         source="kvtier bench clean-ahead",
         environ={"SECRET": "of a benchmark, shared with nobody"},
     )
-    namespace = Namespace(
-        weights_digest=bytes(32),
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        physical_layout="bench",
-        backend="bench",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=payload_bytes // 64,
-    )
+    namespace = namespace_of(payload_bytes)
     kv = np.ones((blocks, payload_bytes), dtype=np.uint8)
     with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=CollectorRegistry()) as built:
         yield _Device(built, payload_bytes, blocks, depth)

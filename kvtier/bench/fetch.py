@@ -12,7 +12,7 @@ import numpy as np
 import typer
 from prometheus_client import CollectorRegistry
 
-from kvtier.bench.blocks import TENANT
+from kvtier.bench.blocks import TENANT, namespace_of
 from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json
 from kvtier.bench.pool_process import PoolProcess, pool_process
@@ -25,7 +25,6 @@ from kvtier.errors import KvtierError
 from kvtier.hierarchy import Block
 from kvtier.keys import ChainHash, PrefixHasher
 from kvtier.malloc import keep_freed_memory
-from kvtier.namespace import Namespace
 from kvtier.transfer import HostMemoryKV
 
 _STEP_ITERATIONS = 100_000
@@ -166,16 +165,7 @@ def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[s
         source="kvtier bench fetch",
         environ={"SECRET": "of a benchmark, shared with nobody", "TOKEN": pool.token},
     )
-    namespace = Namespace(
-        weights_digest=bytes(32),
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        physical_layout="bench",
-        backend="bench",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=payload_bytes // 64,
-    )
+    namespace = namespace_of(payload_bytes)
     kv = np.random.default_rng(0).integers(0, 256, (num_blocks, payload_bytes), dtype=np.uint8)
     hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
     # As in an engine that has been running for a while: a prefix is spread over the device.

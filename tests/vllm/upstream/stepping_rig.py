@@ -97,8 +97,7 @@ class Rank:
         self.mover._device = HeldDevice(self.mover._device, gate)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        # As it comes to a worker of its own process.
-        metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
+        metadata = _sent(output.kv_connector_metadata)
         connector = self.connector
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
@@ -111,10 +110,15 @@ class Rank:
             finished_recving=done.finished_recving or None,
             failed_recving=done.failed_recving,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=pickle.loads(pickle.dumps(connector.build_connector_worker_meta())),  # noqa: S301
+            kv_connector_worker_meta=_sent(connector.build_connector_worker_meta()),
         )
         connector.clear_connector_metadata()
         return result
+
+
+def _sent(message: Any) -> Any:
+    """As it comes to another process: vLLM pickles what passes between them. Bytes of our own."""
+    return pickle.loads(pickle.dumps(message))  # noqa: S301
 
 
 class Engine:
