@@ -13,9 +13,9 @@ Scheduler thread only: there are no locks here.
 from collections.abc import Callable, Sequence
 
 from kvtier.errors import InvalidInputError, InvariantError
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 
-EvictionCallback = Callable[[ChainHash, int], None]
+EvictionCallback = Callable[[BlockKey, int], None]
 """Called with (chain hash, block id) when a free keyed block loses its key to a new owner. The bytes
 are still in place during the call and may be overwritten after it. Must not block or call the pool."""
 
@@ -27,7 +27,7 @@ class _Block:
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
-        self.key: ChainHash | None = None
+        self.key: BlockKey | None = None
         self.references = 0
         self.previous: _Block | None = None
         self.next: _Block | None = None
@@ -54,7 +54,7 @@ class BlockPool:
             raise InvalidInputError(f"num_blocks {num_blocks}: a block pool needs at least 1")
         self._on_evict = on_evict
         self._blocks = [_Block(i) for i in range(num_blocks)]
-        self._by_key: dict[ChainHash, _Block] = {}
+        self._by_key: dict[BlockKey, _Block] = {}
         self._head = _Block(-1)
         self._tail = _Block(-2)
         self._head.next, self._tail.previous = self._tail, self._head
@@ -71,12 +71,12 @@ class BlockPool:
         """Blocks that nobody references, cached ones included."""
         return self._num_free
 
-    def match_prefix(self, hashes: Sequence[ChainHash]) -> list[int]:
-        """Block ids of the leading run of `hashes` that is on the device. Takes no reference."""
+    def match_prefix(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Block ids of the leading run of `keys` that is on the device. Takes no reference."""
         ids: list[int] = []
         by_key = self._by_key
-        for chain_hash in hashes:
-            block = by_key.get(chain_hash)
+        for key in keys:
+            block = by_key.get(key)
             if block is None:
                 break
             ids.append(block.block_id)
@@ -115,7 +115,7 @@ class BlockPool:
         self._num_free -= num_blocks
         return ids
 
-    def assign_key(self, block_id: int, chain_hash: ChainHash) -> None:
+    def assign_key(self, block_id: int, key: BlockKey) -> None:
         """Publishes a full block under its chain hash. The owner must hold a reference.
 
         When another block holds the same hash already, that one stays the findable one: block tables
@@ -124,11 +124,11 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.references == 0:
             raise InvalidInputError(f"block {block_id} is free: only its owner may give it a key")
-        if block.key is not None and block.key != chain_hash:
+        if block.key is not None and block.key != key:
             raise InvalidInputError(f"block {block_id} has another key already")
-        if chain_hash not in self._by_key:
-            self._by_key[chain_hash] = block
-            block.key = chain_hash
+        if key not in self._by_key:
+            self._by_key[key] = block
+            block.key = key
 
     def free(self, block_ids: Sequence[int], *, cold: bool = False) -> None:
         """Gives back one reference on each block of a chain, given in chain order.
@@ -149,9 +149,9 @@ class BlockPool:
             if block.references == 0:
                 self._insert_before(self._cold_place(block) if cold else self._tail, block)
 
-    def coldest(self, limit: int) -> list[tuple[ChainHash, int]]:
+    def coldest(self, limit: int) -> list[tuple[BlockKey, int]]:
         """Of the next `limit` blocks to be allocated, those with a key, as (chain hash, block id)."""
-        found: list[tuple[ChainHash, int]] = []
+        found: list[tuple[BlockKey, int]] = []
         block = self._head.next
         for _ in range(min(limit, self._num_free)):
             assert block is not None

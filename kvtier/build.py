@@ -18,7 +18,7 @@ from kvtier.hierarchy import (
     InventoryLog,
     Mover,
 )
-from kvtier.keys import NamespaceId, PrefixHasher, tenant_id
+from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.namespace import Namespace
 from kvtier.tiers.base import Tier
@@ -32,9 +32,9 @@ _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineCache:
-    """What an engine needs to share its KV: keys, and all tiers below its device."""
+    """What an engine of one tenant needs to share its KV: keys, and all tiers below its device."""
 
-    hasher: PrefixHasher
+    hasher: BlockHasher
     hierarchy: Hierarchy
     metrics: HierarchyMetrics
     clean_ahead_blocks: int
@@ -54,7 +54,8 @@ class DirectoryHalf:
     """The half of a hierarchy that has the tokens."""
 
     directory: Directory
-    hasher: PrefixHasher
+    hashers: Mapping[str, BlockHasher]
+    """By name of the tenant: all that the engine serves."""
     metrics: HierarchyMetrics
     num_slots: int
     """Of each mover's arena."""
@@ -70,6 +71,7 @@ def engine_cache(
     :param registry: takes the metrics of all parts.
     :raises ConfigError: a secret is missing, the disk folder cannot be used, host memory is too small.
     """
+    name = config.only_tenant()
     with contextlib.ExitStack() as stack:
         movers = stack.enter_context(mover_half(config, device=device, namespace=namespace.id, registry=registry))
         half = directory_half(
@@ -84,7 +86,7 @@ def engine_cache(
         stack.callback(hierarchy.close)
         # Cleaning more than the arena holds would evict one clean block for the next, for ever.
         clean_ahead_blocks = min(config.cache.clean_ahead_blocks, half.num_slots // 2)
-        yield EngineCache(half.hasher, hierarchy, half.metrics, clean_ahead_blocks)
+        yield EngineCache(half.hashers[name], hierarchy, half.metrics, clean_ahead_blocks)
 
 
 @contextlib.contextmanager
@@ -95,8 +97,8 @@ def mover_half(
 
     :param device: the rank's paged KV; stays the caller's, and must outlive the context.
     """
-    tenant, metrics = tenant_id(config.engine_tenant()[0]), Metrics(registry)
-    inventory = InventoryLog(tenant, namespace)
+    tenants, metrics = [tenant_id(name) for name in config.engine_tenants()], Metrics(registry)
+    inventory = InventoryLog(tenants, namespace)
     with contextlib.ExitStack() as stack:
         num_slots = _num_slots(config, device.block_bytes)
         arena = Arena(num_slots, device.block_bytes, shared=has_io_process(config))
@@ -106,10 +108,10 @@ def mover_half(
 
         def forget_untold(tier: str) -> None:
             if process is not None:
-                process.forget_untold(tier, tenant + namespace)
+                for tenant in tenants:
+                    process.forget_untold(tier, tenant + namespace)
 
         mover = Mover(
-            tenant=tenant,
             namespace=namespace,
             device=device,
             arena=arena,
@@ -139,11 +141,9 @@ def directory_half(
     :param on_answer: called from another thread when a lookup is worth polling.
     :raises ConfigError: the tenant's secret is missing, host memory is too small.
     """
-    name, tenant = config.engine_tenant()
-    hasher = PrefixHasher(config.chain_secret(), tenant.salt, config.cache.tokens_per_block)
+    hashers = {name: _hasher(config, name) for name in config.engine_tenants()}
     metrics, num_slots = HierarchyMetrics(registry), _num_slots(config, block_bytes)
     directory = Directory(
-        tenant=tenant_id(name),
         namespaces=namespaces,
         num_slots=num_slots,
         local_tiers=[DISK] if config.disk.directory is not None else [],
@@ -164,7 +164,13 @@ def directory_half(
         ),
         on_answer=on_answer,
     )
-    return DirectoryHalf(directory, hasher, metrics, num_slots)
+    return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+
+def _hasher(config: Config, name: str) -> BlockHasher:
+    """Of one of the engine's tenants."""
+    chain = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, config.cache.tokens_per_block)
+    return BlockHasher(tenant_id(name), chain)
 
 
 def _num_slots(config: Config, block_bytes: int) -> int:

@@ -17,6 +17,7 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.metered import Metered
+from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.transfer import Arena
@@ -83,22 +84,22 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
 
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
     """What the tier process has to know: not the secret that keys the hash chain."""
-    name, _ = config.engine_tenant()
-    token = config.pool_token() if config.pool.address else None
+    names = config.engine_tenants()
+    tokens = {name: config.pool_token(name) if config.pool.address else None for name in names}
+    variables = {name: f"TOKEN_{number}" for number, name in enumerate(names) if tokens[name] is not None}
     settings = {
         "config": {
-            "tenant": name,
-            "tenants": {name: {"token": "env:TOKEN"} if token is not None else {}},
-            **config.model_dump(mode="json", include={"disk", "pool"}),
+            "tenants": {name: {"token": f"env:{variables[name]}"} if name in variables else {} for name in names},
+            **config.model_dump(mode="json", include={"tenant", "gateway_tenants", "disk", "pool"}),
         },
         "namespace": namespace.hex(),
         "folder": str(config.resolve_path(Path())),
-        "environ": {"TOKEN": token} if token is not None else {},
+        "environ": {variable: tokens[name] for name, variable in variables.items()},
     }
     return ProcessSettings(
         factory=f"{__name__}:{tiers_of_process.__name__}",
         settings=json.dumps(settings),
-        call_timeout_s=max(config.cache.load_deadline_s, config.pool.call_timeout_s + _PROCESS_MARGIN_S),
+        call_timeout_s=max(config.cache.load_deadline_s, len(names) * config.pool.call_timeout_s + _PROCESS_MARGIN_S),
         hidden_environ=_named_variables(config.model_dump(mode="json")),
     )
 
@@ -144,13 +145,22 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
 
 
 def _pool_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Tier:
-    pool = config.pool
-    tenant = tenant_id(config.engine_tenant()[0])
+    """The pool, for all tenants of the engine: a client of its own for each."""
+    tls = _pool_tls(config)
+    names = config.engine_tenants()
+    clients = {tenant_id(name): _pool_client(config, name, namespaces, tls, metrics) for name in names}
+    return next(iter(clients.values())) if len(clients) == 1 else PerTenant(POOL, clients)
+
+
+def _pool_client(
+    config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None, metrics: Metrics
+) -> PoolTier:
+    pool, tenant = config.pool, tenant_id(name)
     access = PoolAccess(
         addresses=pool.address,
         tenant=tenant,
-        token=config.pool_token(),
-        tls=_pool_tls(config),
+        token=config.pool_token(name),
+        tls=tls,
         namespaces=namespaces,
         connect_timeout_s=pool.connect_timeout_s,
         shared_memory=pool.shared_memory,

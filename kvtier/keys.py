@@ -28,6 +28,8 @@ ChainHash = NewType("ChainHash", bytes)
 """32 bytes: a block's place in a prefix chain, or an engine-supplied digest keyed with the root."""
 TenantId = NewType("TenantId", bytes)
 """16 bytes, a digest of the tenant's name. Not secret."""
+BlockKey = NewType("BlockKey", bytes)
+"""48 bytes: tenant id || chain hash. What an engine calls a block, whichever ranks have their part of it."""
 NamespaceId = NewType("NamespaceId", bytes)
 """16 bytes that say which bytes a block holds (`kvtier.namespace`)."""
 StoreKey = NewType("StoreKey", bytes)
@@ -37,6 +39,7 @@ TENANT_ID_BYTES = 16
 NAMESPACE_ID_BYTES = 16
 CHAIN_HASH_BYTES = 32
 STORE_KEY_BYTES = TENANT_ID_BYTES + NAMESPACE_ID_BYTES + CHAIN_HASH_BYTES
+BLOCK_KEY_BYTES = TENANT_ID_BYTES + CHAIN_HASH_BYTES
 CHAIN_START = ChainHash(bytes(CHAIN_HASH_BYTES))
 """The parent of a chain's first block."""
 
@@ -76,6 +79,32 @@ def store_key(tenant: TenantId, namespace: NamespaceId, chain_hash: ChainHash) -
             f"needs {TENANT_ID_BYTES} + {NAMESPACE_ID_BYTES} + {CHAIN_HASH_BYTES}"
         )
     return StoreKey(key)
+
+
+def block_key(tenant: TenantId, chain_hash: ChainHash) -> BlockKey:
+    """Joins both parts. Raises `InvalidInputError` when one has the wrong length."""
+    if len(tenant) != TENANT_ID_BYTES or len(chain_hash) != CHAIN_HASH_BYTES:
+        raise InvalidInputError(
+            f"block key of {len(tenant)} + {len(chain_hash)} bytes: needs {TENANT_ID_BYTES} + {CHAIN_HASH_BYTES}"
+        )
+    return BlockKey(tenant + chain_hash)
+
+
+def split_block_key(key: BlockKey) -> tuple[TenantId, ChainHash]:
+    """The inverse of `block_key`."""
+    if len(key) != BLOCK_KEY_BYTES:
+        raise InvalidInputError(f"block key of {len(key)} bytes: needs {BLOCK_KEY_BYTES}")
+    return TenantId(key[:TENANT_ID_BYTES]), ChainHash(key[TENANT_ID_BYTES:])
+
+
+def rank_keys(keys: Iterable[BlockKey], namespace: NamespaceId) -> list[StoreKey]:
+    """What tiers call these blocks' parts in one rank."""
+    if len(namespace) != NAMESPACE_ID_BYTES:
+        raise InvalidInputError(f"namespace id of {len(namespace)} bytes: needs {NAMESPACE_ID_BYTES}")
+    whole = list(keys)
+    if any(len(key) != BLOCK_KEY_BYTES for key in whole):
+        raise InvalidInputError(f"block keys of {sorted(set(map(len, whole)))} bytes: need {BLOCK_KEY_BYTES}")
+    return [StoreKey(key[:TENANT_ID_BYTES] + namespace + key[TENANT_ID_BYTES:]) for key in whole]
 
 
 def split_store_key(key: StoreKey) -> tuple[TenantId, NamespaceId, ChainHash]:
@@ -143,6 +172,27 @@ class PrefixHasher:
     def external_key(self, digest: bytes) -> ChainHash:
         """The chain hash that stands for an engine-supplied `digest`. Never equals one of `hash_blocks`."""
         return ChainHash(hmac.digest(self._root, _EXTERNAL_LABEL + digest, "sha256"))
+
+
+class BlockHasher:
+    """Block keys of one tenant. Any thread."""
+
+    def __init__(self, tenant: TenantId, hasher: PrefixHasher) -> None:
+        """:param hasher: with this tenant's secret and salt."""
+        self.tenant, self._hasher = tenant, hasher
+        self.tokens_per_block = hasher.tokens_per_block
+
+    def hash_blocks(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        parent: BlockKey | None = None,
+        extras: Mapping[int, Iterable[Extra]] | None = None,
+    ) -> list[BlockKey]:
+        """See `PrefixHasher.hash_blocks`. `parent`: None at the start of a sequence."""
+        before = CHAIN_START if parent is None else split_block_key(parent)[1]
+        hashes = self._hasher.hash_blocks(tokens, parent=before, extras=extras)
+        return [BlockKey(self.tenant + chain_hash) for chain_hash in hashes]
 
 
 def encode_extras(extras: Iterable[Extra], tokens_per_block: int) -> bytes:

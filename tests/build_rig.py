@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from hierarchy_rig import until
 from kvtier.build import EngineCache, engine_cache
 from kvtier.config import parse_config
-from kvtier.hierarchy import JobResult
+from kvtier.hierarchy import Hierarchy, JobResult
 from kvtier.namespace import Namespace
 from kvtier.transfer import HostMemoryKV
 
@@ -48,6 +48,6 @@ def build(
         yield cache
 
 
-def result(cache: EngineCache, job_id: int | None) -> JobResult:
+def result(hierarchy: Hierarchy, job_id: int | None) -> JobResult:
     assert job_id is not None
-    return until(lambda: next((r for r in cache.hierarchy.poll() if r.job_id == job_id), None))
+    return until(lambda: next((r for r in hierarchy.poll() if r.job_id == job_id), None))

@@ -20,7 +20,7 @@ from kvtier.hierarchy import (
     InventoryLog,
     Mover,
 )
-from kvtier.keys import NamespaceId, PrefixHasher, tenant_id
+from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.tiers.base import Tier
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier_engine.engine import Engine, EngineLimits
@@ -125,7 +125,7 @@ class EngineRig:
         self.kv.tensor.fill_(float("nan"))
         self.device = HeldDevice(HostMemoryKV(self.kv.byte_rows().numpy()))
         self.registry = CollectorRegistry()
-        self.hasher = PrefixHasher(secret, "", TOKENS_PER_BLOCK) if cache else None
+        self.hasher = BlockHasher(tenant_id("red"), PrefixHasher(secret, "", TOKENS_PER_BLOCK)) if cache else None
         self.hierarchy, metrics = self._hierarchy(shared, num_slots) if tiers else (None, None)
         on_evict = self.hierarchy.note_eviction if self.hierarchy else None
         self.block_pool = BlockPool(num_blocks, on_evict=on_evict)
@@ -144,15 +144,13 @@ class EngineRig:
         tenant, namespace = tenant_id("red"), NamespaceId(b"e" * 16)
         metrics = HierarchyMetrics(self.registry)
         mover = Mover(
-            tenant=tenant,
             namespace=namespace,
             device=self.device,
             arena=Arena(num_slots, self.kv.block_bytes),
             tiers={shared.name: shared} if shared else {},
-            inventory=InventoryLog(tenant, namespace),
+            inventory=InventoryLog([tenant], namespace),
         )
         directory = Directory(
-            tenant=tenant,
             namespaces=[namespace],
             num_slots=num_slots,
             local_tiers=[],

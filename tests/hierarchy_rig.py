@@ -20,7 +20,7 @@ from kvtier.hierarchy import (
     JobResult,
     Mover,
 )
-from kvtier.keys import ChainHash, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
+from kvtier.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
@@ -31,8 +31,8 @@ NAMESPACE = NamespaceId(b"n" * 16)
 PATIENCE_S = 20.0
 
 
-def chain(num_blocks: int, seed: int = 0) -> list[ChainHash]:
-    return PrefixHasher(bytes(32), str(seed), 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
+def chain(num_blocks: int, seed: int = 0, tenant: TenantId = TENANT) -> list[BlockKey]:
+    return BlockHasher(tenant, PrefixHasher(bytes(32), str(seed), 1)).hash_blocks(np.arange(num_blocks, dtype=np.int32))
 
 
 def memory_tier(name: str) -> HostTier:
@@ -64,7 +64,7 @@ class Held:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
         statuses = self.inner.read(keys, into)
-        return [Status.MISS if k[32:] in self.broken else s for k, s in zip(keys, statuses, strict=True)]
+        return [Status.MISS if (k[:16] + k[32:]) in self.broken else s for k, s in zip(keys, statuses, strict=True)]
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         self.entered.set()
@@ -107,15 +107,13 @@ class Rig:
         tiers = {tier.name: tier for tier in (local, shared) if tier is not None}
         self.arena = Arena(num_slots, BLOCK_BYTES)
         self.mover = Mover(
-            tenant=tenant,
             namespace=namespace,
             device=HostMemoryKV(self.device),
             arena=self.arena,
             tiers=tiers,
-            inventory=inventory or InventoryLog(tenant, namespace),
+            inventory=inventory or InventoryLog([tenant], namespace),
         )
         directory = Directory(
-            tenant=tenant,
             namespaces=[namespace],
             num_slots=num_slots,
             local_tiers=[local.name] if local else [],
@@ -127,13 +125,13 @@ class Rig:
         )
         self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics, settle_s=settle_s)
 
-    def lookup(self, hashes: Sequence[ChainHash]) -> list[BlockStatus]:
-        ticket = self.hierarchy.start_lookup(hashes)
+    def lookup(self, keys: Sequence[BlockKey]) -> list[BlockStatus]:
+        ticket = self.hierarchy.start_lookup(keys)
         return until(lambda: self.hierarchy.poll_lookup(ticket))
 
-    def tiers_of(self, hashes: Sequence[ChainHash]) -> list[str]:
+    def tiers_of(self, keys: Sequence[BlockKey]) -> list[str]:
         """Tier per hit, the status's name for others."""
-        return [s.tier or s.status.name for s in self.lookup(hashes)]
+        return [s.tier or s.status.name for s in self.lookup(keys)]
 
     def result(self, job_id: int) -> JobResult:
         def poll() -> JobResult | None:
@@ -142,11 +140,11 @@ class Rig:
 
         return until(poll)
 
-    def load(self, hashes: Sequence[ChainHash], slots: Sequence[int]) -> JobResult:
-        return self.result(self.hierarchy.start_load(list(zip(hashes, slots, strict=True))))
+    def load(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> JobResult:
+        return self.result(self.hierarchy.start_load(list(zip(keys, slots, strict=True))))
 
-    def save(self, hashes: Sequence[ChainHash], slots: Sequence[int]) -> JobResult | None:
-        job_id = self.hierarchy.start_save(list(zip(hashes, slots, strict=True)))
+    def save(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> JobResult | None:
+        job_id = self.hierarchy.start_save(list(zip(keys, slots, strict=True)))
         return None if job_id is None else self.result(job_id)
 
     def settle(self) -> None:

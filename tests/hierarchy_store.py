@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, until
 from kvtier.codec import Codec
 from kvtier.hierarchy import DirectorySettings, InventoryLog, JobResult
-from kvtier.keys import store_key
+from kvtier.keys import rank_keys
 from kvtier.testing.faults import FaultyFiles
 from kvtier.testing.states import NUM_LABELS
 from kvtier.tiers.base import Status, WriteStatus
@@ -28,7 +28,7 @@ POISON = 0xEE
 Bytes = npt.NDArray[np.uint8]
 
 HASHES = chain(NUM_LABELS)
-KEYS = [store_key(TENANT, NAMESPACE, chain_hash) for chain_hash in HASHES]
+KEYS = rank_keys(HASHES, NAMESPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class HierarchyStore:
     # Inside
 
     def _open(self) -> None:
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         self.files = FaultyFiles(OsFiles(direct=False))
         self._disk = DiskTier.open(
             self._folder,

@@ -21,10 +21,9 @@ NUM_SLOTS = 8
 def main(rank: int) -> None:
     device = np.random.default_rng(rank).integers(0, 256, (32, BLOCK_BYTES), dtype=np.uint8)
     namespace = NamespaceId(bytes([rank]) * 16)
-    inventory = InventoryLog(TENANT, namespace)
+    inventory = InventoryLog([TENANT], namespace)
     disk = HostTier(2**20, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
     mover = Mover(
-        tenant=TENANT,
         namespace=namespace,
         device=HostMemoryKV(device),
         arena=Arena(NUM_SLOTS, BLOCK_BYTES),

@@ -147,7 +147,7 @@ def test_a_reset_reaches_the_folder(state: str, tmp_path: Path) -> None:
         "disk": {"directory": "blocks", "capacity_bytes": "16MiB"},
     }
     with build(tmp_path, device, **sections) as cache:
-        assert not result(cache, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
+        assert not result(cache.hierarchy, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
         until(lambda: _num_blocks(folder) == len(hashes), "all are on disk")
         pid = _tier_process().pid
         os.kill(pid, signal.SIGSTOP)

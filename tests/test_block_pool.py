@@ -9,12 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.block_pool import BlockPool
 from kvtier.errors import InvalidInputError
-from kvtier.keys import ChainHash, PrefixHasher
+from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
 
-HASHER = PrefixHasher(bytes(32), "", 4)
+HASHER = BlockHasher(tenant_id("red"), PrefixHasher(bytes(32), "", 4))
 
 
-def chain(text: str) -> list[ChainHash]:
+def chain(text: str) -> list[BlockKey]:
     return HASHER.hash_blocks([ord(c) for c in text])
 
 
@@ -100,7 +100,7 @@ def test_cold_blocks_go_before_all_cached_ones() -> None:
 
 
 def test_reset_forgets_keys_and_leaves_blocks_to_their_owners() -> None:
-    evicted: list[ChainHash] = []
+    evicted: list[BlockKey] = []
     pool = BlockPool(4, on_evict=lambda key, _: evicted.append(key))
     keys = chain("ABCDEFGH")
     table = pool.allocate(2) or []
@@ -148,11 +148,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
-        self.evicted: list[tuple[ChainHash, int]] = []
+        self.evicted: list[tuple[BlockKey, int]] = []
         self.pool = BlockPool(num_blocks, on_evict=lambda key, block_id: self.evicted.append((key, block_id)))
         self.running: list[list[int]] = []
         self.queue = list(range(num_blocks))
-        self.keys: dict[int, ChainHash] = {}
+        self.keys: dict[int, BlockKey] = {}
 
     @rule(seed=st.integers(0, 5), num_blocks=st.integers(1, 6))
     def admit(self, seed: int, num_blocks: int) -> None:

@@ -17,10 +17,10 @@ def test_blocks_survive_a_restart_on_disk(tmp_path: Path) -> None:
     disk = {"directory": "blocks", "capacity_bytes": "16MiB"}
     hashes = chain(8)
     with build(tmp_path, device, disk=disk) as cache:
-        assert not result(cache, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
+        assert not result(cache.hierarchy, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
     assert (tmp_path / "blocks").is_dir(), "relative to the configuration file"
     with build(tmp_path, device, disk=disk) as cache:
-        loaded = result(cache, cache.hierarchy.start_load([(h, 16 + i) for i, h in enumerate(hashes)]))
+        loaded = result(cache.hierarchy, cache.hierarchy.start_load([(h, 16 + i) for i, h in enumerate(hashes)]))
         assert loaded.tiers == ("disk",) * 8
     assert np.array_equal(device[16:24], device[:8])
 
@@ -33,14 +33,17 @@ def test_policies_and_codec_are_the_configurations(tmp_path: Path) -> None:
     with build(tmp_path, device, disk=disk, host={"capacity_bytes": "1MiB", "write_policy": "write_back"}) as cache:
         blocks = [(h, i) for i, h in enumerate(hashes)]
         assert cache.hierarchy.save_full(blocks) is None, "not before the device evicts them"
-        assert not result(cache, cache.hierarchy.start_save(blocks)).failed
+        assert not result(cache.hierarchy, cache.hierarchy.start_save(blocks)).failed
         assert not [path for path in (tmp_path / "blocks").rglob("*") if path.stat().st_size > 100 and path.is_file()]
     sizes = [path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
     assert sum(size > 96 for size in sizes) == 8
     assert max(sizes) < 2048
     device[:] = 1
     with build(tmp_path, device, disk=disk) as cache:
-        assert result(cache, cache.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])).tiers == ("disk",) * 8
+        assert (
+            result(cache.hierarchy, cache.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])).tiers
+            == ("disk",) * 8
+        )
     assert not device[:8].any()
 
 
@@ -51,7 +54,7 @@ def test_a_dead_pool_is_a_miss(tmp_path: Path, scheme: str) -> None:
         ticket = cache.hierarchy.start_lookup(chain(3))
         statuses = until(lambda: cache.hierarchy.poll_lookup(ticket))
         assert [s.status.name for s in statuses] == ["MISS"] * 3
-        assert not result(cache, cache.hierarchy.start_save([(chain(1)[0], 0)])).failed
+        assert not result(cache.hierarchy, cache.hierarchy.start_save([(chain(1)[0], 0)])).failed
 
 
 def test_host_memory_that_is_too_small(tmp_path: Path) -> None:
@@ -72,8 +75,10 @@ def test_the_address_says_which_protocol(tmp_path: Path, protocol: str, monkeypa
     with running_pool() as service:
         pool = {"address": service.block[0] if protocol == "block" else f"grpc:{service.grpc[0]}"}
         with build(tmp_path, device, pool=pool) as cache:
-            assert not result(cache, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
+            assert not result(
+                cache.hierarchy, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])
+            ).failed
         with build(tmp_path, device, pool=pool) as cache:
-            loaded = result(cache, cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(hashes)]))
+            loaded = result(cache.hierarchy, cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(hashes)]))
             assert loaded.tiers == ("pool",) * 8
     assert np.array_equal(device[8:], device[:8])

@@ -34,8 +34,8 @@ def path(tmp_path: Path) -> Path:
 def test_a_full_file(path: Path) -> None:
     config = load_config(path, ENVIRON)
     assert config.host.capacity_bytes == 256 * 2**20
-    assert config.chain_secret() == ENVIRON["RED_SECRET"].encode()
-    assert config.pool_token() == "red-token"
+    assert config.chain_secret("red") == ENVIRON["RED_SECRET"].encode()
+    assert config.pool_token("red") == "red-token"
     assert config.accepted_tokens() == {token_sha256("blue-token"): "blue"}
     with pytest.raises(ValueError, match="frozen"):
         config.pool.address = "elsewhere"  # type: ignore[misc]
@@ -115,7 +115,7 @@ def test_a_secret_that_is_missing_or_empty(
         {"tenant": "red", "tenants": {"red": tenant}}, source="k.toml", folder=tmp_path, environ=environ
     )
     with pytest.raises(ConfigError, match=message) as error:
-        config.chain_secret()
+        config.chain_secret("red")
     assert "k.toml: tenants.red.secret" in str(error.value)
     assert "plain-secret" not in str(error.value), "errors never show what may be a secret"
 
@@ -129,7 +129,19 @@ def test_tenants_must_not_share_a_token() -> None:
 
 def test_an_engine_needs_a_tenant() -> None:
     with pytest.raises(ConfigError, match=r"k\.toml: tenant: missing"):
-        parse_config({}, source="k.toml", environ={}).chain_secret()
+        parse_config({}, source="k.toml", environ={}).engine_tenants()
+
+
+def test_tenants_of_a_gateway() -> None:
+    tenants: dict[str, object] = {"red": {}, "blue": {}, "green": {}}
+    data = {"tenant": "red", "gateway_tenants": ["blue", "red"], "tenants": tenants}
+    config = parse_config(data, source="k.toml", environ={})
+    assert config.engine_tenants() == ["red", "blue"]
+    with pytest.raises(ConfigError, match="gateway_tenants: only vLLM"):
+        config.only_tenant()
+    assert parse_config({**data, "tenant": None}, source="k.toml", environ={}).engine_tenants() == ["blue", "red"]
+    with pytest.raises(ConfigError, match=r"gateway_tenants: 'blu' has no table; .*blue"):
+        parse_config({**data, "gateway_tenants": ["blu"]}, source="k.toml", environ={})
 
 
 def test_a_pool_needs_a_token() -> None:

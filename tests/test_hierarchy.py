@@ -11,7 +11,7 @@ from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memo
 from kvtier.block_pool import BlockPool
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
-from kvtier.keys import ChainHash, NamespaceId, StoreKey, store_key, tenant_id
+from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys, tenant_id
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
@@ -25,7 +25,7 @@ def pool() -> Iterator[HostTier]:
     tier.close()
 
 
-def filled(pool: HostTier, hashes: list[ChainHash]) -> Rig:
+def filled(pool: HostTier, hashes: list[BlockKey]) -> Rig:
     """An engine that has saved its first blocks to `pool` under these hashes, and ended."""
     rig = Rig(pool)
     rig.save(hashes, range(len(hashes)))
@@ -69,10 +69,15 @@ def test_another_engine_pulls_from_the_shared_tier(pool: HostTier) -> None:
 def test_another_tenant_or_namespace_meets_nothing(pool: HostTier) -> None:
     hashes = chain(2)
     filled(pool, hashes)
-    strangers = [Rig(pool, tenant=tenant_id("blue")), Rig(pool, namespace=NamespaceId(b"m" * 16))]
-    for stranger in strangers:
-        assert stranger.tiers_of(hashes) == ["MISS"] * 2
-        assert stranger.load(hashes, range(2)).failed == {0, 1}, "not even when it asks without looking"
+    blue = tenant_id("blue")
+    strangers = [
+        (Rig(pool, tenant=blue), chain(2, tenant=blue)),
+        (Rig(pool), chain(2, tenant=blue)),
+        (Rig(pool, namespace=NamespaceId(b"m" * 16)), hashes),
+    ]
+    for stranger, keys in strangers:
+        assert stranger.tiers_of(keys) == ["MISS"] * 2
+        assert stranger.load(keys, range(2)).failed == {0, 1}, "not even when it asks without looking"
         stranger.close()
     friend = Rig(pool)
     assert friend.tiers_of(hashes) == ["pool"] * 2
@@ -208,7 +213,7 @@ def test_a_load_larger_than_the_arena(pool: HostTier) -> None:
 
 def test_a_tier_of_ones_own_is_mirrored(pool: HostTier) -> None:
     hashes = chain(6)
-    inventory = InventoryLog(TENANT, NAMESPACE)
+    inventory = InventoryLog([TENANT], NAMESPACE)
     disk = HostTier(2**20, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
     rig = Rig(local=disk, inventory=inventory, num_slots=4, settings=DirectorySettings(saving_fraction=1.0))
     rig.save(hashes[:3], range(3))
@@ -216,7 +221,7 @@ def test_a_tier_of_ones_own_is_mirrored(pool: HostTier) -> None:
     rig.save(hashes[3:], range(3, 6))
     rig.settle()
     assert rig.tiers_of(hashes) == ["host", "disk", "disk", "host", "host", "host"], "tails first"
-    disk.discard([store_key(TENANT, NAMESPACE, hashes[2])])
+    disk.discard(rank_keys(hashes[2:3], NAMESPACE))
     until(lambda: rig.tiers_of(hashes)[2] == "MISS" or None)
     assert rig.load(hashes[:2], range(10, 12)).tiers == ("host", "disk")
     assert np.array_equal(rig.device[10:12], rig.device[:2])

@@ -11,9 +11,9 @@ import msgpack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from hierarchy_rig import TENANT, chain, until
+from hierarchy_rig import chain, until
 from kvtier.hierarchy import Directory, DirectorySettings, HierarchyMetrics, JobResult
-from kvtier.keys import ChainHash, NamespaceId, StoreKey, store_key
+from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
 
 NUM_RANKS = 2
 NUM_SLOTS = 8
@@ -47,7 +47,6 @@ class Scheduler:
     def __init__(self, workers: list[Worker]) -> None:
         self.workers = workers
         self.directory = Directory(
-            tenant=TENANT,
             namespaces=[NamespaceId(bytes([rank]) * 16) for rank in range(NUM_RANKS)],
             num_slots=NUM_SLOTS,
             local_tiers=["disk"],
@@ -72,7 +71,7 @@ class Scheduler:
         until(lambda: self.step() or not self.directory._batches or None)
         self.directory.check()
 
-    def tiers_of(self, hashes: list[ChainHash]) -> list[str]:
+    def tiers_of(self, hashes: list[BlockKey]) -> list[str]:
         self.step()
         statuses = self.directory.poll_lookup(self.directory.start_lookup(hashes))
         assert statuses is not None
@@ -114,7 +113,7 @@ def test_a_block_that_one_rank_lost_is_a_miss_for_all(scheduler: Scheduler) -> N
         scheduler.result(scheduler.directory.start_save([(hashes[i], i) for i in range(start, start + 6)]))
         scheduler.settle()
     lost = hashes[scheduler.tiers_of(hashes).index("disk")]
-    key: StoreKey = store_key(TENANT, NamespaceId(bytes([1]) * 16), lost)
+    key: StoreKey = rank_keys([lost], NamespaceId(bytes([1]) * 16))[0]
     assert scheduler.workers[1].call("discard", [key]) == 1
     until(lambda: scheduler.tiers_of([lost]) == ["MISS"] or None)
     assert scheduler.result(scheduler.directory.start_load([(lost, 20)])).failed == {0}

@@ -38,9 +38,9 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
     engine = {"tls_certificate": "e.pem", "tls_key": "e.key", "tls_ca": "ca.pem"}
-    assert parse(tmp_path, pool=engine).pool_token() is None
+    assert parse(tmp_path, pool=engine).pool_token("red") is None
     with pytest.raises(ConfigError, match=r"tenants\.red\.token"):
-        parse(tmp_path, pool={"tls_ca": "ca.pem"}).pool_token()
+        parse(tmp_path, pool={"tls_ca": "ca.pem"}).pool_token("red")
 
 
 @pytest.mark.parametrize(

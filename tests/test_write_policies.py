@@ -10,7 +10,7 @@ from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, unti
 from kvtier.block_pool import BlockPool
 from kvtier.errors import InvalidInputError
 from kvtier.hierarchy import Block, Cleaner, DirectorySettings, InventoryLog
-from kvtier.keys import ChainHash, store_key
+from kvtier.keys import BlockKey, rank_keys
 from kvtier.tiers.base import Status
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
@@ -26,11 +26,11 @@ def pool() -> Iterator[HostTier]:
     tier.close()
 
 
-def in_tier(tier: HostTier, hashes: list[ChainHash]) -> list[bool]:
-    return [s is Status.HIT for s in tier.lookup([store_key(TENANT, NAMESPACE, h) for h in hashes])]
+def in_tier(tier: HostTier, hashes: list[BlockKey]) -> list[bool]:
+    return [s is Status.HIT for s in tier.lookup(rank_keys(hashes, NAMESPACE))]
 
 
-def blocks(hashes: list[ChainHash], first_slot: int = 0) -> list[Block]:
+def blocks(hashes: list[BlockKey], first_slot: int = 0) -> list[Block]:
     return [(h, first_slot + i) for i, h in enumerate(hashes)]
 
 
@@ -42,7 +42,7 @@ def written_back(pool: HostTier | Held, num_slots: int = 16) -> Rig:
     return Rig(pool, num_slots=num_slots, settings=DirectorySettings(tier_policies={"pool": WRITE_BACK}))
 
 
-def full(rig: Rig, hashes: list[ChainHash], first_slot: int = 0) -> None:
+def full(rig: Rig, hashes: list[BlockKey], first_slot: int = 0) -> None:
     """Blocks become full on the device, and what is due is done."""
     rig.hierarchy.save_full(blocks(hashes, first_slot))
     rig.settle()
@@ -171,7 +171,7 @@ class TestTowardsTiersBelow:
         assert not held.entered.is_set()
 
     def test_policies_are_each_tiers_own(self, pool: HostTier) -> None:
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
         policies = {"disk": WRITE_BACK, "pool": WritePolicy.WRITE_THROUGH}
         rig = Rig(pool, local=disk, inventory=inventory, settings=DirectorySettings(tier_policies=policies))
@@ -186,7 +186,7 @@ class TestTowardsTiersBelow:
         first, hashes = Rig(pool), chain(4)
         full(first, hashes)
         first.close()
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
         rig = Rig(pool, local=disk, inventory=inventory)
         assert rig.load(hashes, range(4)).tiers == ("pool",) * 4
@@ -197,7 +197,7 @@ class TestTowardsTiersBelow:
 
     def test_a_stop_waits_for_saves_that_hold_the_room(self) -> None:
         """All that may be saving is on its way to the pool when the stop comes; the disk gets its share after."""
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         inner = memory_tier("pool")
         held = Held(inner)
         held.gate.clear()
@@ -274,7 +274,7 @@ class TestTowardsHostMemory:
 
 class TestReset:
     def test_everything_of_this_engine_is_forgotten_and_the_shared_tier_keeps_its_own(self, pool: HostTier) -> None:
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
         rig, hashes = Rig(pool, local=disk, inventory=inventory), chain(8)
         full(rig, hashes[:4])
@@ -291,7 +291,7 @@ class TestReset:
         disk.close()
 
     def test_a_tier_that_is_slow_to_forget_is_not_found_meanwhile(self, pool: HostTier) -> None:
-        inventory = InventoryLog(TENANT, NAMESPACE)
+        inventory = InventoryLog([TENANT], NAMESPACE)
         disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
         held = Held(disk)
         rig, hashes = Rig(local=held, inventory=inventory), chain(8)

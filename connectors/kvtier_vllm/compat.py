@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.request import Request
 
 from kvtier.errors import ConfigError
 
@@ -72,6 +73,13 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
     return sizes.pop()
+
+
+def salt_device_cache(request: Request, salt: str) -> None:
+    """Tells the request's blocks in vLLM's own prefix cache apart by this. For a request that is not scheduled yet."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.hierarchy.jobs import Block
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey, ChainHash, block_key, split_block_key
 from kvtier.transfer import Arena, DeviceKV
 
 _LABEL = b"kvtier.vllm.group.v1"
@@ -24,16 +24,16 @@ class KVGroups:
     num_groups: int
     num_blocks: int
 
-    def keys(self, hashes: Iterable[ChainHash]) -> list[ChainHash]:
-        """Of all groups, block by block. One group's are the chain hashes themselves."""
+    def keys(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Of all groups, block by block. One group's are the request's own."""
         if self.num_groups == 1:
-            return list(hashes)
-        return [self._key(chain_hash, group) for chain_hash in hashes for group in range(self.num_groups)]
+            return list(keys)
+        return [self._key(key, group) for key in keys for group in range(self.num_groups)]
 
-    def blocks(self, hashes: Sequence[ChainHash], tables: Sequence[Sequence[int]], span: range) -> list[Block]:
+    def blocks(self, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]], span: range) -> list[Block]:
         """Key and device slot of all blocks that the groups have there.
 
-        :param hashes: of the request's blocks from the first one on, at least to the end of `span`.
+        :param keys: of the request's blocks from the first one on, at least to the end of `span`.
         :param tables: the request's device blocks, by group. They may end before the span does.
         :param span: positions in both.
         """
@@ -41,7 +41,7 @@ class KVGroups:
         for position in span:
             for group, table in enumerate(tables):
                 if position < len(table) and table[position] != _NULL_BLOCK:
-                    key = hashes[position] if self.num_groups == 1 else self._key(hashes[position], group)
+                    key = keys[position] if self.num_groups == 1 else self._key(keys[position], group)
                     found.append((key, group * self.num_blocks + table[position]))
         return found
 
@@ -49,8 +49,10 @@ class KVGroups:
         """vLLM's blocks that these device slots are in."""
         return [slot % self.num_blocks for slot in slots]
 
-    def _key(self, chain_hash: ChainHash, group: int) -> ChainHash:
-        return ChainHash(hashlib.sha256(_LABEL + group.to_bytes(2, "big") + chain_hash).digest())
+    def _key(self, key: BlockKey, group: int) -> BlockKey:
+        tenant, chain_hash = split_block_key(key)
+        of_group = hashlib.sha256(_LABEL + group.to_bytes(2, "big") + chain_hash).digest()
+        return block_key(tenant, ChainHash(of_group))
 
 
 class GroupedKV:

@@ -4,7 +4,7 @@ blocks are being copied."""
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,12 @@ from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.request_keys import RequestKeys
 from kvtier_vllm.stats import KvtierStats, sources_of
+from kvtier_vllm.tenants import PARAMS, Tenants, params_of
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """How long an engine without requests goes on for blocks that no tier takes."""
 _ASK_EVERY_S = 0.005
-_PARAMS = "kvtier"
-"""Key of our table in a request's `kv_transfer_params`."""
 
 
 @dataclass(slots=True)
@@ -87,6 +86,7 @@ class SchedulerSide:
     ) -> None:
         self._config = config
         self._size, self._groups = tokens_per_block, groups
+        self._tenants = Tenants(config)
         self._planner, self._clock = planner or AlwaysFetch(), clock
         self._stack = contextlib.ExitStack()
         self._half: DirectoryHalf | None = None
@@ -134,18 +134,19 @@ class SchedulerSide:
 
     def add(self, request: Request) -> None:
         """A new request."""
+        tenant, salt = self._tenants.of(request)  # before all else: vLLM's own cache must know it in any case
         if self._half is None:
             self._warn_of_silence()
             return
-        if not RequestKeys.cover(request):
+        if tenant is None or not RequestKeys.cover(request):
             return
         adapter = None
         if request.lora_request is not None:
             adapter = self._adapters.digest(request.lora_request)
             if adapter is None:
                 return
-        params = _params_of(request)
-        keys = RequestKeys(request, self._half.hasher, adapter=adapter)
+        params = params_of(request)
+        keys = RequestKeys(request, self._half.hashers[tenant], salt=salt, adapter=adapter)
         self._requests[request.request_id] = _Request(request, keys, saves=not params.get("no_store", False))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -244,8 +245,8 @@ class SchedulerSide:
         if known is None or self._directory is None:
             return False, None
         self._forget_lookup(known)
-        is_asked = _PARAMS in (request.kv_transfer_params or {})
-        told = {_PARAMS: {"loaded_blocks": dict(known.loaded)}} if is_asked else None
+        is_asked = PARAMS in (request.kv_transfer_params or {})
+        told = {PARAMS: {"loaded_blocks": dict(known.loaded)}} if is_asked else None
         for job, load in self._loads.items():
             if load.request_id == request.request_id:
                 self._directory.cancel(job)
@@ -331,11 +332,6 @@ class SchedulerSide:
         if known.ticket is not None and self._directory is not None:
             self._directory.cancel_lookup(known.ticket)
         known.asked, known.ticket, known.tiers = range(0), None, None
-
-
-def _params_of(request: Request) -> Mapping[str, Any]:
-    params = (request.kv_transfer_params or {}).get(_PARAMS, {})
-    return params if isinstance(params, Mapping) else {}
 
 
 def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -83,8 +83,8 @@ class KvtierTier(SecondaryTierManager):
         self.locality = _locality(locality)
         row_bytes, num_chunks = self.block_size_bytes, primary_kv_view.shape[0] if primary_kv_view.shape else 0
         namespace = namespace_of(offloading_spec, engine, row_bytes=row_bytes, digests=DIGESTS).id
-        name, tenant = config.engine_tenant()
-        hasher = PrefixHasher(config.chain_secret(), tenant.salt, offloading_spec.tokens_per_hash)
+        name = config.only_tenant()
+        hasher = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, offloading_spec.tokens_per_hash)
         key_of = partial(_store_key, hasher, tenant_id(name), namespace)
         metrics = Metrics()
         self._memory = primary_kv_view.cast("B")

@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from kvtier.bench.blocks import TENANT
 from kvtier.bench.options import Json, Plot, Rounds
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
 from kvtier.block_pool import BlockPool
-from kvtier.keys import PrefixHasher
+from kvtier.keys import BlockHasher, PrefixHasher, tenant_id
 
 NUM_BLOCKS = 100_000
 BATCH_BLOCKS = 16
@@ -20,11 +21,12 @@ def bench_block_pool(
 ) -> None:
     """Allocate, key, match and free in batches of 16 blocks, in a pool of 100,000."""
     empty, cached = BlockPool(NUM_BLOCKS), BlockPool(NUM_BLOCKS)
-    hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(NUM_BLOCKS, dtype=np.int32))
+    hasher = BlockHasher(tenant_id(TENANT), PrefixHasher(bytes(32), "", 1))
+    keys = hasher.hash_blocks(np.arange(NUM_BLOCKS, dtype=np.int32))
     for start in range(0, NUM_BLOCKS, BATCH_BLOCKS):
         ids = cached.allocate(min(BATCH_BLOCKS, NUM_BLOCKS - start)) or []
-        for block_id, chain_hash in zip(ids, hashes[start:], strict=False):
-            cached.assign_key(block_id, chain_hash)
+        for block_id, key in zip(ids, keys[start:], strict=False):
+            cached.assign_key(block_id, key)
         cached.free(ids)
 
     def allocate_free() -> None:
@@ -33,11 +35,11 @@ def bench_block_pool(
 
     def match() -> None:
         for batch in range(NUM_BATCHES):
-            cached.match_prefix(hashes[batch * BATCH_BLOCKS : (batch + 1) * BATCH_BLOCKS])
+            cached.match_prefix(keys[batch * BATCH_BLOCKS : (batch + 1) * BATCH_BLOCKS])
 
     def hit() -> None:
         for batch in range(NUM_BATCHES):
-            ids = cached.match_prefix(hashes[batch * BATCH_BLOCKS : (batch + 1) * BATCH_BLOCKS])
+            ids = cached.match_prefix(keys[batch * BATCH_BLOCKS : (batch + 1) * BATCH_BLOCKS])
             cached.acquire(ids)
             cached.free(ids)
 

@@ -19,7 +19,7 @@ from kvtier.build import EngineCache, engine_cache
 from kvtier.config import parse_config
 from kvtier.errors import KvtierError
 from kvtier.hierarchy import Cleaner
-from kvtier.keys import CHAIN_HASH_BYTES, ChainHash
+from kvtier.keys import BLOCK_KEY_BYTES, BlockKey
 from kvtier.malloc import keep_freed_memory
 from kvtier.transfer import HostMemoryKV
 
@@ -67,7 +67,7 @@ class _Device:
         self._cache, self._payload_bytes = cache, payload_bytes
         self._block_pool = BlockPool(blocks, on_evict=self._note)
         self._cleaner = Cleaner(self._block_pool, cache.hierarchy, cache.metrics, depth_blocks=depth)
-        self._hashes = (ChainHash(i.to_bytes(CHAIN_HASH_BYTES, "big")) for i in itertools.count())
+        self._keys = (BlockKey(i.to_bytes(BLOCK_KEY_BYTES, "big")) for i in itertools.count())
         self._evicted = self._clean = 0
 
     def run(self, bytes_per_s: float, seconds: float) -> dict[str, float]:
@@ -114,15 +114,15 @@ class _Device:
 
     def _take(self, num_blocks: int) -> int:
         taken = self._block_pool.allocate(num_blocks) or []
-        for block_id, chain_hash in zip(taken, self._hashes, strict=False):
-            self._block_pool.assign_key(block_id, chain_hash)
+        for block_id, key in zip(taken, self._keys, strict=False):
+            self._block_pool.assign_key(block_id, key)
         self._block_pool.free(taken)
         return len(taken)
 
-    def _note(self, chain_hash: ChainHash, block_id: int) -> None:
-        self._cache.hierarchy.note_eviction(chain_hash, block_id)
+    def _note(self, key: BlockKey, block_id: int) -> None:
+        self._cache.hierarchy.note_eviction(key, block_id)
         self._evicted += 1
-        self._clean += self._cache.hierarchy.holds(chain_hash)
+        self._clean += self._cache.hierarchy.holds(key)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.config import parse_config
 from kvtier.errors import KvtierError
 from kvtier.hierarchy import Block
-from kvtier.keys import ChainHash, PrefixHasher
+from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
 from kvtier.malloc import keep_freed_memory
 from kvtier.transfer import HostMemoryKV
 
@@ -167,12 +167,13 @@ def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[s
     )
     namespace = namespace_of(payload_bytes)
     kv = np.random.default_rng(0).integers(0, 256, (num_blocks, payload_bytes), dtype=np.uint8)
-    hashes = PrefixHasher(bytes(32), "", 1).hash_blocks(np.arange(num_blocks, dtype=np.int32))
+    hasher = BlockHasher(tenant_id(TENANT), PrefixHasher(bytes(32), "", 1))
+    keys = hasher.hash_blocks(np.arange(num_blocks, dtype=np.int32))
     # As in an engine that has been running for a while: a prefix is spread over the device.
-    blocks = list(zip(hashes, np.random.default_rng(1).permutation(num_blocks).tolist(), strict=True))
+    blocks = list(zip(keys, np.random.default_rng(1).permutation(num_blocks).tolist(), strict=True))
     with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=CollectorRegistry()) as built:
         built.hierarchy.start_save(blocks)
-        _wait_for_pool(built, hashes)
+        _wait_for_pool(built, keys)
         expected = kv.copy()
         kv[:] = 0
         yield _Fetch(built, blocks)
@@ -180,13 +181,13 @@ def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[s
             raise KvtierError("a fetched block is not what was saved")
 
 
-def _wait_for_pool(cache: EngineCache, hashes: Sequence[ChainHash]) -> None:
+def _wait_for_pool(cache: EngineCache, keys: Sequence[BlockKey]) -> None:
     deadline = MONOTONIC() + _PATIENCE_S
     while MONOTONIC() < deadline:
         cache.hierarchy.wait(0.05)
         cache.hierarchy.poll()
         cache.hierarchy.reset()
-        ticket = cache.hierarchy.start_lookup(hashes)
+        ticket = cache.hierarchy.start_lookup(keys)
         while (statuses := cache.hierarchy.poll_lookup(ticket)) is None:
             cache.hierarchy.wait(0.05)
         if all(status.tier == "pool" for status in statuses):

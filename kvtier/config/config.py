@@ -22,7 +22,10 @@ class Config(Section):
     """The whole file. Made by `load_config` or `parse_config`."""
 
     tenant: str | None = None
-    """The tenant of this engine."""
+    """The tenant of this engine; of requests that name none, where a gateway may name others."""
+    gateway_tenants: list[str] = Field(default=[])
+    """Tenants that a request to this engine may name for itself. Only for engines that only a gateway reaches, which
+    lets no client choose: whoever names a tenant reads its cache."""
     tenants: dict[str, TenantConfig] = Field(default={})
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
@@ -35,15 +38,24 @@ class Config(Section):
     _folder: Path = PrivateAttr(Path())
     _environ: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
-    def engine_tenant(self) -> tuple[str, TenantConfig]:
-        """Name and table of the engine's own tenant."""
-        if self.tenant is None:
+    def engine_tenants(self) -> list[str]:
+        """All that this engine serves: its own one first, if it has one, then those that a gateway may name."""
+        names = list(dict.fromkeys([*([self.tenant] if self.tenant is not None else []), *self.gateway_tenants]))
+        if not names:
             raise self._error("tenant", 'missing; name one of [tenants.*], e.g. tenant = "default"')
-        return self.tenant, self.tenants[self.tenant]
+        return names
 
-    def chain_secret(self) -> bytes:
-        """The secret of the engine's tenant."""
-        name, tenant = self.engine_tenant()
+    def only_tenant(self) -> str:
+        """The tenant of an engine whose requests cannot say whose they are."""
+        if self.gateway_tenants:
+            raise self._error(
+                "gateway_tenants", "only vLLM's KvtierConnector takes tenants from requests; leave it out"
+            )
+        return self.engine_tenants()[0]
+
+    def chain_secret(self, name: str) -> bytes:
+        """The secret of one of the engine's tenants."""
+        tenant = self.tenants[name]
         key = f"tenants.{name}.secret"
         if tenant.secret is None:
             raise self._error(key, 'missing; set it to "env:NAME" or "file:PATH" of at least 16 random bytes')
@@ -59,12 +71,12 @@ class Config(Section):
         is_beside_pool = any(address.startswith("unix:") for address in self.pool.address)
         return _STAGING_BYTES if is_beside_pool else _HOST_BYTES
 
-    def pool_token(self) -> str | None:
-        """The bearer token of the engine's tenant. None: its certificate stands for it."""
-        name, tenant = self.engine_tenant()
+    def pool_token(self, name: str) -> str | None:
+        """The bearer token of one of the engine's tenants. None: the engine's certificate stands for it."""
+        tenant = self.tenants[name]
         key = f"tenants.{name}.token"
         if tenant.token is None:
-            if self.pool.tls_certificate is not None:
+            if self.pool.tls_certificate is not None and len(self.engine_tenants()) == 1:
                 return None
             raise self._error(key, 'missing; the pool at pool.address wants it: set "env:NAME" or "file:PATH"')
         return self._resolve(key, tenant.token)

@@ -54,8 +54,12 @@ def parse_config(
             tenant_id(name)
         except InvalidInputError as error:
             raise ConfigError(f"{source}: tenants.{name}: {error}") from error
-    if config.tenant is not None and config.tenant not in config.tenants:
-        raise ConfigError(f"{source}: tenant: {config.tenant!r} has no table{_nearest(config.tenant, config.tenants)}")
+    named = [("gateway_tenants", name) for name in config.gateway_tenants]
+    if config.tenant is not None:
+        named.append(("tenant", config.tenant))
+    for key, name in named:
+        if name not in config.tenants:
+            raise ConfigError(f"{source}: {key}: {name!r} has no table{_nearest(name, config.tenants)}")
     return config
 
 

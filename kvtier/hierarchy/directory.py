@@ -35,7 +35,7 @@ from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.owed import OwedWrites
 from kvtier.hierarchy.planner import PENDING, BlockStatus
 from kvtier.hierarchy.stores import Stores
-from kvtier.keys import ChainHash, NamespaceId, TenantId
+from kvtier.keys import BlockKey, NamespaceId
 from kvtier.tiers.base import Tier
 from kvtier.tiers.slot_index import Entry
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
@@ -47,7 +47,6 @@ class Directory:
     def __init__(
         self,
         *,
-        tenant: TenantId,
         namespaces: Sequence[NamespaceId],
         num_slots: int,
         local_tiers: Sequence[str],
@@ -74,14 +73,13 @@ class Directory:
         if shared is not None:
             asking = SharedLookups(
                 shared,
-                tenant,
                 namespaces,
                 max_asking=self._settings.max_lookups,
                 num_threads=self._settings.lookup_threads,
                 on_answer=on_answer,
             )
         self._lookups = Lookups(self._index, asking, metrics, deadline_s=self._settings.lookup_deadline_s, clock=clock)
-        self._uses: UseCounts[ChainHash] = UseCounts(self._settings.selective_uses, self._settings.max_counted_uses)
+        self._uses: UseCounts[BlockKey] = UseCounts(self._settings.selective_uses, self._settings.max_counted_uses)
         below = [*local_tiers, *([shared.name] if shared is not None else [])]
         policies = self._settings.tier_policies
         self._owed = OwedWrites({tier: policies.get(tier, WritePolicy.WRITE_THROUGH) for tier in below}, self._uses)
@@ -100,29 +98,29 @@ class Directory:
 
     # Lookups
 
-    def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
+    def start_lookup(self, keys: Sequence[BlockKey]) -> int:
         """Asks where these blocks are; returns the ticket for `poll_lookup`."""
         ticket = self._new_id()
-        self._lookups.start(ticket, hashes)
+        self._lookups.start(ticket, keys)
         return ticket
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
-        """A status per hash, in order, which ends the ticket; None while the shared tier is being asked."""
+        """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         return self._lookups.poll(ticket)
 
     def cancel_lookup(self, ticket: int) -> None:
         """Ends the ticket without an answer."""
         self._lookups.cancel(ticket)
 
-    def holds(self, chain_hash: ChainHash) -> bool:
+    def holds(self, key: BlockKey) -> bool:
         """Whether the arenas hold this block or are just being given it."""
-        return self._index.slots.find(chain_hash) is not None
+        return self._index.slots.find(key) is not None
 
-    def worth_saving(self, chain_hash: ChainHash) -> bool:
+    def worth_saving(self, key: BlockKey) -> bool:
         """Whether a block that the device is about to lose should be copied before."""
-        if self._settings.host_policy is WritePolicy.WRITE_THROUGH_SELECTIVE and not self._uses.is_enough(chain_hash):
+        if self._settings.host_policy is WritePolicy.WRITE_THROUGH_SELECTIVE and not self._uses.is_enough(key):
             return False
-        return not self.holds(chain_hash)
+        return not self.holds(key)
 
     @property
     def room_for_saves(self) -> int:
@@ -136,7 +134,7 @@ class Directory:
 
         As `start_save`, which the blocks' slots must obey if there is a job.
         """
-        self._note_uses(h for h, _ in blocks)
+        self._note_uses(key for key, _ in blocks)
         policy = self._settings.host_policy
         if policy is WritePolicy.WRITE_BACK:
             return None
@@ -146,7 +144,7 @@ class Directory:
 
     def note_hits(self, blocks: Sequence[Block]) -> int | None:
         """Blocks on the device were hit, which is a use of each. Starts a save of those that have become worth it."""
-        enough = self._note_uses(h for h, _ in blocks)
+        enough = self._note_uses(key for key, _ in blocks)
         if self._settings.host_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return None
         worth = [block for block in blocks if block[0] in enough]
@@ -170,12 +168,12 @@ class Directory:
         there already, or the queue is full and they were dropped (`kvtier_saves_dropped_total`).
         """
         job = self._new_job("save", blocks)
-        entries: dict[int, Entry[ChainHash]] = {}
-        for index, (chain_hash, _) in enumerate(blocks):
-            if self._index.slots.find(chain_hash) is not None:
+        entries: dict[int, Entry[BlockKey]] = {}
+        for index, (key, _) in enumerate(blocks):
+            if self._index.slots.find(key) is not None:
                 job.ok.add(index)
                 continue
-            entry = self._index.prepare(chain_hash) if self.room_for_saves > 0 else None
+            entry = self._index.prepare(key) if self.room_for_saves > 0 else None
             if entry is None:
                 self._metrics.saves_dropped.inc()
                 continue
@@ -309,14 +307,14 @@ class Directory:
     def _send(self, message: ToMover) -> None:
         self._outbox.append(encode(message))
 
-    def _note_uses(self, chain_hashes: Iterable[ChainHash]) -> set[ChainHash]:
+    def _note_uses(self, keys: Iterable[BlockKey]) -> set[BlockKey]:
         """Counts a use of each; returns those that had their n-th just now. Free where no policy looks at uses."""
         if not self._owed.by_uses and self._settings.host_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return set()
-        enough = {h for h in chain_hashes if self._uses.note(h)}
-        for chain_hash in enough:
-            if self.holds(chain_hash):
-                self._owed.used_enough(chain_hash)
+        enough = {key for key in keys if self._uses.note(key)}
+        for key in enough:
+            if self.holds(key):
+                self._owed.used_enough(key)
         return enough
 
     def _end_discard(self, batch_id: int, rank: int) -> None:
@@ -330,14 +328,14 @@ class Directory:
         """Leaves half of what may be saving to copies from the device, which cannot wait for a slow tier."""
         self._stores.issue(min(self.room_for_saves, max(1, self._max_saving // 2) - self._stores.num_blocks))
 
-    def _note_evicted(self, chain_hash: ChainHash) -> None:
-        for tier in self._owed.evicted(chain_hash):
+    def _note_evicted(self, key: BlockKey) -> None:
+        for tier in self._owed.evicted(key):
             self._metrics.evicted_unwritten.labels(tier).inc()
 
     def _issue_loads(self, job: Job) -> None:
         """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next poll."""
         waiting: list[int] = []
-        by_source: dict[str, dict[int, Entry[ChainHash]]] = {HOST: {}}
+        by_source: dict[str, dict[int, Entry[BlockKey]]] = {HOST: {}}
         elsewhere: list[tuple[int, str]] = []
         for index in job.queued:
             where = self._index.locate(job.blocks[index][0])
@@ -362,7 +360,7 @@ class Directory:
                 batch = self._open_batch(job, indexes, source, [entries[i] for i in indexes])
                 self._send(LoadBatch(batch.batch_id, source, *batch.columns()))
 
-    def _open_batch(self, job: Job, indexes: list[int], source: str, entries: list[Entry[ChainHash]]) -> Batch:
+    def _open_batch(self, job: Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]]) -> Batch:
         ok = [True] * len(indexes)
         batch = Batch(self._new_id(), job, indexes, source, entries, ok, set(self._ranks), set(self._ranks))
         self._batches[batch.batch_id] = batch
@@ -405,7 +403,7 @@ class Directory:
         if batch.job.kind == "save":
             self._num_saving -= len(batch.indexes)
 
-    def _keep(self, entry: Entry[ChainHash], batch: Batch) -> None:
+    def _keep(self, entry: Entry[BlockKey], batch: Batch) -> None:
         """A block that has just become readable in the arenas."""
         if batch.forget:
             self._index.slots.discard(entry.key)
@@ -418,8 +416,8 @@ class Directory:
         del self._jobs[job.job_id]
         failed = frozenset(range(len(job.blocks))) - job.ok
         # From the last block to the first, so that tails are evicted before heads.
-        for chain_hash, _ in reversed(job.blocks):
-            self._index.slots.touch(chain_hash)
+        for key, _ in reversed(job.blocks):
+            self._index.slots.touch(key)
         if job.kind == "load":
             self._note_uses(job.blocks[index][0] for index in job.ok)
             for tier in job.tiers:

@@ -8,7 +8,7 @@ from kvtier.hierarchy.jobs import Block, JobResult
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.mover import Mover
 from kvtier.hierarchy.planner import BlockStatus, Planner
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 
 
 class Hierarchy:
@@ -32,10 +32,10 @@ class Hierarchy:
         self._settle_s, self._clock = settle_s, clock
         self._pump()
 
-    def start_lookup(self, hashes: Sequence[ChainHash]) -> int:
+    def start_lookup(self, keys: Sequence[BlockKey]) -> int:
         """See `Directory.start_lookup`."""
         self._pump()
-        return self._directory.start_lookup(hashes)
+        return self._directory.start_lookup(keys)
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
         """See `Directory.poll_lookup`."""
@@ -71,9 +71,9 @@ class Hierarchy:
         """See `Directory.note_hits`."""
         return self._directory.note_hits(blocks)
 
-    def worth_saving(self, chain_hash: ChainHash) -> bool:
+    def worth_saving(self, key: BlockKey) -> bool:
         """See `Directory.worth_saving`."""
-        return self._directory.worth_saving(chain_hash)
+        return self._directory.worth_saving(key)
 
     def reset(self) -> None:
         """See `Directory.reset`."""
@@ -104,13 +104,13 @@ class Hierarchy:
         """Ends the present `wait`, or else the next one. Any thread."""
         self._mover.nudge()
 
-    def holds(self, chain_hash: ChainHash) -> bool:
+    def holds(self, key: BlockKey) -> bool:
         """Whether host memory has this block or is just being given it: evicting it from the device loses nothing."""
-        return self._directory.holds(chain_hash)
+        return self._directory.holds(key)
 
-    def note_eviction(self, chain_hash: ChainHash, block_id: int) -> None:
+    def note_eviction(self, key: BlockKey, block_id: int) -> None:
         """`BlockPool`'s spill callback. What was not copied by now is dropped: a step never waits for a copy."""
-        self._metrics.device_evictions.labels("clean" if self.holds(chain_hash) else "dropped").inc()
+        self._metrics.device_evictions.labels("clean" if self.holds(key) else "dropped").inc()
 
     def check(self) -> None:
         """Verifies the bookkeeping; raises `InvariantError`."""

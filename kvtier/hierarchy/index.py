@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvtier.eviction import LRU
 from kvtier.hierarchy.messages import HOST, Inventory
 from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.slot_index import Entry, SlotIndex
 
@@ -15,45 +15,45 @@ class BlockIndex:
     """Answers for all ranks at once: slot ids are the same in every arena. Scheduler thread only."""
 
     def __init__(
-        self, num_slots: int, num_ranks: int, local_tiers: Sequence[str], on_evict: Callable[[ChainHash], None]
+        self, num_slots: int, num_ranks: int, local_tiers: Sequence[str], on_evict: Callable[[BlockKey], None]
     ) -> None:
         """
         :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
         :param on_evict: told which block lost its slot to another one.
         """
         self._on_evict = on_evict
-        self.slots: SlotIndex[ChainHash] = SlotIndex(num_slots, LRU())
+        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots, LRU())
         self._forgetting: Counter[str] = Counter()
         """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
 
-    def locate(self, chain_hash: ChainHash) -> BlockStatus:
+    def locate(self, key: BlockKey) -> BlockStatus:
         """What is known without asking anybody."""
-        entry = self.slots.find(chain_hash)
+        entry = self.slots.find(key)
         if entry is not None:
             return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
         for tier, mirrors in self._mirrors.items():
-            if not self._forgetting[tier] and all(chain_hash in mirror for mirror in mirrors):
+            if not self._forgetting[tier] and all(key in mirror for mirror in mirrors):
                 return BlockStatus(Status.HIT, tier)
         return MISSING
 
-    def prepare(self, chain_hash: ChainHash) -> Entry[ChainHash] | None:
+    def prepare(self, key: BlockKey) -> Entry[BlockKey] | None:
         """A slot to write this block to; None when it has one already or all are in use."""
-        prepared = self.slots.prepare(chain_hash)
+        prepared = self.slots.prepare(key)
         if isinstance(prepared, WriteStatus):
             return None
         if prepared.evicted is not None:
             self._on_evict(prepared.evicted)
         return prepared.entry
 
-    def near_eviction(self, depth: int) -> list[ChainHash]:
+    def near_eviction(self, depth: int) -> list[BlockKey]:
         """Ready blocks that the next `depth` new ones would evict. O(depth)."""
         at_risk = depth - self.slots.num_free
         return self.slots.coldest(at_risk) if at_risk > 0 else []
 
-    def in_local_tier(self, tier: str) -> set[ChainHash]:
+    def in_local_tier(self, tier: str) -> set[BlockKey]:
         """Blocks that some rank has in this tier."""
-        return {ChainHash(h) for mirror in self._mirrors[tier] for h in mirror}
+        return {BlockKey(key) for mirror in self._mirrors[tier] for key in mirror}
 
     def begin_forgetting(self, tier: str) -> None:
         """Nothing is found in this tier until as many `end_forgetting`."""

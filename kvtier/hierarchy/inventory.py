@@ -1,10 +1,14 @@
 """What a mover's own tiers hold, on its way to the directory's index."""
 
 import threading
+from collections.abc import Iterable
 
 from kvtier.events import Event, EventKind
 from kvtier.hierarchy.messages import Inventory
-from kvtier.keys import NamespaceId, TenantId
+from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, NamespaceId, TenantId
+
+_PREFIX_BYTES = TENANT_ID_BYTES + NAMESPACE_ID_BYTES
+"""Of a store key: whose, and which bytes."""
 
 
 class InventoryLog:
@@ -13,10 +17,11 @@ class InventoryLog:
     Any thread; `on_event` does not block.
     """
 
-    def __init__(self, tenant: TenantId, namespace: NamespaceId) -> None:
-        self._prefix = tenant + namespace
+    def __init__(self, tenants: Iterable[TenantId], namespace: NamespaceId) -> None:
+        """:param tenants: all whose blocks the worker may have."""
+        self._prefixes = frozenset(tenant + namespace for tenant in tenants)
         self._lock = threading.Lock()
-        self._changes: dict[str, dict[bytes, bool]] = {}  # guarded by _lock; by tier and hash; True: is there
+        self._changes: dict[str, dict[bytes, bool]] = {}  # guarded by _lock; by tier and key; True: is there
         self._cleared: set[str] = set()  # guarded by _lock
 
     def on_event(self, event: Event) -> None:
@@ -27,8 +32,8 @@ class InventoryLog:
                 changes.clear()
                 self._cleared.add(event.tier)
             for key in event.keys:
-                if key.startswith(self._prefix):
-                    changes[key[len(self._prefix) :]] = event.kind is EventKind.STORED
+                if key[:_PREFIX_BYTES] in self._prefixes:
+                    changes[key[:TENANT_ID_BYTES] + key[_PREFIX_BYTES:]] = event.kind is EventKind.STORED
 
     def drain(self) -> list[Inventory]:
         """The changes since the last call, one message per tier that has any."""
@@ -39,9 +44,9 @@ class InventoryLog:
             Inventory(
                 tier,
                 tier in cleared,
-                added=[chain_hash for chain_hash, there in hashes.items() if there],
-                removed=[chain_hash for chain_hash, there in hashes.items() if not there],
+                added=[key for key, there in keys.items() if there],
+                removed=[key for key, there in keys.items() if not there],
             )
-            for tier, hashes in changes.items()
-            if hashes or tier in cleared
+            for tier, keys in changes.items()
+            if keys or tier in cleared
         ]

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from kvtier.hierarchy.messages import HOST
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 from kvtier.tiers.slot_index import Entry
 from kvtier.tiers.write_policy import WritePolicy
 
 _Item = TypeVar("_Item")
 
-Block = tuple[ChainHash, int]
-"""A block to move: chain hash, device slot."""
+Block = tuple[BlockKey, int]
+"""A block to move: key, device slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Discard:
 class Store:
     """Blocks of the arenas on their way to a tier below. Over when `on_arena` is empty."""
 
-    entries: list[Entry[ChainHash]]
+    entries: list[Entry[BlockKey]]
     """Pinned."""
     on_arena: set[int]
     """Ranks that may still read the arena slots."""
@@ -111,7 +111,7 @@ class Batch:
     indexes: list[int]
     source: str
     """Load: the tier to read. Save: nothing."""
-    entries: list[Entry[ChainHash]]
+    entries: list[Entry[BlockKey]]
     """Index entries of the blocks: pinned if ready, else being written."""
     ok: list[bool]
     on_device: set[int]
@@ -124,7 +124,7 @@ class Batch:
     """The arenas were reset meanwhile: what it brings is not kept."""
 
     def columns(self) -> tuple[list[bytes], list[int], list[int]]:
-        """Chain hashes, arena slots and device slots, as messages want them."""
+        """Keys, arena slots and device slots, as messages want them."""
         blocks = [self.job.blocks[index] for index in self.indexes]
         return [h for h, _ in blocks], [e.slot for e in self.entries], [device_slot for _, device_slot in blocks]
 

@@ -9,19 +9,18 @@ from kvtier.clock import Clock
 from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
-from kvtier.keys import ChainHash, NamespaceId, TenantId, store_key
+from kvtier.keys import BlockKey, NamespaceId, rank_keys
 from kvtier.tiers.base import Status, Tier
 
 _log = logging.getLogger(__name__)
 
 
 class SharedLookups:
-    """Looks up chain hashes for all ranks at once. Scheduler thread only; `ask` does not block."""
+    """Looks up blocks for all ranks at once. Scheduler thread only; `ask` does not block."""
 
     def __init__(
         self,
         tier: Tier,
-        tenant: TenantId,
         namespaces: Sequence[NamespaceId],
         *,
         max_asking: int,
@@ -29,7 +28,7 @@ class SharedLookups:
         on_answer: Callable[[], None],
     ) -> None:
         """:param on_answer: called from another thread when an answer has come."""
-        self._tier, self._tenant, self._namespaces = tier, tenant, list(namespaces)
+        self._tier, self._namespaces = tier, list(namespaces)
         self._max_asking, self._on_answer = max_asking, on_answer
         self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
         self._asking: set[Future[list[Status]]] = set()
@@ -38,13 +37,13 @@ class SharedLookups:
     def name(self) -> str:
         return self._tier.name
 
-    def ask(self, hashes: Sequence[ChainHash]) -> Future[list[Status]] | None:
-        """A status per hash: HIT when every namespace has it. None when too many lookups are under way."""
+    def ask(self, keys: Sequence[BlockKey]) -> Future[list[Status]] | None:
+        """A status per key: HIT when every namespace has it. None when too many lookups are under way."""
         # Abandoned lookups of a hung tier count until its deadline ends them.
         self._asking = {future for future in self._asking if not future.done()}
         if len(self._asking) >= self._max_asking:
             return None
-        future = self._threads.submit(self._lookup, list(hashes))
+        future = self._threads.submit(self._lookup, list(keys))
         self._asking.add(future)
         future.add_done_callback(lambda _: self._on_answer())
         return future
@@ -53,15 +52,15 @@ class SharedLookups:
         """Waits for the lookups under way, which the tier's deadlines bound."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _lookup(self, hashes: list[ChainHash]) -> list[Status]:
-        keys = [store_key(self._tenant, n, h) for n in self._namespaces for h in hashes]
+    def _lookup(self, keys: list[BlockKey]) -> list[Status]:
+        of_ranks = [key for namespace in self._namespaces for key in rank_keys(keys, namespace)]
         try:
-            answers = [status for _, status in zip(keys, self._tier.lookup(keys), strict=True)]
+            answers = [status for _, status in zip(of_ranks, self._tier.lookup(of_ranks), strict=True)]
         except Exception:
             # Tiers do not raise. A bug in one must not reach the scheduler, which would end the engine.
-            _log.exception("looking up %d blocks in %s failed", len(hashes), self._tier.name)
-            return [Status.MISS] * len(hashes)
-        per_rank = [answers[start : start + len(hashes)] for start in range(0, len(answers), len(hashes))]
+            _log.exception("looking up %d blocks in %s failed", len(keys), self._tier.name)
+            return [Status.MISS] * len(keys)
+        per_rank = [answers[start : start + len(keys)] for start in range(0, len(answers), len(keys))]
         return [_weakest(statuses) for statuses in zip(*per_rank, strict=True)]
 
 
@@ -95,19 +94,19 @@ class Lookups:
         self._open: dict[int, _Lookup] = {}
         """By ticket."""
 
-    def start(self, ticket: int, hashes: Sequence[ChainHash]) -> None:
+    def start(self, ticket: int, keys: Sequence[BlockKey]) -> None:
         """Asks where these blocks are."""
-        lookup = _Lookup([self._index.locate(h) for h in hashes], [], None, self._clock() + self._deadline_s)
+        lookup = _Lookup([self._index.locate(key) for key in keys], [], None, self._clock() + self._deadline_s)
         if self._shared is not None:
             lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
             if lookup.asked:
-                lookup.future = self._shared.ask([hashes[i] for i in lookup.asked])
+                lookup.future = self._shared.ask([keys[i] for i in lookup.asked])
                 if lookup.future is None:
                     self._metrics.lookups_skipped.inc()
         self._open[ticket] = lookup
 
     def poll(self, ticket: int) -> list[BlockStatus] | None:
-        """A status per hash, in order, which ends the ticket; None while the shared tier is being asked."""
+        """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         lookup = self._open[ticket]
         if lookup.future is not None and self._shared is not None:
             if lookup.future.done():

@@ -22,7 +22,7 @@ class LoadBatch:
 
     batch_id: int
     source: str
-    hashes: list[bytes]
+    keys: list[bytes]
     arena_slots: list[int]
     device_slots: list[int]
 
@@ -33,7 +33,7 @@ class SaveBatch:
 
     batch_id: int
     tiers: list[str]
-    hashes: list[bytes]
+    keys: list[bytes]
     arena_slots: list[int]
     device_slots: list[int]
 
@@ -44,7 +44,7 @@ class StoreBatch:
 
     batch_id: int
     tier: str
-    hashes: list[bytes]
+    keys: list[bytes]
     arena_slots: list[int]
 
 
@@ -54,7 +54,7 @@ class DiscardBatch:
 
     batch_id: int
     tier: str
-    hashes: list[bytes]
+    keys: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Discarded:
 class Inventory:
     """Content changes of a tier that belongs to this mover alone: first `cleared`, then the rest.
 
-    A hash is in at most one list: its state at the time of the message.
+    A key is in at most one list: its state at the time of the message.
     """
 
     tier: str

@@ -8,7 +8,7 @@ block on the move a slot of it.
 import enum
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from kvtier.hierarchy.messages import (
     decode,
     encode,
 )
-from kvtier.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key
+from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, DeviceKV
 
@@ -63,7 +63,6 @@ class Mover:
     def __init__(
         self,
         *,
-        tenant: TenantId,
         namespace: NamespaceId,
         device: DeviceKV,
         arena: Arena,
@@ -84,7 +83,7 @@ class Mover:
             raise InvalidInputError(
                 f"arena slots of {arena.slot_bytes} bytes cannot hold blocks of {device.block_bytes}"
             )
-        self._tenant, self._namespace = tenant, namespace
+        self._namespace = namespace
         self._device, self._arena, self._tiers = device, arena, dict(tiers)
         self._inventory, self._forget_untold = inventory, forget_untold
         self._block_bytes = device.block_bytes
@@ -165,14 +164,14 @@ class Mover:
             self._outbox.append(encode(Cancelled(batch_id)))
             self._ready.notify_all()
 
-    def _keys(self, hashes: Sequence[bytes]) -> list[StoreKey]:
-        return [store_key(self._tenant, self._namespace, ChainHash(h)) for h in hashes]
+    def _store_keys(self, keys: Iterable[bytes]) -> list[StoreKey]:
+        return rank_keys(map(BlockKey, keys), self._namespace)
 
     def _view(self, slot: int) -> memoryview:
         return self._arena.view(slot)[: self._block_bytes]
 
     def _load(self, batch: LoadBatch) -> None:
-        ok = bytes(len(batch.hashes))
+        ok = bytes(len(batch.keys))
         try:
             ok = self._read(batch)
             with self._lock:
@@ -186,29 +185,29 @@ class Mover:
                 )
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
-            _log.exception("loading %d blocks from %s failed", len(batch.hashes), batch.source)
-            ok = bytes(len(batch.hashes))
+            _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
+            ok = bytes(len(batch.keys))
         with self._lock:
             del self._running[batch.batch_id]
         self._post(Loaded(batch.batch_id, ok))
 
     def _read(self, batch: LoadBatch) -> bytes:
         if batch.source == HOST:
-            return b"\1" * len(batch.hashes)
+            return b"\1" * len(batch.keys)
         with self._lock:
             if self._running[batch.batch_id] is _LoadState.CANCELLED:
-                return bytes(len(batch.hashes))
+                return bytes(len(batch.keys))
         tier = self._tiers[batch.source]
-        statuses = tier.read(self._keys(batch.hashes), [self._view(slot) for slot in batch.arena_slots])
-        return bytes(status is Status.HIT for _, status in zip(batch.hashes, statuses, strict=True))
+        statuses = tier.read(self._store_keys(batch.keys), [self._view(slot) for slot in batch.arena_slots])
+        return bytes(status is Status.HIT for _, status in zip(batch.keys, statuses, strict=True))
 
     def _save(self, batch: SaveBatch) -> None:
-        ok = b"\1" * len(batch.hashes)
+        ok = b"\1" * len(batch.keys)
         try:
             self._device.gather(batch.device_slots, self._arena, batch.arena_slots)
         except Exception:
-            _log.exception("copying %d blocks from the device failed", len(batch.hashes))
-            ok = bytes(len(batch.hashes))
+            _log.exception("copying %d blocks from the device failed", len(batch.keys))
+            ok = bytes(len(batch.keys))
         self._post(Copied(batch.batch_id, ok))
         if not batch.tiers or not any(ok):
             self._post(Stored(batch.batch_id))
@@ -217,7 +216,7 @@ class Mover:
 
     def _hand_down(self, batch: SaveBatch | StoreBatch, tiers: Sequence[str]) -> None:
         """Queues the batch's arena slots for these tiers."""
-        items = list(zip(self._keys(batch.hashes), map(self._view, batch.arena_slots), strict=True))
+        items = list(zip(self._store_keys(batch.keys), map(self._view, batch.arena_slots), strict=True))
         save = _Save(batch.batch_id, items, waiting=set(tiers))
         for name in tiers:
             self._writers[name].submit(self._write, name, save)
@@ -230,14 +229,14 @@ class Mover:
         self._forget_untold(batch.tier)
         changes = self._inventory.drain()
         self._changes += changes
-        unheard = [chain_hash for change in changes if change.tier == batch.tier for chain_hash in change.added]
-        return replace(batch, hashes=[*batch.hashes, *unheard])
+        unheard = [key for change in changes if change.tier == batch.tier for key in change.added]
+        return replace(batch, keys=[*batch.keys, *unheard])
 
     def _forget(self, batch: DiscardBatch) -> None:
         try:
-            self._tiers[batch.tier].discard(self._keys(batch.hashes))
+            self._tiers[batch.tier].discard(self._store_keys(batch.keys))
         except Exception:
-            _log.exception("discarding %d blocks in %s failed", len(batch.hashes), batch.tier)
+            _log.exception("discarding %d blocks in %s failed", len(batch.keys), batch.tier)
         self._post(Discarded(batch.batch_id))
 
     def _write(self, name: str, save: _Save) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
 
 
@@ -13,7 +13,7 @@ class OwedWrites:
     start; a debt becomes due at once, or when the block comes close to eviction. Scheduler thread only.
     """
 
-    def __init__(self, policies: Mapping[str, WritePolicy], uses: UseCounts[ChainHash]) -> None:
+    def __init__(self, policies: Mapping[str, WritePolicy], uses: UseCounts[BlockKey]) -> None:
         """
         :param policies: by name of the tier below.
         :param uses: shared with the device's boundary; noted by the directory.
@@ -23,11 +23,11 @@ class OwedWrites:
         """Tiers that get a block in the same batch that copies it from the device; one that comes from another
         tier is due at once."""
         self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
-        self._late: dict[str, dict[ChainHash, None]] = {
+        self._late: dict[str, dict[BlockKey, None]] = {
             name: {} for name, policy in policies.items() if policy is WritePolicy.WRITE_BACK
         }
         """By tier with write_back: blocks that it gets before host memory forgets them. Oldest first."""
-        self._due: dict[str, dict[ChainHash, None]] = {name: {} for name in policies}
+        self._due: dict[str, dict[BlockKey, None]] = {name: {} for name in policies}
         """By tier: blocks that it gets now."""
 
     @property
@@ -50,55 +50,55 @@ class OwedWrites:
         tiers = {**self._due, **{tier: {} for tier in self._late}}
         return [(tier, len(self._due[tier]) + len(self._late.get(tier, ()))) for tier in tiers]
 
-    def entered(self, chain_hash: ChainHash, source: str) -> None:
+    def entered(self, key: BlockKey, source: str) -> None:
         """Host memory has the block from now on; the tier `source` has it too, or the device when it is empty."""
         if source:
             for tier in self.at_once:
                 if tier != source:
-                    self._due[tier][chain_hash] = None
+                    self._due[tier][key] = None
         for tier, blocks in self._late.items():
             if tier != source:
-                blocks[chain_hash] = None
+                blocks[key] = None
         for tier in self._selective:
-            if tier != source and self._uses.is_enough(chain_hash):
-                self._due[tier][chain_hash] = None
+            if tier != source and self._uses.is_enough(key):
+                self._due[tier][key] = None
 
-    def used_enough(self, chain_hash: ChainHash) -> None:
+    def used_enough(self, key: BlockKey) -> None:
         """The block, in host memory, had its n-th use just now."""
         for tier in self._selective:
-            self._due[tier][chain_hash] = None
+            self._due[tier][key] = None
 
-    def evicting(self, chain_hashes: Iterable[ChainHash]) -> None:
+    def evicting(self, keys: Iterable[BlockKey]) -> None:
         """These blocks come close to eviction."""
-        for chain_hash in chain_hashes:
+        for key in keys:
             for tier, blocks in self._late.items():
-                if chain_hash in blocks:
-                    del blocks[chain_hash]
-                    self._due[tier][chain_hash] = None
+                if key in blocks:
+                    del blocks[key]
+                    self._due[tier][key] = None
 
     def settle_all(self) -> None:
         """Everything that waits for its eviction is due now."""
         for blocks in self._late.values():
             self.evicting(list(blocks))
 
-    def evicted(self, chain_hash: ChainHash) -> list[str]:
+    def evicted(self, key: BlockKey) -> list[str]:
         """Host memory has lost the block. Returns the tiers that had to get it and did not. Not those that write
         through: the block came from a tier that has it."""
-        unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if chain_hash in b]
+        unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if key in b]
         for _, blocks in unpaid:
-            del blocks[chain_hash]
+            del blocks[key]
         return [tier for tier, _ in unpaid if tier not in self.at_once]
 
-    def take_due(self, most: int) -> list[tuple[str, list[ChainHash]]]:
+    def take_due(self, most: int) -> list[tuple[str, list[BlockKey]]]:
         """At most `most` blocks that are due now, by tier."""
-        taken: list[tuple[str, list[ChainHash]]] = []
+        taken: list[tuple[str, list[BlockKey]]] = []
         for tier, blocks in self._due.items():
-            hashes = list(blocks)[:most] if len(blocks) > most else list(blocks)
-            for chain_hash in hashes:
-                del blocks[chain_hash]
-            most -= len(hashes)
-            if hashes:
-                taken.append((tier, hashes))
+            keys = list(blocks)[:most] if len(blocks) > most else list(blocks)
+            for key in keys:
+                del blocks[key]
+            most -= len(keys)
+            if keys:
+                taken.append((tier, keys))
         return taken
 
     def clear(self) -> None:

@@ -6,7 +6,7 @@ from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.jobs import DirectorySettings, Store, chunks
 from kvtier.hierarchy.messages import StoreBatch, ToMover
 from kvtier.hierarchy.owed import OwedWrites
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 
 
 class Stores:
@@ -36,7 +36,7 @@ class Stores:
     def __contains__(self, batch_id: int) -> bool:
         return batch_id in self._stores
 
-    def moving(self) -> set[ChainHash]:
+    def moving(self) -> set[BlockKey]:
         """Blocks under way."""
         return {entry.key for store in self._stores.values() for entry in store.entries}
 
@@ -46,8 +46,8 @@ class Stores:
             return
         if self._owed.late:
             self._owed.evicting(self._index.near_eviction(self._depth))
-        for tier, hashes in self._owed.take_due(most):
-            for chunk in chunks(hashes, self._settings.batch_blocks):
+        for tier, keys in self._owed.take_due(most):
+            for chunk in chunks(keys, self._settings.batch_blocks):
                 self._start(tier, chunk)
 
     def end(self, batch_id: int, rank: int) -> None:
@@ -61,8 +61,8 @@ class Stores:
         for entry in store.entries:
             self._index.slots.unpin(entry)
 
-    def _start(self, tier: str, hashes: Sequence[ChainHash]) -> None:
-        entries = [entry for h in hashes if (entry := self._index.slots.pin(h)) is not None]
+    def _start(self, tier: str, keys: Sequence[BlockKey]) -> None:
+        entries = [entry for key in keys if (entry := self._index.slots.pin(key)) is not None]
         if not entries:
             return
         batch_id = self._new_id()

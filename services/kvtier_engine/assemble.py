@@ -15,7 +15,7 @@ from kvtier.build import engine_cache
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
-from kvtier.keys import PrefixHasher
+from kvtier.keys import BlockHasher
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
@@ -61,7 +61,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
     with contextlib.ExitStack() as stack:
-        hasher: PrefixHasher | None = None
+        hasher: BlockHasher | None = None
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
         block_pool = BlockPool(kv.num_blocks)

@@ -9,7 +9,7 @@ from typing import Self
 
 from kvtier.errors import ClosedError, InvalidInputError, KvtierError, LimitExceededError
 from kvtier.hierarchy import Hierarchy
-from kvtier.keys import PrefixHasher
+from kvtier.keys import BlockHasher
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.request import DoneCallback, FinishReason, Request, Sampling, TokenCallback
 from kvtier_engine.scheduler import Scheduler
@@ -73,7 +73,7 @@ class Engine:
         scheduler: Scheduler,
         limits: EngineLimits,
         *,
-        hasher: PrefixHasher | None,
+        hasher: BlockHasher | None,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvtier.block_pool import BlockPool
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.hierarchy import Block, Cleaner, Hierarchy, JobResult
-from kvtier.keys import ChainHash
+from kvtier.keys import BlockKey
 from kvtier.tiers.base import Status
 from kvtier_engine.request import Lookup, Request
 
@@ -70,7 +70,7 @@ class PrefixCache:
         self._pending, self._clock = pending or PendingPolicy(), clock
         self._loads: dict[int, _Load] = {}
         """By job."""
-        self._loading: set[ChainHash] = set()
+        self._loading: set[BlockKey] = set()
         """All blocks of `_loads` that will be findable."""
         self._saves: dict[int, list[int]] = {}
         """Blocks referenced for the sake of a copy, by job."""
@@ -91,8 +91,8 @@ class PrefixCache:
         if request.refused_at == self._block_pool.num_free:
             return Admission.NO_ROOM
         max_hits = self._max_hits(request)
-        hits = self._block_pool.match_prefix(request.hashes[:max_hits])
-        if len(hits) < max_hits and request.hashes[len(hits)] in self._loading:
+        hits = self._block_pool.match_prefix(request.keys[:max_hits])
+        if len(hits) < max_hits and request.keys[len(hits)] in self._loading:
             return Admission.LATER
         num_fetched = self._num_to_fetch(request, len(hits), max_hits)
         if num_fetched is None:
@@ -107,16 +107,16 @@ class PrefixCache:
         request.block_ids = hits + fresh
         self._count_hits(request, len(hits))
         if hits and self._hierarchy is not None:
-            used = list(zip(request.hashes, hits, strict=False))
+            used = list(zip(request.keys, hits, strict=False))
             self._hold(self._hierarchy.note_hits(used), used)
         if not num_fetched or self._hierarchy is None:
             request.counted = True
             return Admission.RUNNING
         stop = len(hits) + num_fetched
-        blocks = list(zip(request.hashes[len(hits) : stop], fresh[:num_fetched], strict=True))
+        blocks = list(zip(request.keys[len(hits) : stop], fresh[:num_fetched], strict=True))
         request.job_id = self._hierarchy.start_load(blocks)
         self._loads[request.job_id] = _Load(request, len(hits), blocks)
-        self._loading.update(chain_hash for chain_hash, _ in blocks)
+        self._loading.update(key for key, _ in blocks)
         return Admission.LOADING
 
     def grow(self, request: Request) -> bool:
@@ -132,8 +132,8 @@ class PrefixCache:
         """Blocks that became full get their keys, and are saved by `end_step`."""
         num_full = request.num_computed // self.tokens_per_block
         request.hash_blocks(num_full, self.tokens_per_block)
-        for index in range(request.num_published, min(num_full, len(request.hashes))):
-            block = (request.hashes[index], request.block_ids[index])
+        for index in range(request.num_published, min(num_full, len(request.keys))):
+            block = (request.keys[index], request.block_ids[index])
             self._block_pool.assign_key(block[1], block[0])
             self._unsaved.append(block)
         request.num_published = num_full
@@ -192,7 +192,7 @@ class PrefixCache:
         """
         for request in begun:
             request.hasher = None
-            request.hashes.clear()
+            request.keys.clear()
         self._loads = {job_id: replace(load, findable=False) for job_id, load in self._loads.items()}
         self._loading.clear()
         if self._hierarchy is not None:
@@ -206,7 +206,7 @@ class PrefixCache:
             self._block_pool.acquire(self._saves[save_id])
 
     def _max_hits(self, request: Request) -> int:
-        return min(len(request.hashes), (len(request.tokens) - 1) // self.tokens_per_block)
+        return min(len(request.keys), (len(request.tokens) - 1) // self.tokens_per_block)
 
     def _num_blocks(self, request: Request) -> int:
         return -(-len(request.tokens) // self.tokens_per_block)
@@ -225,7 +225,7 @@ class PrefixCache:
         # Eviction may have taken device hits that were not asked for.
         if lookup is None or num_hits < lookup.first_block:
             self.cancel_lookup(request)
-            ticket = self._hierarchy.start_lookup(request.hashes[num_hits:max_hits])
+            ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits])
             lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
         if lookup.ticket is not None:
             statuses = self._hierarchy.poll_lookup(lookup.ticket)
@@ -255,9 +255,9 @@ class PrefixCache:
         request = load.request
         num_good = min(result.failed, default=len(load.blocks))
         if load.findable:
-            for chain_hash, block_id in load.blocks[:num_good]:
-                self._block_pool.assign_key(block_id, chain_hash)
-            self._loading.difference_update(chain_hash for chain_hash, _ in load.blocks)
+            for key, block_id in load.blocks[:num_good]:
+                self._block_pool.assign_key(block_id, key)
+            self._loading.difference_update(key for key, _ in load.blocks)
         request.job_id = None
         request.num_published = load.first_block + num_good
         request.num_computed = request.num_published * self.tokens_per_block

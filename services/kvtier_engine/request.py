@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.hierarchy import BlockStatus
-from kvtier.keys import ChainHash, PrefixHasher
+from kvtier.keys import BlockHasher, BlockKey
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -76,14 +76,14 @@ class Request:
     """Tokens, blocks and progress of one request. Scheduler thread only, once it is submitted.
 
     Tokens are in three runs: `[0, num_computed)` have KV in the blocks, the rest has not, and the
-    blocks of `[0, num_published * tokens_per_block)` are known under their chain hashes.
+    blocks of `[0, num_published * tokens_per_block)` are known under their keys.
     """
 
     request_id: int
     tokens: list[int]
     """Prompt, then answer."""
     sampling: Sampling
-    hasher: PrefixHasher | None
+    hasher: BlockHasher | None
     """Of the request's tenant. None: this request neither uses nor feeds the cache."""
     on_done: DoneCallback
     arrived_at: float
@@ -92,7 +92,7 @@ class Request:
     """None when nobody reads along: then tokens cost nothing before the end."""
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
-    hashes: list[ChainHash] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
     """Of the leading full blocks: at first the prompt's, later also the answer's."""
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -127,17 +127,14 @@ class Request:
         return len(self.tokens) - self.num_prompt_tokens
 
     def hash_blocks(self, num_blocks: int, tokens_per_block: int) -> None:
-        """Extends `hashes` to at least `num_blocks`, which must be full."""
-        if self.hasher is None or len(self.hashes) >= num_blocks:
+        """Extends `keys` to at least `num_blocks`, which must be full."""
+        if self.hasher is None or len(self.keys) >= num_blocks:
             return
-        start = len(self.hashes)
+        start = len(self.keys)
         fresh: npt.NDArray[np.int32] = np.array(
             self.tokens[start * tokens_per_block : num_blocks * tokens_per_block], dtype=np.int32
         )
-        if start:
-            self.hashes += self.hasher.hash_blocks(fresh, parent=self.hashes[-1])
-        else:
-            self.hashes += self.hasher.hash_blocks(fresh)
+        self.keys += self.hasher.hash_blocks(fresh, parent=self.keys[-1] if start else None)
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(

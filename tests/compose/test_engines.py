@@ -65,8 +65,11 @@ def test_what_the_documentation_shows_works_together(tmp_path: Path) -> None:
     engines, pools = (variables(tmp_path / name) for name in ("engine.env", ".env"))
     engine = parse_config(tomllib.loads(documented("toml", "KVTIER_TOKEN")), source="docs", environ=engines)
     pool = load_config(ROOT / "deploy/pool.toml", environ=pools)
-    assert pool.accepted_tokens() == {token_sha256(engine.pool_token()): engine.tenant}
-    assert engine.chain_secret() not in (engine.pool_token().encode(), *(value.encode() for value in pools.values()))
+    (tenant,) = engine.engine_tenants()
+    secret, token = engine.chain_secret(tenant), engine.pool_token(tenant)
+    assert token is not None
+    assert pool.accepted_tokens() == {token_sha256(token): tenant}
+    assert secret not in (token.encode(), *(value.encode() for value in pools.values()))
 
 
 def documented(language: str, word: str) -> str:

@@ -1,4 +1,4 @@
-"""Chain hashes of requests: what KV depends on is in them, and nothing else."""
+"""Keys of requests: what KV depends on is in them, and nothing else."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvtier.keys import ChainHash, PrefixHasher
+from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
 from kvtier_vllm.request_keys import RequestKeys
 
 SIZE = 4
+HASHER = BlockHasher(tenant_id("red"), PrefixHasher(b"sixteen bytes of", "", SIZE))
 TOKENS = list(range(100, 118))
 """Four blocks and a half."""
 
@@ -23,10 +24,10 @@ def _request(tokens: list[int] = TOKENS, **fields: Any) -> Request:
 
 
 def _keys(request: Request) -> RequestKeys:
-    return RequestKeys(request, PrefixHasher(b"sixteen bytes of", "", SIZE))
+    return RequestKeys(request, HASHER, salt=request.cache_salt)
 
 
-def _hashes(**fields: Any) -> list[ChainHash]:
+def _hashes(**fields: Any) -> list[BlockKey]:
     return _keys(_request(**fields)).first(4)
 
 
@@ -35,7 +36,7 @@ def _image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=position)
 
 
-def _first_difference(hashes: list[ChainHash], others: list[ChainHash]) -> int:
+def _first_difference(hashes: list[BlockKey], others: list[BlockKey]) -> int:
     """Index of the first block that differs; all that follow must differ too."""
     differs = [one != other for one, other in zip(hashes, others, strict=True)]
     assert differs == sorted(differs), "a chain that comes together again"
@@ -43,7 +44,7 @@ def _first_difference(hashes: list[ChainHash], others: list[ChainHash]) -> int:
 
 
 def test_hashes_are_those_of_the_tokens() -> None:
-    assert _hashes() == PrefixHasher(b"sixteen bytes of", "", SIZE).hash_blocks(TOKENS)
+    assert _hashes() == HASHER.hash_blocks(TOKENS)
 
 
 def test_hashes_grow_with_the_request() -> None:
@@ -63,11 +64,10 @@ def test_a_salt_is_in_every_block() -> None:
 
 
 def test_an_adapter_is_in_every_block() -> None:
-    hasher = PrefixHasher(b"sixteen bytes of", "", SIZE)
-    one, other = (RequestKeys(_request(), hasher, adapter=digest).first(4) for digest in (b"one", b"other"))
+    one, other = (RequestKeys(_request(), HASHER, salt=None, adapter=digest).first(4) for digest in (b"one", b"other"))
     assert _first_difference(_hashes(), one) == 0
     assert _first_difference(other, one) == 0
-    salted = RequestKeys(_request(cache_salt="one"), hasher).first(4)
+    salted = _hashes(cache_salt="one")
     assert _first_difference(salted, one) == 0, "a salt is no adapter"
 
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with the connector: salts that clients send part their KV."""
+"""vLLM's OpenAI server with the connector: salts of clients and tenants that a gateway names part their KV."""
 
 from typing import Any
 
@@ -19,11 +19,15 @@ from vllm_rig import (
 )
 
 PROMPTS = make_prompts(2)
+WHOSE = [(None, None), (None, "one"), (None, "blue"), ("blue", None), ("blue", "one")]
+"""Tenant that the gateway names, salt that the client sends."""
 
 
-def _complete(client: httpx.Client, prompt: list[int], salt: str | None) -> Answer:
+def _complete(client: httpx.Client, prompt: list[int], tenant: str | None, salt: str | None) -> Answer:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True} | ({"cache_salt": salt} if salt is not None else {})
+    if tenant is not None:
+        body["kv_transfer_params"] = {"kvtier": {"tenant": tenant}}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
@@ -37,15 +41,15 @@ def _reset(client: httpx.Client) -> bool:
     return bool(response.json()["success"])
 
 
-def test_salts_never_meet(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
-    connector = transfer(settings(pool={"address": [pool.address]}))
+def test_salts_and_tenants_never_meet(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
+    connector = transfer(settings(gateway=["blue"], pool={"address": [pool.address]}))
     with lab.server(connector, enable_prompt_tokens_details=True) as client:
-        for salt in (None, "one", "two"):
-            answers = [_complete(client, prompt, salt) for prompt in PROMPTS]
+        for tenant, salt in WHOSE:
+            answers = [_complete(client, prompt, tenant, salt) for prompt in PROMPTS]
             assert tokens_of(answers) == tokens_of(expected[:2])
-            assert cached_of(answers) == none_hit(PROMPTS), f"{salt} met what is another's"
+            assert cached_of(answers) == none_hit(PROMPTS), f"{tenant}, {salt} met what is another's"
         until(lambda: _reset(client), "vLLM's prefix cache could be reset")
-        for salt in ("two", None, "one"):
-            answers = [_complete(client, prompt, salt) for prompt in PROMPTS]
+        for tenant, salt in reversed(WHOSE):
+            answers = [_complete(client, prompt, tenant, salt) for prompt in PROMPTS]
             assert tokens_of(answers) == tokens_of(expected[:2])
             assert cached_of(answers) == all_hit(PROMPTS)

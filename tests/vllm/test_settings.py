@@ -26,7 +26,7 @@ def test_inline_keys_win_over_the_file_key_by_key(tmp_path: Path) -> None:
     assert int(config.host.capacity_bytes) == 32 << 20
     assert config.host.write_policy == "write_through_selective"
     assert config.cache.tokens_per_block == 32
-    assert config.chain_secret() == b"a secret of more than sixteen bytes", "relative to the file"
+    assert config.chain_secret("red") == b"a secret of more than sixteen bytes", "relative to the file"
 
 
 def test_without_a_file_all_is_inline() -> None:

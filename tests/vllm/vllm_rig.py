@@ -104,10 +104,16 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def settings(tenant: str = "red", **tables: Any) -> dict[str, Any]:
-    """What users give as `kv_connector_extra_config`. All tenants share a secret: only their names part them."""
-    own = {"secret": "env:KV_SECRET", "token": f"env:{tenant.upper()}_TOKEN"}
-    return {"tenant": tenant, "tenants": {tenant: own}, "host": {"capacity_bytes": "64MiB"}, **tables}
+def settings(tenant: str | None = "red", *, gateway: Sequence[str] = (), **tables: Any) -> dict[str, Any]:
+    """What users give as `kv_connector_extra_config`. All tenants share a secret: only their names part them.
+
+    :param gateway: tenants that requests may name.
+    """
+    names = [*([tenant] if tenant is not None else []), *gateway]
+    tenants = {name: {"secret": "env:KV_SECRET", "token": f"env:{name.upper()}_TOKEN"} for name in names}
+    named = {"tenant": tenant} if tenant is not None else {}
+    allowed = {"gateway_tenants": list(gateway)} if gateway else {}
+    return {**named, **allowed, "tenants": tenants, "host": {"capacity_bytes": "64MiB"}, **tables}
 
 
 def transfer(extra: Mapping[str, Any], *, policy: str | None = "recompute") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ if not collect_ignore_glob:
         One engine at a time may have it.
         """
         monkeypatch.setenv("KV_SECRET", "a secret of more than sixteen bytes")
-        monkeypatch.setenv("RED_TOKEN", TOKENS["red"])
+        for name, token in TOKENS.items():
+            monkeypatch.setenv(f"{name.upper()}_TOKEN", token)
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(VLLM_CACHE))
         with ExitStack() as stack:
 
@@ -43,6 +44,8 @@ if not collect_ignore_glob:
                 pool: str = "",
                 num_host_blocks: int = 400,
                 load_deadline_s: float = 10.0,
+                tenant: str | None = "red",
+                gateway: Sequence[str] = (),
                 **how: Any,
             ) -> "Engine":
                 tables: dict[str, Any] = {"host": {"capacity_bytes": num_host_blocks * 256}}
@@ -50,7 +53,8 @@ if not collect_ignore_glob:
                     tables["pool"] = {"address": pool}
                 if disk:
                     tables["disk"] = {"directory": str(tmp_path / "disk"), "reserve_bytes": 0}
-                extra = settings(cache={"io_process": False, "load_deadline_s": load_deadline_s}, **tables)
+                cache = {"io_process": False, "load_deadline_s": load_deadline_s}
+                extra = settings(tenant, gateway=gateway, cache=cache, **tables)
                 return stack.enter_context(stepping_rig.engine(opt_model, extra, **how))
 
             yield start

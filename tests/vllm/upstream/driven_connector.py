@@ -100,7 +100,7 @@ class DrivenConnector(KvtierConnector):
         side = self._on_scheduler()
         assert side._half is not None
         size = side._size
-        hashes = RequestKeys(request, side._half.hasher).first(num_tokens // size)
+        hashes = RequestKeys(request, side._half.hashers["red"], salt=request.cache_salt).first(num_tokens // size)
         assert len(hashes) == num_tokens // size
         directory = side._half.directory
         directory.start_save(list(zip(hashes, range(len(hashes)), strict=True)))

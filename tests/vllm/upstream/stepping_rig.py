@@ -181,11 +181,29 @@ class Engine:
         """Tokens that a request had when it was scheduled for the first time."""
         self.num_preemptions = 0
 
-    def ask(self, number: int, num_tokens: int, *, common: int = 0, max_tokens: int = 8) -> str:
-        """A new request; returns its id. Prompts with different numbers share their first `common` tokens only."""
+    def ask(
+        self,
+        number: int,
+        num_tokens: int,
+        *,
+        common: int = 0,
+        max_tokens: int = 8,
+        salt: str | None = None,
+        params: object = None,
+    ) -> str:
+        """A new request; returns its id. Prompts with different numbers share their first `common` tokens only.
+
+        :param salt: its `cache_salt`.
+        :param params: what it says to kvtier in its `kv_transfer_params`.
+        """
         request = load_helpers().create_request(
             request_id=number, num_tokens=num_tokens, common_prefix_len=common, max_tokens=max_tokens, block_size=BLOCK
         )
+        request.cache_salt = salt
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        if params is not None:
+            request.kv_transfer_params = {"kvtier": params}
         return self._add(request, number)
 
     def continue_with(self, request_id: str, *, max_tokens: int) -> str:
@@ -244,7 +262,8 @@ class Engine:
         """Keys of its prompt's full blocks."""
         half = self.connector._scheduler._half  # type: ignore[attr-defined]
         request = self.requests[request_id]
-        return [bytes(key) for key in RequestKeys(request, half.hasher).first(request.num_prompt_tokens // BLOCK)]
+        keys = RequestKeys(request, half.hashers["red"], salt=request.cache_salt)
+        return [bytes(key) for key in keys.first(request.num_prompt_tokens // BLOCK)]
 
     def forget_device(self) -> None:
         """Empties vLLM's own prefix cache."""

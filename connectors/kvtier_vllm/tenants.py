@@ -1,0 +1,59 @@
+"""Whose a request is, where one engine serves several tenants for a gateway, and that its device cache knows it too.
+
+vLLM's own prefix cache tells requests apart by `cache_salt` alone: there goes the tenant's name, too.
+"""
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.request import Request
+
+from kvtier.config import Config
+from kvtier_vllm import compat
+
+_log = logging.getLogger(__name__)
+PARAMS = "kvtier"
+"""Key of our table in a request's `kv_transfer_params`."""
+_TENANT = "tenant"
+
+
+class Tenants:
+    """Scheduler thread only."""
+
+    def __init__(self, config: Config) -> None:
+        self._own, self._named = config.tenant, frozenset(config.gateway_tenants)
+        self._is_warned = False
+
+    def of(self, request: Request) -> tuple[str | None, str | None]:
+        """Name of the request's tenant, and the `cache_salt` that its client gave.
+
+        None for one that names a tenant which it may not, or whose nobody can tell: it computes everything itself, and
+        nobody finds what it computed.
+        """
+        salt, named = request.cache_salt, params_of(request).get(_TENANT)
+        tenant = self._own if named is None else named
+        if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
+            self._warn(named)
+            compat.salt_device_cache(request, secrets.token_hex(16))
+            return None, salt
+        if self._named:
+            compat.salt_device_cache(request, tenant if salt is None else f"{tenant}/{salt}")
+        return tenant, salt
+
+    def _warn(self, named: object) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            wrong = "names no tenant" if named is None else f"names tenant {str(named)[:100]!r}"
+            _log.warning(
+                "a request %s, which uses no cache: list in `gateway_tenants` whom a trusted gateway may name in "
+                "kv_transfer_params, and in `tenant` whose requests are that name none",
+                wrong,
+            )
+
+
+def params_of(request: Request) -> Mapping[str, Any]:
+    """What the request's client says to kvtier."""
+    params = (request.kv_transfer_params or {}).get(PARAMS, {})
+    return params if isinstance(params, Mapping) else {}

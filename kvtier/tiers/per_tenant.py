@@ -1,0 +1,85 @@
+"""One tier to the engine, a client of its own for each tenant below: credentials, connections, breaker."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from kvtier.errors import InvalidInputError
+from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus, require_pairs
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+
+class PerTenant:
+    """`Tier` that hands each key to its tenant's. Any thread.
+
+    A batch of several tenants is several calls, one after the other, each with the deadline of its tier. A key of a
+    tenant that has none raises `InvalidInputError` before anything is done.
+    """
+
+    def __init__(self, name: str, tiers: Mapping[TenantId, Tier]) -> None:
+        """:param tiers: owned from now on."""
+        self._name, self._tiers = name, dict(tiers)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """See `Tier.lookup`."""
+        return self._each(keys, keys, lambda tier, theirs: tier.lookup(theirs))
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        """See `Tier.read`."""
+        require_pairs(keys, into)
+        pairs = list(zip(keys, into, strict=True))
+        return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
+
+    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+        """See `Tier.write`."""
+        return self._each([key for key, _ in items], items, lambda tier, theirs: tier.write(theirs))
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        """See `Tier.discard`."""
+        return sum(tier.discard([keys[i] for i in places]) for tier, places in self._split(keys))
+
+    def usage(self) -> Usage:
+        """See `Tier.usage`. Of all tenants together; they share one capacity."""
+        shares = [tier.usage() for tier in self._tiers.values()]
+        return Usage(
+            num_blocks=sum(share.num_blocks for share in shares),
+            used_bytes=sum(share.used_bytes for share in shares),
+            capacity_bytes=max((share.capacity_bytes for share in shares), default=0),
+        )
+
+    def check(self) -> None:
+        """See `Tier.check`."""
+        for tier in self._tiers.values():
+            tier.check()
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        with contextlib.ExitStack() as stack:
+            for tier in self._tiers.values():
+                stack.callback(tier.close)
+
+    def _each(
+        self, keys: Sequence[StoreKey], items: Sequence[_Item], call: Callable[[Tier, list[_Item]], list[_Answer]]
+    ) -> list[_Answer]:
+        """An answer per item, in order."""
+        answers: dict[int, _Answer] = {}
+        for tier, places in self._split(keys):
+            answers.update(zip(places, call(tier, [items[i] for i in places]), strict=True))
+        return [answers[i] for i in range(len(keys))]
+
+    def _split(self, keys: Sequence[StoreKey]) -> list[tuple[Tier, list[int]]]:
+        """The tenants' tiers that have something to do, each with the places of its keys."""
+        places: dict[bytes, list[int]] = {}
+        for i, key in enumerate(keys):
+            places.setdefault(key[:TENANT_ID_BYTES], []).append(i)
+        strangers = places.keys() - self._tiers.keys()
+        if strangers:
+            raise InvalidInputError(f"tier {self._name}: keys of {len(strangers)} tenants that it is not connected for")
+        return [(self._tiers[TenantId(tenant)], of_tenant) for tenant, of_tenant in places.items()]
