@@ -5,7 +5,8 @@ import hashlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,6 +38,22 @@ RED, BLUE = tenant_id("red"), tenant_id("blue")
 TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
 TENANTS = {hashlib.sha256(token.encode()).hexdigest(): name for name, token in TOKENS.items()}
 BLOCK_BYTES = 64 * 1024
+
+
+def keys(labels: Sequence[object]) -> list[StoreKey]:
+    return [make_key(label) for label in labels]
+
+
+def payloads(labels: Sequence[object]) -> list[bytes]:
+    return [make_payload(label, BLOCK_BYTES) for label in labels]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Until it holds; fails rather than hangs."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
 
 
 class GatedFiles:

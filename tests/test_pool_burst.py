@@ -5,7 +5,7 @@ import errno
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +36,10 @@ from pool_rig import (
     GatedFiles,
     connect,
     core_rig,
+    keys,
+    payloads,
     running_pool,
+    until,
 )
 
 MEMORY_BYTES = 8 * MIB
@@ -46,21 +49,6 @@ DISK_BYTES = NUM_BLOCKS * (BLOCK_BYTES + 4096)
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 REFUSED = (WriteStatus.FULL, WriteStatus.THROTTLED)
 PATHS = ["shm", "block", "grpc"]
-
-
-def keys(labels: Sequence[object]) -> list[StoreKey]:
-    return [make_key(label) for label in labels]
-
-
-def payloads(labels: Sequence[object]) -> list[bytes]:
-    return [make_payload(label, BLOCK_BYTES) for label in labels]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
 
 
 @contextlib.contextmanager

@@ -2,18 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtier.keys import StoreKey
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.settings import RedisSettings
-from pool_rig import BLOCK_BYTES, BLUE, WAIT_S, connect, pool_process, running_pool
+from pool_rig import BLOCK_BYTES, BLUE, WAIT_S, connect, keys, payloads, pool_process, running_pool, until
 from redis_rig import RedisServer, running_redis
 
 STORED, HIT, MISS = WriteStatus.STORED, Status.HIT, Status.MISS
@@ -41,27 +40,12 @@ def pool(server: RedisServer, *, tenant: str = "red", **redis: object) -> Iterat
             tier.close()
 
 
-def keys(labels: Sequence[object]) -> list[StoreKey]:
-    return [make_key(label) for label in labels]
-
-
-def payloads(labels: Sequence[object]) -> list[bytes]:
-    return [make_payload(label, BLOCK_BYTES) for label in labels]
-
-
 def store(tier: PoolTier, labels: Sequence[object]) -> list[WriteStatus]:
     return tier.write(list(zip(keys(labels), payloads(labels), strict=True)))
 
 
 def load(tier: PoolTier, labels: Sequence[object]) -> list[bytes | None]:
     return read_blocks(tier, keys(labels), BLOCK_BYTES)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.01)
 
 
 def shares(server: RedisServer, labels: Sequence[object]) -> bool:

@@ -33,6 +33,7 @@ from kvtier.wire.block import Verb, encode_head
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolLimits, PoolSettings
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, connect, pool_process, running_pool
+from transfers_rig import kill_during_transfers
 
 PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
 KEYS = [make_key(i) for i in range(16)]
@@ -376,31 +377,7 @@ def test_kill_minus_9_during_transfers_heals_by_itself(verb: str) -> None:
         metrics = Metrics()
         tier = connect(pool.block, call_timeout_s=5.0, metrics=metrics)
         assert tier.write(items(16)) == [WriteStatus.STORED] * 16
-        answers: list[list[bytes | None] | list[WriteStatus]] = []
-        some, stop = threading.Event(), threading.Event()
-        fresh = iter(range(10**9))
-
-        def transfer() -> list[bytes | None] | list[WriteStatus]:
-            if verb == "read":
-                return read_blocks(tier, KEYS, BLOCK_BYTES)
-            return tier.write([(make_key(("new", next(fresh))), PAYLOADS[i]) for i in range(16)])
-
-        def keep_on() -> None:
-            while not stop.is_set():
-                answers.append(transfer())
-                some.set()
-
-        failed = [None] * 16 if verb == "read" else [WriteStatus.FAILED] * 16
-        with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(keep_on)
-            assert some.wait(WAIT_S)
-            pool.process.kill()
-            poll(lambda: answers[-1] == failed)
-            stop.set()
-            running.result(WAIT_S)
-        if verb == "read":
-            assert all(block in (None, PAYLOADS[i]) for answer in answers for i, block in enumerate(answer))
-        assert failed not in answers[:1]
+        kill_during_transfers(tier, verb, items(16), pool.process.kill)
         assert sample(metrics, op=verb, error="UnavailableError") > 0
         again = pool.again()
         try:

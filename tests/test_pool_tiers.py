@@ -2,19 +2,19 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvtier.keys import StoreKey
-from kvtier.testing.contract import make_key, make_payload
+from kvtier.testing.contract import make_key
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.core import PoolCore
-from pool_rig import BLOCK_BYTES, BLUE, MIB, WAIT_S, core_rig
+from pool_rig import BLUE, MIB, WAIT_S, core_rig, keys, payloads, until
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
 
@@ -58,21 +58,6 @@ def shared() -> Iterator[Shared]:
     yield Shared(tier)
     tier.check()
     tier.close()
-
-
-def keys(labels: Sequence[object]) -> list[StoreKey]:
-    return [make_key(label) for label in labels]
-
-
-def payloads(labels: Sequence[object]) -> list[bytes]:
-    return [make_payload(label, BLOCK_BYTES) for label in labels]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
 
 
 def cold_end_is_written(core: PoolCore) -> bool:

@@ -23,6 +23,7 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis.dialer import in_time
 from redis_rig import MIB, WAIT_S, RedisServer, all_errors, connect, errors, free_port, poll, running_redis
+from transfers_rig import kill_during_transfers
 
 BLOCK_BYTES = 64 * 1024
 KEYS = [make_key(i) for i in range(16)]
@@ -49,31 +50,7 @@ def test_kill_minus_9_during_transfers_heals_by_itself(server: RedisServer, verb
     metrics = Metrics()
     tier = connect(server.url, metrics=metrics)
     assert tier.write(items(16)) == [WriteStatus.STORED] * 16
-    answers: list[list[bytes | None] | list[WriteStatus]] = []
-    some, stop = threading.Event(), threading.Event()
-    fresh = iter(range(10**9))
-
-    def transfer() -> list[bytes | None] | list[WriteStatus]:
-        if verb == "read":
-            return read_blocks(tier, KEYS, BLOCK_BYTES)
-        return tier.write([(make_key(("new", next(fresh))), PAYLOADS[i]) for i in range(16)])
-
-    def keep_on() -> None:
-        while not stop.is_set():
-            answers.append(transfer())
-            some.set()
-
-    failed = [None] * 16 if verb == "read" else [WriteStatus.FAILED] * 16
-    with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(keep_on)
-        assert some.wait(WAIT_S)
-        server.kill()
-        poll(lambda: answers[-1] == failed)
-        stop.set()
-        running.result(WAIT_S)
-    if verb == "read":
-        assert all(block in (None, PAYLOADS[i]) for answer in answers for i, block in enumerate(answer))
-    assert failed not in answers[:1]
+    kill_during_transfers(tier, verb, items(16), server.kill)
     assert errors(metrics, verb, "UnavailableError") > 0
     assert tier.usage() == Usage(0, 0, 0)
     server.start()
