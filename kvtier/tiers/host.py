@@ -90,8 +90,13 @@ class HostTier:
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Tier.lookup`."""
+        statuses = [Status.MISS] * len(keys)
         with self._gate, self._lock:
-            return [self._status(key) for key in keys]
+            lanes = map(self._lane_of.get, keys)
+            for i, (key, lane) in enumerate(zip(keys, lanes, strict=True)):
+                if lane is not None and (entry := lane.index.find(key)) is not None:
+                    statuses[i] = Status.HIT if entry.ready else Status.PENDING
+        return statuses
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         """See `Tier.read`. The batch's last block becomes the coldest of it, as tails should."""
@@ -254,13 +259,6 @@ class HostTier:
         indexes = [lane.index for lane in lanes]
         capacity_bytes = self._memory.capacity_bytes
         return Usage(sum(i.num_ready for i in indexes), sum(i.ready_bytes for i in indexes), capacity_bytes)
-
-    def _status(self, key: StoreKey) -> Status:
-        lane = self._lane_of.get(key)
-        entry = lane.index.find(key) if lane is not None else None
-        if entry is None:
-            return Status.MISS
-        return Status.HIT if entry.ready else Status.PENDING
 
     def _acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[Lease | None]:
         leases: list[Lease | None] = []

@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+
 from kvtier.errors import InvalidInputError, LimitExceededError
-from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, StoreKey, TenantId
+from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, STORE_KEY_BYTES, StoreKey, TenantId
 from kvtier_pool.settings import PoolLimits
+
+_MANY = 64
+"""Keys; numpy costs more than it saves for fewer."""
 
 
 def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: bytes, limits: PoolLimits) -> None:
-    """Appends the store keys of one group of a request, all of them `tenant`'s. About 0.1 us per key.
+    """Appends the store keys of one group of a request, all of them `tenant`'s. About 0.03 us per key
+    of many.
 
     :param keys: of the groups before it.
     :param namespace: its id. :param hashes: chain hashes, one after the other.
@@ -23,7 +29,13 @@ def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: b
             f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
         )
     prefix = tenant + namespace
-    joined = [prefix + hashes[at : at + CHAIN_HASH_BYTES] for at in range(0, len(hashes), CHAIN_HASH_BYTES)]
+    if len(hashes) < _MANY * CHAIN_HASH_BYTES:
+        joined = [prefix + hashes[at : at + CHAIN_HASH_BYTES] for at in range(0, len(hashes), CHAIN_HASH_BYTES)]
+    else:
+        rows = np.empty((len(hashes) // CHAIN_HASH_BYTES, STORE_KEY_BYTES), dtype=np.uint8)
+        rows[:, : len(prefix)] = np.frombuffer(prefix, dtype=np.uint8)
+        rows[:, len(prefix) :] = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, CHAIN_HASH_BYTES)
+        joined = rows.view(f"V{STORE_KEY_BYTES}").ravel().tolist()
     keys += cast(list[StoreKey], joined)
 
 

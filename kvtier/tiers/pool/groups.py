@@ -1,14 +1,20 @@
 """How a batch of blocks looks in the block protocol: grouped by namespace and payload length, cut to a budget."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvtier.errors import InvalidInputError
-from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+import numpy as np
 
+from kvtier.errors import InvalidInputError
+from kvtier.keys import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
+
+_MANY = 64
+"""Keys; numpy costs more than it saves for fewer."""
 _namespace_of = itemgetter(slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES))
+_HASH_WORD = (TENANT_ID_BYTES + NAMESPACE_ID_BYTES) // 8
+"""Where the chain hash begins in a store key, in words of 8 bytes."""
 _hash_of = itemgetter(slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None))
 
 
@@ -22,14 +28,18 @@ class Grouped(NamedTuple):
 
 
 def group(keys: Sequence[StoreKey], sizes: Sequence[int] | None = None) -> Grouped:
-    """:param sizes: payload bytes of each block, for verbs that ask for them. About 0.1 us per key of one group."""
-    namespaces, lengths = set(map(_namespace_of, keys)), set(sizes) if sizes is not None else {0}
-    if len(namespaces) == len(lengths) == 1:
-        return Grouped([_fields((namespaces.pop(), lengths.pop()), keys, sizes is not None)], range(len(keys)))
+    """:param sizes: payload bytes of each block, for verbs that ask for them. About 0.05 us per key of one group."""
+    lengths = set(sizes) if sizes is not None else {0}
+    whole = _of_one_namespace(keys) if len(lengths) == 1 else None
+    if whole is not None:
+        return Grouped([_fields(*whole, lengths.pop() if sizes is not None else None)], range(len(keys)))
     places: dict[tuple[bytes, int], list[int]] = {}
     for i, (key, size) in enumerate(zip(keys, sizes or repeat(0), strict=False)):
         places.setdefault((_namespace_of(key), size), []).append(i)
-    fields = [_fields(kind, [keys[i] for i in of_kind], sizes is not None) for kind, of_kind in places.items()]
+    fields = [
+        _fields(namespace, b"".join(_hash_of(keys[i]) for i in of_kind), size if sizes is not None else None)
+        for (namespace, size), of_kind in places.items()
+    ]
     return Grouped(fields, [i for of_kind in places.values() for i in of_kind])
 
 
@@ -50,9 +60,18 @@ def windows(sizes: Sequence[int], max_bytes: int, max_blocks: int) -> Iterator[t
         start = end
 
 
-def _fields(kind: tuple[bytes, int], keys: Iterable[StoreKey], with_size: bool) -> dict[str, object]:
-    namespace, size = kind
-    fields: dict[str, object] = {"namespace": namespace, "hashes": b"".join(map(_hash_of, keys))}
-    if with_size:
-        fields["payload_bytes"] = size
+def _of_one_namespace(keys: Sequence[StoreKey]) -> tuple[bytes, bytes] | None:
+    """Namespace and joined hashes; None where namespaces differ."""
+    if len(keys) < _MANY:
+        namespaces = set(map(_namespace_of, keys))
+        return (namespaces.pop(), b"".join(map(_hash_of, keys))) if len(namespaces) == 1 else None
+    words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), STORE_KEY_BYTES // 8)
+    is_one = (words[:, :_HASH_WORD] == words[0, :_HASH_WORD]).all()
+    return (_namespace_of(keys[0]), words[:, _HASH_WORD:].tobytes()) if is_one else None
+
+
+def _fields(namespace: bytes, hashes: bytes, payload_bytes: int | None) -> dict[str, object]:
+    fields: dict[str, object] = {"namespace": namespace, "hashes": hashes}
+    if payload_bytes is not None:
+        fields["payload_bytes"] = payload_bytes
     return fields
