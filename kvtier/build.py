@@ -13,10 +13,12 @@ from kvtier.hierarchy import (
     AlwaysFetch,
     Directory,
     DirectorySettings,
+    FetchIfFaster,
     Hierarchy,
     HierarchyMetrics,
     InventoryLog,
     Mover,
+    Planner,
 )
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.metrics import Metrics
@@ -82,7 +84,7 @@ def engine_cache(
             registry=registry,
             on_answer=movers.mover.nudge,
         )
-        hierarchy = Hierarchy(half.directory, movers.mover, AlwaysFetch(), half.metrics)
+        hierarchy = Hierarchy(half.directory, movers.mover, planner(config, half.directory), half.metrics)
         stack.callback(hierarchy.close)
         # Cleaning more than the arena holds would evict one clean block for the next, for ever.
         clean_ahead_blocks = min(config.cache.clean_ahead_blocks, half.num_slots // 2)
@@ -165,6 +167,11 @@ def directory_half(
         on_answer=on_answer,
     )
     return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+
+def planner(config: Config, directory: Directory) -> Planner:
+    """How much of a hit is fetched, as configured."""
+    return AlwaysFetch() if config.cache.fetch == "always" else FetchIfFaster(directory.speeds)
 
 
 def _hasher(config: Config, name: str) -> BlockHasher:

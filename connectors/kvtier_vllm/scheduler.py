@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from kvtier.build import DirectoryHalf, directory_half
+from kvtier.build import DirectoryHalf, directory_half, planner
 from kvtier.build_tiers import shared_tier
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
@@ -31,6 +31,7 @@ from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.request_keys import RequestKeys
 from kvtier_vllm.stats import KvtierStats, sources_of
+from kvtier_vllm.step_times import StepTimes
 from kvtier_vllm.tenants import PARAMS, Tenants, params_of
 
 _log = logging.getLogger(__name__)
@@ -81,13 +82,13 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
-        planner: Planner | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         self._config = config
         self._size, self._groups = tokens_per_block, groups
         self._tenants = Tenants(config)
-        self._planner, self._clock = planner or AlwaysFetch(), clock
+        self._planner: Planner = AlwaysFetch()
+        self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
         self._stack = contextlib.ExitStack()
         self._half: DirectoryHalf | None = None
         """None until the workers have said what their KV is."""
@@ -124,6 +125,7 @@ class SchedulerSide:
         self._half = directory_half(
             self._config, namespaces=namespaces, block_bytes=sizes.pop(), shared=shared, registry=registry
         )
+        self._planner = planner(self._config, self._half.directory)
         self._stack.callback(self._half.directory.close)
         self._copies.num_ranks = len(identities)
         for rank, identity in enumerate(identities):
@@ -204,7 +206,10 @@ class SchedulerSide:
         return sources_of(known.sources, self._size) if known is not None else {}
 
     def take_stats(self) -> KvtierStats | None:
-        """What happened since the last call; None: nothing."""
+        """What happened since the last call; None: nothing. vLLM asks when a step has its results."""
+        num_blocks, seconds = self._times.end()
+        if self._directory is not None:
+            self._directory.speeds.note_computed(num_blocks * self._groups.num_groups, seconds)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KvtierStats()
@@ -213,6 +218,7 @@ class SchedulerSide:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
         step = StepMetadata(is_empty=not output.total_num_scheduled_tokens)
+        self._times.begin(output)
         if self._directory is None:
             return step
         written = self._allocated | _written_blocks(output, self._size)
@@ -253,7 +259,7 @@ class SchedulerSide:
                 return False, told
         if known.saves and not known.is_tombstoned:  # vLLM may not have heard yet that its load has failed
             # Tokens whose KV is there: all but the last one, which was not put into the model.
-            num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self._size
+            num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
             self._unsaved += self._groups.blocks(known.keys.first(num_full), tables, range(known.num_saved, num_full))
         return False, told
 
@@ -287,13 +293,18 @@ class SchedulerSide:
             self._last_saved_at = self._clock()
         return blocks
 
+    def _num_to_keep(self, request: Request, num_tokens: int) -> int:
+        """Full blocks among so many tokens that are to be saved."""
+        kept = num_tokens if self._config.cache.save_answers else min(num_tokens, request.num_prompt_tokens)
+        return kept // self._size
+
     def _newly_full(self, request_id: str, num_tokens: int, limit: int) -> list[Block]:
         """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed, the next few."""
         known = self._requests.get(request_id)
         if known is None or not known.saves or self._kv is None:
             return []
         # Under asynchronous scheduling, tokens are computed before anybody here knows them.
-        num_full = min(num_tokens, known.request.num_tokens) // self._size
+        num_full = self._num_to_keep(known.request, min(num_tokens, known.request.num_tokens))
         num_full = min(num_full, known.num_saved + limit)
         if num_full <= known.num_saved:
             return []

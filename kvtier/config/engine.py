@@ -73,6 +73,9 @@ class CacheConfig(Section):
     load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
     """Transfers at a time. 2 overlap reading and copying, for which there must be two cores beside the engine's: the
     default, but 1 on machines with two. More help tiers with latency. On CUDA each takes 64 MiB of device memory."""
+    fetch: Literal["if_faster", "always"] = "if_faster"
+    """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
+    with small models and slow networks. `always` for measurements and tests."""
     load_deadline_s: Seconds = 10.0
     """A fetch that takes longer is computed instead. Below the time of a good fetch, nothing hits."""
     lookup_deadline_s: Seconds = 1.0
@@ -81,6 +84,9 @@ class CacheConfig(Section):
     """Share of host memory that may wait for lower tiers. Small drops saves in bursts, large crowds out fetches."""
     selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
     """At which use `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
+    save_answers: bool = True
+    """Whether vLLM's connector keeps what was generated, for conversations that go on. False saves the writes where no
+    prompt begins with an earlier answer. (`kvtier engine` keeps both.)"""
     clean_ahead_blocks: Annotated[int, Field(ge=0)] = 256
     """How many of the coldest device blocks are kept copied. 0 copies nothing but what was saved when full."""
     io_process: bool = sys.platform == "linux"

@@ -13,7 +13,7 @@ from kvtier.hierarchy.inventory import InventoryLog
 from kvtier.hierarchy.jobs import Block, DirectorySettings, JobResult
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.mover import Mover
-from kvtier.hierarchy.planner import AlwaysFetch, BlockStatus, Planner
+from kvtier.hierarchy.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
 
 __all__ = [
     "AlwaysFetch",
@@ -22,6 +22,7 @@ __all__ = [
     "Cleaner",
     "Directory",
     "DirectorySettings",
+    "FetchIfFaster",
     "Hierarchy",
     "HierarchyMetrics",
     "InventoryLog",

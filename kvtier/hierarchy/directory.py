@@ -34,6 +34,7 @@ from kvtier.hierarchy.messages import (
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.owed import OwedWrites
 from kvtier.hierarchy.planner import PENDING, BlockStatus
+from kvtier.hierarchy.speeds import Speeds
 from kvtier.hierarchy.stores import Stores
 from kvtier.keys import BlockKey, NamespaceId
 from kvtier.tiers.base import Tier
@@ -65,6 +66,8 @@ class Directory:
         """
         self._settings = settings or DirectorySettings()
         self._metrics, self._clock = metrics, clock
+        self.speeds = Speeds(clock)
+        """What fetching takes; told by whoever computes what that takes."""
         self._ranks = frozenset(range(len(namespaces)))
         self._local_tiers = list(local_tiers)
         self._shared_tier = shared.name if shared is not None else ""
@@ -363,6 +366,8 @@ class Directory:
     def _open_batch(self, job: Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]]) -> Batch:
         ok = [True] * len(indexes)
         batch = Batch(self._new_id(), job, indexes, source, entries, ok, set(self._ranks), set(self._ranks))
+        if job.kind == "load":
+            batch.begun_s = self.speeds.fetch_begins(source, len(indexes))
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         return batch
@@ -374,6 +379,8 @@ class Directory:
         if batch.on_device or batch.batch_id not in job.open:
             return
         job.open.remove(batch.batch_id)
+        if job.kind == "load":
+            self.speeds.fetch_ends(batch.source, len(batch.indexes), batch.begun_s)
         for index, entry, good in zip(batch.indexes, batch.entries, batch.ok, strict=True):
             if good and not batch.cancelled:
                 job.ok.add(index)

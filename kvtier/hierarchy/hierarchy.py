@@ -49,6 +49,10 @@ class Hierarchy:
         """How many leading blocks are worth fetching."""
         return self._planner.blocks_to_fetch(statuses)
 
+    def note_computed(self, num_blocks: float, seconds: float) -> None:
+        """What computing took: the planner weighs fetching against it."""
+        self._directory.speeds.note_computed(num_blocks, seconds)
+
     def start_load(self, blocks: Sequence[Block]) -> int:
         """See `Directory.start_load`."""
         job_id = self._directory.start_load(blocks)

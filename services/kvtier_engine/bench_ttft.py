@@ -153,7 +153,7 @@ def _config(model: Path, dtype: str, threads: int, pool: PoolProcess, io_process
             "tenants": {TENANT: {"secret": "env:BENCH_SECRET", "token": "env:BENCH_TOKEN"}},
             "engine": engine | {"kv_bytes": "2GiB"},
             "host": {"capacity_bytes": "512MiB"},
-            "cache": {"clean_ahead_blocks": 0, "io_process": io_process},
+            "cache": {"clean_ahead_blocks": 0, "io_process": io_process, "fetch": "always"},
             "pool": {"address": pool.unix},
         },
         source="kvtier bench ttft",

@@ -5,7 +5,7 @@ load (polled) -> running. After each step, full blocks get their keys and go dow
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.block_pool import BlockPool
@@ -137,6 +137,12 @@ class PrefixCache:
             self._block_pool.assign_key(block[1], block[0])
             self._unsaved.append(block)
         request.num_published = num_full
+
+    def note_computed(self, num_tokens: Sequence[int], seconds: float) -> None:
+        """What a step took that computed so many tokens of each request; of interest if they are prompts, above all."""
+        num_prompt_tokens = sum(count for count in num_tokens if count >= self.tokens_per_block)
+        if self._hierarchy is not None and 2 * num_prompt_tokens > sum(num_tokens):
+            self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)
 
     def end_step(self) -> None:
         """Sends what was published down in one batch, and keeps the cold end of the free queue copied.

@@ -123,6 +123,7 @@ class Scheduler:
         for request, _ in plan:
             self._end_if_over(request)
         self._metrics.forward_seconds.inc(computed - planned)
+        self._cache.note_computed([num_tokens for _, num_tokens in plan], computed - planned)
         self._count_time((planned - started) + (ended - computed), computed - planned)
         return True
 

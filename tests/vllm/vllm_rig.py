@@ -113,7 +113,9 @@ def settings(tenant: str | None = "red", *, gateway: Sequence[str] = (), **table
     tenants = {name: {"secret": "env:KV_SECRET", "token": f"env:{name.upper()}_TOKEN"} for name in names}
     named = {"tenant": tenant} if tenant is not None else {}
     allowed = {"gateway_tenants": list(gateway)} if gateway else {}
-    return {**named, **allowed, "tenants": tenants, "host": {"capacity_bytes": "64MiB"}, **tables}
+    # With a model this small, computing may be faster than fetching.
+    cache = {"fetch": "always", **tables.pop("cache", {})}
+    return {**named, **allowed, "tenants": tenants, "host": {"capacity_bytes": "64MiB"}, "cache": cache, **tables}
 
 
 def transfer(extra: Mapping[str, Any], *, policy: str | None = "recompute") -> dict[str, Any]:

@@ -44,6 +44,7 @@ if not collect_ignore_glob:
                 pool: str = "",
                 num_host_blocks: int = 400,
                 load_deadline_s: float = 10.0,
+                save_answers: bool = True,
                 tenant: str | None = "red",
                 gateway: Sequence[str] = (),
                 **how: Any,
@@ -53,7 +54,7 @@ if not collect_ignore_glob:
                     tables["pool"] = {"address": pool}
                 if disk:
                     tables["disk"] = {"directory": str(tmp_path / "disk"), "reserve_bytes": 0}
-                cache = {"io_process": False, "load_deadline_s": load_deadline_s}
+                cache = {"io_process": False, "load_deadline_s": load_deadline_s, "save_answers": save_answers}
                 extra = settings(tenant, gateway=gateway, cache=cache, **tables)
                 return stack.enter_context(stepping_rig.engine(opt_model, extra, **how))
 

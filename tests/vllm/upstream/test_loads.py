@@ -212,6 +212,19 @@ def test_a_last_block_that_is_taken_over_at_once(start: Start, mode: dict[str, b
 
 
 @MODES
+@pytest.mark.parametrize("save_answers", [True, False])
+def test_answers_are_kept_if_they_are_wanted(start: Start, save_answers: bool, mode: dict[str, bool]) -> None:
+    engine = start(save_answers=save_answers, **mode)
+    first = engine.ask(1, 5 * BLOCK + 3, max_tokens=4 * BLOCK)
+    engine.finish()
+    engine.forget_device()
+    turn = engine.continue_with(first, max_tokens=8)
+    engine.finish()
+    assert engine.spared[turn] == (9 if save_answers else 5) * BLOCK
+    engine.require_right_answers()
+
+
+@MODES
 def test_preempted_while_others_load(start: Start, mode: dict[str, bool]) -> None:
     """Prefixes come by loads, decoding needs more blocks than there are: preempted requests load again."""
     fill(start, *[(number, 5 * BLOCK) for number in range(1, 7)])
