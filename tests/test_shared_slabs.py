@@ -174,6 +174,20 @@ def test_what_a_writer_left_is_read_until_its_slab_goes_as_a_whole() -> None:
     tier.close()
 
 
+def test_what_a_writer_left_goes_though_it_was_read_and_nobody_reads_what_is_newer() -> None:
+    tier = HostTier(4 * MIB, shared=True)
+    for i in range(30):
+        assert write_as(tier, OTHER_CLIENT, ("before", i)) is WriteStatus.STORED
+    write_as(tier, CLIENT, "left")
+    tier.retire_writer(CLIENT)
+    place_of(tier, "left")
+    for i in range(100):
+        assert write_as(tier, OTHER_CLIENT, i) is WriteStatus.STORED
+    assert tier.lookup([key_of("left")]) == [Status.MISS]
+    tier.check()
+    tier.close()
+
+
 def test_a_writer_that_left_nothing_costs_nothing() -> None:
     tier = HostTier(4 * MIB, shared=True)
     slot = tier.prepare(key_of("a"), PAYLOAD_BYTES, writer=CLIENT)

@@ -377,8 +377,9 @@ class HostTier:
                 entry, slot._entry = slot._entry, None
                 if entry is None:
                     raise InvalidInputError("write slot was committed or aborted before")
-                index = slot._lane.index
-                if index.commit(entry, nbytes=len(slot.view), checksum=checksums[slot], now_s=now_s):
+                lane = slot._lane
+                if lane.index.commit(entry, nbytes=len(slot.view), checksum=checksums[slot], now_s=now_s):
+                    lane.size_class.note_use(lane, entry)  # of its slab, too: else others', read once, would outlive it
                     stored.append(slot.key)
             stored.reverse()
             self._outbox.post(EventKind.STORED, stored)
