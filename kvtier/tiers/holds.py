@@ -1,9 +1,9 @@
-"""What callers hold of the host tier: leases to read from, slots to write to, places in memory that others map."""
+"""What callers hold of the host tier: leases, write slots, pins, places in memory that others map."""
 
 from typing import NamedTuple
 
 from kvtier.keys import StoreKey
-from kvtier.tiers.slab import Lane
+from kvtier.tiers.slab import Lane, Slab
 from kvtier.tiers.slot_index import Entry
 from kvtier.wire.shared_memory import PLACE
 
@@ -34,11 +34,39 @@ class WriteSlot:
         """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
         self.slot = entry.slot
         """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
-        self.slab_bytes = lane.size_class.bytes_of_slab(entry.slot)
+        self.slab_bytes = lane.size_class.slab_of(entry).nbytes
         """Of that slab, which cannot be dropped meanwhile."""
         self._entry: Entry[StoreKey] | None = entry
         """None once committed or aborted. Guarded by the tier's lock."""
         self._lane = lane
+
+
+class Pin:
+    """A committed block that stays in memory until `HostTier.unpin`, for as long as the caller likes."""
+
+    __slots__ = ("_entry", "_slab", "key", "nbytes")
+
+    def __init__(self, entry: Entry[StoreKey], slab: Slab) -> None:
+        self.key = entry.key
+        self.nbytes = entry.nbytes
+        """Of the payload."""
+        self._slab = slab
+        self._entry: Entry[StoreKey] | None = entry
+        """None once unpinned. Guarded by the tier's lock."""
+
+    def is_of_same_block(self, other: "Pin") -> bool:
+        """Not only of the same key: a block that was discarded may have been stored again. Both are held."""
+        return self._entry is other._entry
+
+    @property
+    def slab(self) -> int:
+        """Number of the slab that it is in, which cannot be dropped meanwhile."""
+        return self._slab.number
+
+    @property
+    def slab_bytes(self) -> int:
+        """Memory of that slab."""
+        return self._slab.nbytes
 
 
 class SharedSlab(NamedTuple):

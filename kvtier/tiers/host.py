@@ -15,7 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.gate import CallGate
-from kvtier.tiers.holds import HeldPlaces, Lease, SharedSlab, WriteSlot
+from kvtier.tiers.holds import HeldPlaces, Lease, Pin, SharedSlab, WriteSlot
 from kvtier.tiers.memory import PAGE_BYTES, copy_bytes, round_up
 from kvtier.tiers.outbox import Outbox
 from kvtier.tiers.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Lane, Slab
@@ -32,8 +32,8 @@ class HostTier:
     Slabs are made on demand until `capacity_bytes`. Then a block takes the place of the least recently
     used one of its own size class; a class that holds less than others gets a slab of the largest one,
     whose blocks are evicted, until shares are even (`kvtier.tiers.slab_memory`). A slab that somebody reads
-    from or writes to stays. The memory of all slabs together never exceeds the capacity. A payload larger
-    than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
+    from or writes to stays, and so does one with pins. The memory of all slabs together never exceeds the
+    capacity. A payload larger than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
 
     With `shared`, slabs lie in memory that other processes may map: they read what `acquire_places` holds for
     them, and write to slots that were prepared for them as `writer`.
@@ -231,6 +231,46 @@ class HostTier:
             held, places._held = places._held, []
             for lane, entry in held:
                 lane.index.unpin(entry)
+
+    def pin(self, keys: Sequence[StoreKey]) -> list[Pin | None]:
+        """Keeps committed blocks in memory, however long; None where `read` would miss. Counts as a use.
+
+        Every pin ends by `unpin`. A block that is discarded meanwhile misses at once; its memory comes back then.
+        """
+        pins: list[Pin | None] = []
+        with self._gate, self._lock:
+            for key in reversed(keys):
+                lane = self._lane_of.get(key)
+                entry = lane.index.pin(key) if lane is not None else None
+                if lane is None or entry is None:
+                    pins.append(None)
+                    continue
+                slab = lane.size_class.slab_of(entry)
+                slab.num_pins += 1
+                lane.size_class.note_use(lane, entry)
+                pins.append(Pin(entry, slab))
+        pins.reverse()
+        return pins
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """Ends pins. Ignores what was unpinned before. Allowed after `close`."""
+        with self._lock:
+            for pin in pins:
+                entry, pin._entry = pin._entry, None
+                if entry is None:
+                    continue
+                lane = pin._slab.lane
+                pin._slab.num_pins -= 1
+                lane.index.unpin(entry)
+                if lane.retired:
+                    self._memory.note_freed(lane, entry.slot)
+            dropped = self._memory.take_dropped()
+        _give_back(dropped)
+
+    def are_findable(self, pins: Sequence[Pin]) -> list[bool]:
+        """Whether each pinned block is what lookups of its key find: not once it was discarded."""
+        with self._gate, self._lock:
+            return [p._entry is not None and p._slab.lane.index.find(p.key) is p._entry for p in pins]
 
     def retire_writer(self, writer: int) -> None:
         """Nobody will write to this writer's slabs again: what is committed in them can be read until it is evicted.

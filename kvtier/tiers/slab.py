@@ -37,7 +37,7 @@ def slab_bytes(slot_bytes: int, num_slots: int, *, shared: bool) -> int:
 class Slab:
     """One piece of memory cut into slots. The tier's lock guards its words."""
 
-    __slots__ = ("_generations", "descriptor", "lane", "memory", "nbytes", "num_slots", "number", "words")
+    __slots__ = ("_generations", "descriptor", "lane", "memory", "nbytes", "num_pins", "num_slots", "number", "words")
 
     def __init__(self, number: int, lane: "Lane", memory: memoryview, num_slots: int, descriptor: int | None) -> None:
         self.number = number
@@ -45,6 +45,8 @@ class Slab:
         self.memory = memory
         self.nbytes = len(memory)
         self.num_slots = num_slots
+        self.num_pins = 0
+        """Pins of its blocks (`HostTier.pin`): with any it stays, for hours perhaps."""
         self.descriptor = descriptor
         """Of memory that other processes may map; None once given back, or where it is this process's alone."""
         self.words: memoryview | None = None
@@ -169,10 +171,12 @@ class SizeClass:
     def drop_coldest(self, stop_at: Lane | None, *, young_s: float) -> tuple[Slab, list[StoreKey]] | None:
         """Drops the slab used longest ago that nobody reads or writes; returns it and the keys it held.
 
-        :param stop_at: give up at this lane's coldest slab; what follows it was used later.
+        :param stop_at: give up at this lane's coldest slab without pins; what follows it was used later.
         :param young_s: slabs with blocks committed after that stay.
         """
         for slab in self._slabs.values():
+            if slab.num_pins:  # were it to stop anybody, a lane could have nothing that it may drop, for hours
+                continue
             if slab.lane is stop_at:
                 return None
             evicted = self._drop(slab, young_s=young_s)
@@ -186,9 +190,9 @@ class SizeClass:
         start = place * self.slot_bytes
         return self._slabs[number].memory[start : start + nbytes]
 
-    def bytes_of_slab(self, slot: int) -> int:
-        """Memory of the slab that a slot is in."""
-        return self._slabs[slot // SLAB_STRIDE].nbytes
+    def slab_of(self, entry: Entry[StoreKey]) -> Slab:
+        """The slab that an entry's slot is in."""
+        return self._slabs[entry.slot // SLAB_STRIDE]
 
     def renew(self, entry: Entry[StoreKey]) -> None:
         """Begins another generation in the entry's slot: whoever still copies the old content will notice."""
@@ -206,6 +210,8 @@ class SizeClass:
             lane.index.check()
             if lane.index.num_slots != sum(slab.num_slots for slab in self.slabs() if slab.lane is lane):
                 raise InvariantError(f"size class {self.slot_bytes}: index and slabs differ in slots")
+        if any(slab.num_pins < 0 or (slab.num_pins and not slab.lane.index.holds(slab.slots)) for slab in self.slabs()):
+            raise InvariantError(f"size class {self.slot_bytes}: pins are miscounted")
         if self.nbytes != sum(slab.nbytes for slab in self.slabs()):
             raise InvariantError(f"size class {self.slot_bytes}: memory is miscounted")
 

@@ -34,7 +34,7 @@ class SlabMemory:
 
     A class that needs room takes what is left of the capacity, then a slab of the class that holds most, until
     shares are even. Within a class, the slab used longest ago goes first, whoever wrote it. Slabs in which somebody
-    reads or writes stay.
+    reads or writes stay, and so do those with pins, which count in their class's share.
     """
 
     def __init__(self, capacity_bytes: int, most_bytes: int, *, shared: bool, prefault: bool) -> None:
@@ -123,10 +123,13 @@ class SlabMemory:
             self._forget_if_empty(size_class)
 
     def note_freed(self, lane: Lane, slot: int) -> None:
-        """A block of this lane was forgotten: a slab that nobody will write to again may be empty now."""
-        slab = lane.size_class.slab(slot // SLAB_STRIDE)
-        if slab is not None and lane.size_class.drop_empty(slab):
-            self._count_dropped(lane.size_class, slab)
+        """A block of this lane was forgotten, or unpinned: a slab that nobody will write to again may be empty now."""
+        size_class = lane.size_class
+        if self._classes.get((size_class.tenant, size_class.slot_bytes)) is not size_class:
+            return  # after `clear`
+        slab = size_class.slab(slot // SLAB_STRIDE)
+        if slab is not None and size_class.drop_empty(slab):
+            self._count_dropped(size_class, slab)
 
     def find(self, tenant: TenantId, number: int) -> Slab | None:
         """A slab of this tenant by number."""
