@@ -57,6 +57,12 @@ class Metrics:
             ["tier"],
             registry=self.registry,
         )
+        self.pins = Counter(
+            "kvtier_pins",
+            "Blocks that the cache pool was asked to pin, by answer (pinned, miss, full; not_offered: it has no pins)",
+            ["tier", "status"],
+            registry=self.registry,
+        )
         self.io_errors = Counter(
             "kvtier_io_errors",
             "Failed operations of a tier's medium by error name (ENOSPC, EIO, ...); each became a miss or a lost write",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import encode_header, parse_header
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.metrics import Metrics
@@ -28,7 +29,7 @@ from kvtier_pool.core import LowerTier, PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.service import Addresses, PoolService
-from kvtier_pool.settings import PoolSettings
+from kvtier_pool.settings import PinLimits, PoolSettings
 from kvtier_pool.write_down import WriteDownSettings
 
 MIB = 1 << 20
@@ -133,6 +134,8 @@ def core_rig(
     remote: Tier | None = None,
     policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     shared: bool = False,
+    pins: PinLimits | None = None,
+    clock: Clock = MONOTONIC,
 ) -> Iterator[CoreRig]:
     """A core that is checked and closed at the end. Its disk, under `write_through`, keeps what is acknowledged."""
     registry = CollectorRegistry()
@@ -147,7 +150,15 @@ def core_rig(
         below.append(LowerTier(disk, replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)))
     if remote is not None:
         below.append(LowerTier(remote, settings))
-    core = PoolCore(memory_bytes=memory_bytes, below=below, hub=hub, metrics=PoolMetrics(registry), shared=shared)
+    core = PoolCore(
+        memory_bytes=memory_bytes,
+        below=below,
+        hub=hub,
+        metrics=PoolMetrics(registry),
+        shared=shared,
+        pins=pins,
+        clock=clock,
+    )
     core.start()
     try:
         yield CoreRig(core, registry, files)

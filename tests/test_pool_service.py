@@ -140,7 +140,7 @@ def test_red_credentials_do_not_reach_blue_whatever_the_keys_say(address: str) -
 @pytest.mark.parametrize(
     "token", [None, "Bearer nobody", "Basic " + TOKENS["red"], TOKENS["red"], "Bearer ", "Bearer " + "x" * 2000]
 )
-@pytest.mark.parametrize("verb", ["Lookup", "Discard", "Usage", "Read", "Write", "Events"])
+@pytest.mark.parametrize("verb", ["Lookup", "Discard", "Usage", "Read", "Write", "Events", "Pin", "Unpin"])
 def test_no_token_no_service(channel: grpc.Channel, verb: str, token: str | None) -> None:
     with pytest.raises(grpc.RpcError) as error:
         call(channel, verb, b"", token)
@@ -174,6 +174,16 @@ def read_request(hashes: int, payload_bytes: int) -> bytes:
     return pool_pb2.ReadRequest(groups=[group]).SerializeToString()
 
 
+def pin_request(hashes: int, ttl_ms: int = 1000) -> bytes:
+    keys = pool_pb2.Keys(namespace_id=bytes(16), hashes=bytes(32 * hashes))
+    return pool_pb2.PinRequest(groups=[keys], ttl_ms=ttl_ms).SerializeToString()
+
+
+def test_a_long_pin_is_cut_and_the_answer_says_so(channel: grpc.Channel) -> None:
+    request = pool_pb2.PinRequest(groups=[], ttl_ms=2**64 - 1).SerializeToString()
+    assert pool_pb2.PinResponse.FromString(call(channel, "Pin", request)).ttl_ms == 86_400_000
+
+
 def frames(*frames: pool_pb2.Frame) -> bytes:
     return pool_pb2.Frames(frames=frames).SerializeToString()
 
@@ -193,6 +203,11 @@ def big_frames() -> bytes:
         ("Read", [read_request(2, 2**64 - 1)], "RESOURCE_EXHAUSTED", "max_block_bytes"),
         ("Write", [big_frames()] * 2, "RESOURCE_EXHAUSTED", "max_batch_bytes.*split"),
         ("Write", [frames(*[pool_pb2.Frame(block=i) for i in range(65)])], "RESOURCE_EXHAUSTED", "max_batch_blocks"),
+        ("Pin", [pin_request(65)], "RESOURCE_EXHAUSTED", "max_batch_blocks.*split"),
+        ("Unpin", [lookup_request(65)], "RESOURCE_EXHAUSTED", "max_batch_blocks.*split"),
+        ("Pin", [pin_request(1, ttl_ms=0)], "INVALID_ARGUMENT", "ttl_ms must be from 1"),
+        ("Pin", [b"\xff\xff"], "INVALID_ARGUMENT", "PinRequest"),
+        ("Unpin", [b"\xff\xff"], "INVALID_ARGUMENT", "UnpinRequest"),
         ("Lookup", [b"\xff\xff"], "INVALID_ARGUMENT", "LookupRequest"),
         ("Read", [b"\x0a\xff"], "INVALID_ARGUMENT", "ReadRequest"),
         ("Write", [b"\x0a\xff"], "INVALID_ARGUMENT", "frame"),

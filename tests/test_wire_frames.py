@@ -15,6 +15,7 @@ from kvtier.errors import InvalidInputError
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.wire import pool_pb2
 from kvtier.wire.frames import MAX_FRAME_PAYLOAD_BYTES, Frame, decode_frames, encode_blocks
+from kvtier.wire.pins import PinStatus
 
 ROOT = Path(__file__).parents[1]
 WIRE = Path(kvtier.wire.__file__).parent
@@ -144,6 +145,7 @@ def test_a_frame_above_the_limit_is_refused() -> None:
 def test_status_bytes_are_the_tiers_own() -> None:
     assert {s.name: s.value for s in Status} == dict(pool_pb2.BlockStatus.items())
     assert {s.name: s.value for s in WriteStatus} == dict(pool_pb2.WriteStatus.items())
+    assert {s.name: s.value for s in PinStatus} == dict(pool_pb2.PinResponse.Status.items())
 
 
 def test_the_generated_module_is_that_of_the_proto(tmp_path: Path) -> None:

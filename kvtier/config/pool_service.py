@@ -82,6 +82,13 @@ class PoolServiceConfig(Section):
     are mostly read (`kvtier bench codec`)."""
     selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
     """At which use `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
+    max_pin_s: Annotated[float, Field(ge=0, le=31_536_000)] = 86_400.0
+    """The longest time for which a tenant may pin blocks in memory; more is cut to it. Small makes those who pin ask
+    again and again, large keeps what everybody has forgotten about, until a restart. 0: there are no pins."""
+    pin_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """How much of memory pins may hold; of several tenants, each half of it at most. It counts whole slabs, of up to
+    64 MiB or an eighth of memory: with several tenants and less than 512 MiB, less than 0.25 may leave no room for a
+    single one. Large leaves little for what is not pinned: writers hear FULL. 0: there are no pins."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
     """gRPC calls served at a time."""
     shutdown_grace_s: Seconds = 30.0

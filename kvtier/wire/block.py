@@ -56,6 +56,8 @@ class Verb(enum.StrEnum):
     WRITE = "write"
     DISCARD = "discard"
     USAGE = "usage"
+    PIN = "pin"
+    UNPIN = "unpin"
     ACQUIRE = "acquire"
     RELEASE = "release"
     PREPARE = "prepare"

@@ -98,6 +98,42 @@ class DiscardResponse(_message.Message):
     num_discarded: int
     def __init__(self, num_discarded: _Optional[int] = ...) -> None: ...
 
+class PinRequest(_message.Message):
+    __slots__ = ("groups", "ttl_ms")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[Keys]
+    ttl_ms: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[Keys, _Mapping]]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ("statuses", "ttl_ms")
+    class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MISS: _ClassVar[PinResponse.Status]
+        PINNED: _ClassVar[PinResponse.Status]
+        FULL: _ClassVar[PinResponse.Status]
+    MISS: PinResponse.Status
+    PINNED: PinResponse.Status
+    FULL: PinResponse.Status
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    statuses: bytes
+    ttl_ms: int
+    def __init__(self, statuses: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[Keys]
+    def __init__(self, groups: _Optional[_Iterable[_Union[Keys, _Mapping]]] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("num_unpinned",)
+    NUM_UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    num_unpinned: int
+    def __init__(self, num_unpinned: _Optional[int] = ...) -> None: ...
+
 class UsageRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -29,7 +29,7 @@ from kvtier.wire.tls_errors import TlsError
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import add_keys, require_blocks, require_bytes, require_room
+from kvtier_pool.requests import add_keys, pin_ttl_ms, require_blocks, require_bytes, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.shared_memory import ClientMemory, SharedClients
 from kvtier_pool.shared_verbs import SHARED_VERBS, SharedVerbs, close_all
@@ -88,6 +88,8 @@ class BlockSession:
             Verb.DISCARD: self._discard,
             Verb.USAGE: self._usage,
         }
+        if core.max_pin_s:
+            self._handlers |= {Verb.PIN: self._pin, Verb.UNPIN: self._unpin}
         self.greeted = False
         """The peer has shown whose it is. Written by the own thread only."""
         self._request_id = 0
@@ -159,6 +161,8 @@ class BlockSession:
         if self._clients is not None:
             fields["lease_ms"] = round(self._clients.lease_s * 1000)
             fields["max_held_bytes"] = self._clients.max_held_bytes
+        if self._core.max_pin_s:
+            fields["max_pin_ms"] = round(self._core.max_pin_s * 1000)
         return fields
 
     def _next_request(self) -> bool:
@@ -233,6 +237,14 @@ class BlockSession:
             for share in self._core.usage(tenant)
         ]
         return {"tiers": tiers}
+
+    def _pin(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        ttl_ms = pin_ttl_ms(request.number("ttl_ms"), self._core.max_pin_s)
+        statuses = self._core.pin(tenant, self._keys(tenant, request.maps("groups")), ttl_ms / 1000)
+        return {"statuses": bytes(statuses), "ttl_ms": ttl_ms}
+
+    def _unpin(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
+        return {"num_unpinned": self._core.unpin(self._keys(tenant, request.maps("groups")))}
 
     def _read(self, tenant: TenantId, request: Fields, payload_bytes: int, deadline: float) -> _Answer:
         """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""

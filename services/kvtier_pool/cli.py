@@ -162,6 +162,8 @@ def settings_of(config: Config, of_tenants: Config, redis_password: str | None =
         shared_memory=section.shared_memory,
         socket_mode=section.socket_mode,
         max_connections=section.max_connections,
+        max_pin_s=section.max_pin_s,
+        pin_share=section.pin_share,
         num_threads=section.num_threads,
         shutdown_grace_s=section.shutdown_grace_s,
     )

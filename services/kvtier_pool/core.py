@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.clock import MONOTONIC
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind
@@ -17,9 +17,12 @@ from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.holds import HeldPlaces, SharedSlab, WriteSlot
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.slab import OWN_PROCESS
+from kvtier.wire.pins import PinStatus
 from kvtier_pool.cold_reads import Block, ColdReads, block_of
 from kvtier_pool.event_hub import EventHub, Subscription
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.pins import Pins
+from kvtier_pool.settings import PinLimits
 from kvtier_pool.write_down import DrainReport, WriteDown, WriteDownSettings
 
 
@@ -58,6 +61,8 @@ class PoolCore:
     and those that nobody waits for, refuse no write: then it is as if there were only memory. See
     docs/adr/0010-acknowledged-means-kept.md.
 
+    What a tenant pins stays in memory for a time, within bounds: see `Pins`.
+
     Any thread. Nothing is locked while a transport waits for its peer; what it holds meanwhile is bounded:
     the write slots of one piece that is coming in, the leases of one answer that is going out.
     """
@@ -71,7 +76,9 @@ class PoolCore:
         metrics: PoolMetrics,
         min_residency_s: float = 0.0,
         shared: bool = False,
+        pins: PinLimits | None = None,
         tier_metrics: Metrics | None = None,
+        clock: Clock = MONOTONIC,
     ) -> None:
         """
         :param memory_bytes: capacity of the memory tier, taken as it is used.
@@ -79,7 +86,9 @@ class PoolCore:
         :param hub: receives the memory tier's events, and is closed with the core.
         :param min_residency_s: blocks stay in memory so long at least; 0 where a tier keeps what is acknowledged.
         :param shared: the memory is such that clients on this host can map it.
+        :param pins: what tenants may pin in memory; None: nothing.
         :param tier_metrics: those of the tiers, for memory.
+        :param clock: by which pins end.
         """
         self._hub = hub
         self._metrics = metrics
@@ -92,6 +101,7 @@ class PoolCore:
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
+        self._pins = Pins(self._memory, pins or PinLimits(), metrics, clock=clock)
         self._below = [lower.tier for lower in below]
         self._ways = [WriteDown(self._memory, lower.tier, metrics, lower.settings) for lower in below]
         self._cold_reads = [
@@ -101,7 +111,8 @@ class PoolCore:
             metrics.prepare_tier(lower.tier.name)
 
     def start(self) -> None:
-        """Starts the background writers. Once, before the first write."""
+        """Starts the background writers and the thread that ends pins. Once, before the first write."""
+        self._pins.start()
         for way in self._ways:
             way.start()
 
@@ -227,6 +238,23 @@ class PoolCore:
         """See `HostTier.retire_writer`."""
         self._memory.retire_writer(writer)
 
+    @property
+    def max_pin_s(self) -> float:
+        """The longest time of a pin; 0: there are none."""
+        return self._pins.max_s
+
+    def pin(self, tenant: TenantId, keys: Sequence[StoreKey], ttl_s: float) -> list[PinStatus]:
+        """Keeps blocks in memory for `ttl_s` seconds, at most `max_pin_s`; a status per key.
+
+        Pinned again, a block stays until the later of both ends. Only what is in memory is pinned: how long a block
+        is that is only below, its key does not say. Never waits for a tier below. See `Pins` for the bounds.
+        """
+        return self._pins.pin(tenant, keys, ttl_s)
+
+    def unpin(self, keys: Sequence[StoreKey]) -> int:
+        """Ends pins, whoever of the tenant made them; returns how many there were. The blocks stay until evicted."""
+        return self._pins.unpin(keys)
+
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way.
 
@@ -258,6 +286,8 @@ class PoolCore:
 
     def problem(self) -> str | None:
         """What keeps the pool from doing its work, None when nothing does."""
+        if not self._pins.alive:
+            return "the thread that ends pins is gone"
         gone = [tier.name for tier, way in zip(self._below, self._ways, strict=True) if not way.alive]
         return f"a thread that writes to {gone[0]} is gone" if gone else None
 
@@ -273,7 +303,8 @@ class PoolCore:
         return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
 
     def check(self) -> None:
-        """Verifies the bookkeeping of all tiers; raises `InvariantError`."""
+        """Verifies the bookkeeping of all tiers and of pins; raises `InvariantError`."""
+        self._pins.check()
         for tier in (self._memory, *self._below):
             tier.check()
 
@@ -284,10 +315,12 @@ class PoolCore:
             way.close()
         for tier in (self._memory, *self._below):
             tier.close()
+        self._pins.close()
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)
         if event.kind is EventKind.REMOVED:
+            self._pins.forget(event.keys)
             for way in self._ways:
                 way.note_removed(event.keys)
 

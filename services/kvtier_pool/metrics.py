@@ -52,6 +52,16 @@ class PoolMetrics:
             "Leases that ended by their deadline, not by their client.",
             registry=registry,
         )
+        self.pins = Counter(
+            "kvtier_pool_pins", "Blocks asked to be pinned in memory, by answer.", ["status"], registry=registry
+        )
+        self.pinned_blocks = Gauge("kvtier_pool_pinned_blocks", "Blocks that are pinned in memory.", registry=registry)
+        self.pinned_bytes = Gauge("kvtier_pool_pinned_bytes", "Payload bytes of those.", registry=registry)
+        self.pinned_slab_bytes = Gauge(
+            "kvtier_pool_pinned_slab_bytes",
+            "Memory of slabs with pinned blocks, which is what pin_share bounds.",
+            registry=registry,
+        )
         self.written_down_blocks = Counter(
             "kvtier_pool_written_down_blocks",
             "Blocks on their way from memory to a tier below, by end; dropped: the queue was full or memory needed its "

@@ -39,6 +39,16 @@ def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: b
     keys += cast(list[StoreKey], joined)
 
 
+def pin_ttl_ms(asked_ms: int, max_pin_s: float) -> int:
+    """How long a pin lasts: as long as is asked for, at most as long as the pool pins anything.
+
+    :raises InvalidInputError: no time at all.
+    """
+    if not asked_ms:
+        raise InvalidInputError("ttl_ms must be from 1; unpin ends a pin")
+    return min(asked_ms, round(max_pin_s * 1000))
+
+
 def require_blocks(count: int, limits: PoolLimits) -> None:
     """Raises `LimitExceededError` for more blocks than one request may name."""
     if count > limits.max_batch_blocks:

@@ -58,6 +58,7 @@ class PoolService:
             hub=hub,
             metrics=metrics,
             shared=settings.shares_memory,
+            pins=settings.pin_limits,
             tier_metrics=tier_metrics,
         )
         TierGauges(registry, usages=self._core.local_usages())

@@ -21,7 +21,7 @@ from kvtier_pool.auth import Authenticator
 from kvtier_pool.cold_reads import Block
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.requests import add_keys, require_room
+from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.subject_names import names_in
 from kvtier_pool.upload import Upload
@@ -40,7 +40,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 class PoolServicer:
-    """The six RPCs. Each runs on a thread of the server, one call at a time."""
+    """The RPCs; without those of pins where there are none. Each runs on a thread of the server, one call at a time."""
 
     def __init__(self, core: PoolCore, authenticator: Authenticator, limits: PoolLimits, metrics: PoolMetrics) -> None:
         self._core = core
@@ -50,17 +50,18 @@ class PoolServicer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Lookup": grpc.unary_unary_rpc_method_handler(self._lookup),
-                "Read": grpc.unary_stream_rpc_method_handler(self._read),
-                "Write": grpc.stream_unary_rpc_method_handler(self._write),
-                "Discard": grpc.unary_unary_rpc_method_handler(self._discard),
-                "Usage": grpc.unary_unary_rpc_method_handler(self._usage),
-                "Events": grpc.unary_stream_rpc_method_handler(self._events),
-            },
-        )
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Lookup": grpc.unary_unary_rpc_method_handler(self._lookup),
+            "Read": grpc.unary_stream_rpc_method_handler(self._read),
+            "Write": grpc.stream_unary_rpc_method_handler(self._write),
+            "Discard": grpc.unary_unary_rpc_method_handler(self._discard),
+            "Usage": grpc.unary_unary_rpc_method_handler(self._usage),
+            "Events": grpc.unary_stream_rpc_method_handler(self._events),
+        }
+        if self._core.max_pin_s:
+            handlers["Pin"] = grpc.unary_unary_rpc_method_handler(self._pin)
+            handlers["Unpin"] = grpc.unary_unary_rpc_method_handler(self._unpin)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _lookup(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as tenant:
@@ -94,6 +95,18 @@ class PoolServicer:
         with self._call("Discard", context) as tenant:
             keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, message).groups)
             return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
+
+    def _pin(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with self._call("Pin", context) as tenant:
+            request = _parse(pool_pb2.PinRequest, message)
+            ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
+            statuses = self._core.pin(tenant, self._keys(tenant, request.groups), ttl_ms / 1000)
+            return pool_pb2.PinResponse(statuses=bytes(statuses), ttl_ms=ttl_ms).SerializeToString()
+
+    def _unpin(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        with self._call("Unpin", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.UnpinRequest, message).groups)
+            return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
 
     def _usage(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as tenant:

@@ -42,6 +42,20 @@ class PoolLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinLimits:
+    """What tenants may keep in memory. The default is nothing."""
+
+    max_s: float = 0.0
+    """Longest time of a pin; a longer one is cut to it. 0: there are no pins."""
+    most_bytes: int = 0
+    """Memory of all slabs with pins in them. 0: there are no pins."""
+    most_blocks: int = 1 << 17
+    """Pins in all. Bounds what they take themselves, half a KiB each."""
+    several_tenants: bool = True
+    """None of them may have more than half of the two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
     """A Redis or Valkey below the pool, shared with the other pools of the site."""
 
@@ -105,6 +119,10 @@ class PoolSettings:
     max_connections: int = 256
     """Of the block protocol, one thread each; more are refused, those first that have not said who they are. An engine
     needs one per transfer at a time. And as many of gRPC on each of its addresses."""
+    max_pin_s: float = 86_400.0
+    """The longest time for which a tenant may pin blocks in memory; 0: there are no pins."""
+    pin_share: float = 0.25
+    """How much of memory pins may hold, in whole slabs; 0: there are no pins."""
     num_threads: int = 16
     """gRPC calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
     write_down_threads: int = 2
@@ -122,6 +140,15 @@ class PoolSettings:
         """Whether there is anybody to share memory with."""
         local = any(Address.parse(address).path for address in self.listen)
         return self.shared_memory and local and memfd.available()
+
+    @property
+    def pin_limits(self) -> PinLimits:
+        """What the tenants may pin."""
+        return PinLimits(
+            max_s=self.max_pin_s,
+            most_bytes=int(self.memory_bytes * self.pin_share),
+            several_tenants=len({*self.tenants.values(), *self.certificate_names.values()}) > 1,
+        )
 
     def __post_init__(self) -> None:
         if not self.tenants and not self.certificate_names:
@@ -141,6 +168,8 @@ class PoolSettings:
             raise ConfigError(f"memory_bytes {self.memory_bytes}: give the memory tier at least 1 MiB")
         if self.disk_dir is not None and self.disk_bytes < 1 << 20:
             raise ConfigError(f"disk_bytes {self.disk_bytes} for {self.disk_dir}: give the disk tier at least 1 MiB")
+        if not (self.max_pin_s >= 0 and 0 <= self.pin_share <= 1):
+            raise ConfigError(f"max_pin_s {self.max_pin_s}, pin_share {self.pin_share}: need >= 0, and from 0 to 1")
         if self.num_threads <= self.limits.max_event_streams:
             raise ConfigError(
                 f"num_threads {self.num_threads}: must be above max_event_streams {self.limits.max_event_streams}, "

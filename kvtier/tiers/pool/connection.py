@@ -33,6 +33,8 @@ class PoolConnection:
         """How long the pool lets us read a block in its memory; 0 when it does not share it here."""
         self.max_held_bytes = 0
         """Payload bytes that we may hold in its memory at a time, to read and to write."""
+        self.max_pin_s = 0.0
+        """The longest time for which the pool pins blocks; 0 when it has no pins."""
         self._deadline = 0.0
         """Of the answer that is being received, monotonic."""
         self._request_id = 0
@@ -80,6 +82,8 @@ class PoolConnection:
             if greeting.has("lease_ms"):
                 connection.lease_s = greeting.number("lease_ms") / 1000
                 connection.max_held_bytes = greeting.number("max_held_bytes")
+            if greeting.has("max_pin_ms"):
+                connection.max_pin_s = greeting.number("max_pin_ms") / 1000
         except TimeoutError:
             connection.close()
             raise TimeoutError("connected, but no greeting in time; is this what the pool calls `listen`?") from None

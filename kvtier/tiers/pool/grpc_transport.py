@@ -17,6 +17,7 @@ from kvtier.tiers.memory import copy_bytes
 from kvtier.wire import pool_pb2
 from kvtier.wire.certificates import read_pem
 from kvtier.wire.frames import decode_frames, encode_blocks
+from kvtier.wire.pins import PinStatus
 from kvtier.wire.status import error_for
 from kvtier.wire.tls import ClientTls, require_credentials
 
@@ -71,6 +72,8 @@ class GrpcTransport:
         self._read: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_SERVICE + "Read")
         self._write: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_SERVICE + "Write")
         self._discard: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Discard")
+        self._pin: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Pin")
+        self._unpin: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Unpin")
         self._usage: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Usage")
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
@@ -117,6 +120,23 @@ class GrpcTransport:
             answer = self._discard(request, timeout=timeout_s, metadata=self._metadata)
             return pool_pb2.DiscardResponse.FromString(answer).num_discarded
 
+    def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
+        """See `PoolTransport.pin`."""
+        request = pool_pb2.PinRequest(groups=_groups(keys), ttl_ms=ttl_ms).SerializeToString()
+        with _translated():
+            answer = self._ask_of_pins(self._pin, request, timeout_s)
+            if answer is None:
+                return None
+            statuses = [PinStatus(byte) for byte in pool_pb2.PinResponse.FromString(answer).statuses]
+        return _require_length(statuses, len(keys))
+
+    def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
+        """See `PoolTransport.unpin`."""
+        request = pool_pb2.UnpinRequest(groups=_groups(keys)).SerializeToString()
+        with _translated():
+            answer = self._ask_of_pins(self._unpin, request, timeout_s)
+            return None if answer is None else pool_pb2.UnpinResponse.FromString(answer).num_unpinned
+
     def usage(self, timeout_s: float) -> Usage:
         """See `PoolTransport.usage`."""
         with _translated():
@@ -128,6 +148,17 @@ class GrpcTransport:
     def close(self) -> None:
         """Closes the connection; calls in flight fail. Idempotent."""
         self._channel.close()
+
+    def _ask_of_pins(
+        self, call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes, timeout_s: float
+    ) -> bytes | None:
+        """None from a pool without pins."""
+        try:
+            return call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return None
+            raise
 
 
 def _channel(address: str, connect_timeout_s: float, tls: ClientTls | None) -> grpc.Channel:

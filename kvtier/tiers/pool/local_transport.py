@@ -11,6 +11,7 @@ from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
 from kvtier.tiers.pool.memory import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0
@@ -102,6 +103,14 @@ class LocalTransport:
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """See `PoolTransport.discard`."""
         return self._socket.discard(keys, timeout_s)
+
+    def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
+        """See `PoolTransport.pin`."""
+        return self._socket.pin(keys, ttl_ms, timeout_s)
+
+    def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
+        """See `PoolTransport.unpin`."""
+        return self._socket.unpin(keys, timeout_s)
 
     def usage(self, timeout_s: float) -> Usage:
         """See `PoolTransport.usage`."""

@@ -11,6 +11,7 @@ from kvtier.keys import StoreKey
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
 from kvtier.tiers.pool.tier import PoolTransport
+from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 10.0
@@ -67,6 +68,14 @@ class PathsTransport:
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """See `PoolTransport.discard`."""
         return self._first(timeout_s, lambda transport, left_s: transport.discard(keys, left_s))
+
+    def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
+        """See `PoolTransport.pin`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.pin(keys, ttl_ms, left_s))
+
+    def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
+        """See `PoolTransport.unpin`."""
+        return self._first(timeout_s, lambda transport, left_s: transport.unpin(keys, left_s))
 
     def usage(self, timeout_s: float) -> Usage:
         """See `PoolTransport.usage`."""

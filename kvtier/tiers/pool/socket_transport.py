@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec import HEADER_BYTES, encode_header
@@ -15,13 +16,19 @@ from kvtier.tiers.pool.groups import group, require_count, windows
 from kvtier.wire.address import Address
 from kvtier.wire.arriving import ArrivingBlock, receive_blocks
 from kvtier.wire.block import MAX_FRAME_BLOCKS, Fields, Verb
+from kvtier.wire.pins import PinStatus
 from kvtier.wire.tls import ClientTls, require_credentials
 
 _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
 _Call = AbstractContextManager[tuple[PoolConnection, Fields]]
+_T = TypeVar("_T")
 _MAX_IDLE = 8
 """Connections kept for the next call; more threads than that at a time connect anew."""
+
+
+class _WithoutPins(Exception):
+    """The pool has offered none to this connection."""
 
 
 class SocketTransport:
@@ -143,6 +150,25 @@ class SocketTransport:
         with self._call(Verb.DISCARD, {"groups": group(keys).fields}, MONOTONIC() + timeout_s) as (_, answer):
             return answer.number("num_discarded")
 
+    def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
+        """See `PoolTransport.pin`."""
+        grouped = group(keys)
+
+        def statuses_of(answer: Fields) -> list[PinStatus]:
+            answered = answer.members("statuses", PinStatus)
+            require_count(len(answered), len(keys))
+            statuses = [PinStatus.MISS] * len(keys)
+            for i, status in zip(grouped.order, answered, strict=True):
+                statuses[i] = status
+            return statuses
+
+        return self._ask_of_pins(Verb.PIN, {"groups": grouped.fields, "ttl_ms": ttl_ms}, timeout_s, statuses_of)
+
+    def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
+        """See `PoolTransport.unpin`."""
+        fields = {"groups": group(keys).fields}
+        return self._ask_of_pins(Verb.UNPIN, fields, timeout_s, lambda answer: answer.number("num_unpinned"))
+
     def usage(self, timeout_s: float) -> Usage:
         """See `PoolTransport.usage`."""
         with self._call(Verb.USAGE, {}, MONOTONIC() + timeout_s) as (_, answer):
@@ -157,6 +183,24 @@ class SocketTransport:
         with self._lock:
             self._closed = True
         self._drop_idle()
+
+    def _ask_of_pins(
+        self, verb: Verb, fields: Mapping[str, object], timeout_s: float, parse: Callable[[Fields], _T]
+    ) -> _T | None:
+        """What is in the answer. None, and nothing sent, when the pool has offered no pins: the connection is closed
+        then, so that the next one, perhaps to a newer pool, is greeted anew."""
+        deadline = MONOTONIC() + timeout_s
+
+        def send(connection: PoolConnection) -> None:
+            if not connection.max_pin_s:
+                raise _WithoutPins
+            connection.send(verb, fields, (), deadline)
+
+        try:
+            with self._call_with(send, deadline) as (_, answer):
+                return parse(answer)
+        except _WithoutPins:
+            return None
 
     def _call(self, verb: Verb, fields: Mapping[str, object], deadline: float) -> _Call:
         """One request without a payload; see `_call_with`."""

@@ -1,6 +1,7 @@
 """The pool tier: the cache pool service seen from an engine. A pool that fails is a pool that misses."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -13,8 +14,11 @@ from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, requir
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.remote import RemoteCalls
+from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
+_MAX_PIN_S = 10.0 * 365 * 86_400
+"""More is the same to any pool, and has to fit into the message."""
 
 
 class PoolTransport(Protocol):
@@ -42,6 +46,12 @@ class PoolTransport(Protocol):
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """How many were there."""
+
+    def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
+        """A status per key, in order; None when the pool has no pins, which is no failure."""
+
+    def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
+        """How many pins there were; None when the pool has none."""
 
     def usage(self, timeout_s: float) -> Usage:
         """Of this tenant, in the tier of the pool that keeps most of it; capacity of that tier."""
@@ -99,6 +109,8 @@ class PoolTier:
         )
         self._gate = CallGate(f"tier {name}")
         self._dropped = QuietLog(_log)
+        self._said_without_pins = False
+        """It was logged. Written whole: any thread."""
 
     @property
     def name(self) -> str:
@@ -158,6 +170,48 @@ class PoolTier:
             self._calls.in_batches("discard", [0] * len(keys), ask)
         return sum(counts)
 
+    def pin(self, keys: Sequence[StoreKey], ttl_s: float) -> int:
+        """Asks the pool to keep blocks in its memory for `ttl_s` seconds; returns how many it keeps.
+
+        For what will be wanted again and again, e.g. a system prompt. Best effort, the first keys first: the pool pins
+        what is in its memory now, as far as the tenant has room for pins, and for a day at most unless it was told
+        otherwise; `pins` counts the answers. It forgets pins when it restarts, so ask again now and then. Pinned again,
+        a block stays until the later of both ends. A pool without pins keeps nothing, which is logged once.
+
+        :raises InvalidInputError: a key of another tenant, or no time at all.
+        """
+        self._require_own(keys)
+        if not ttl_s > 0:
+            raise InvalidInputError(f"tier {self._name}: a pin for {ttl_s} s; must be above 0")
+        ttl_ms = max(1, round(min(ttl_s, _MAX_PIN_S) * 1000))
+        num_pinned = 0
+
+        def ask(batch: slice, timeout_s: float) -> None:
+            nonlocal num_pinned
+            statuses = self._transport.pin(keys[batch], ttl_ms, timeout_s)
+            if statuses is None:
+                self._note_without_pins(batch.stop - batch.start)
+                return
+            num_pinned += statuses.count(PinStatus.PINNED)
+            for status, count in Counter(statuses).items():
+                self._metrics.pins.labels(self._name, status.name.lower()).inc(count)
+
+        with self._gate:
+            self._calls.in_batches("pin", [0] * len(keys), ask)
+        return num_pinned
+
+    def unpin(self, keys: Sequence[StoreKey]) -> int:
+        """Ends pins, whoever of the tenant asked for them; returns how many there were. Best effort, as `pin`."""
+        self._require_own(keys)
+        counts: list[int] = []
+
+        def ask(batch: slice, timeout_s: float) -> None:
+            counts.append(self._transport.unpin(keys[batch], timeout_s) or 0)
+
+        with self._gate:
+            self._calls.in_batches("unpin", [0] * len(keys), ask)
+        return sum(counts)
+
     def usage(self) -> Usage:
         """See `Tier.usage`. All zero when the pool does not answer."""
         answers: list[Usage] = []
@@ -174,6 +228,12 @@ class PoolTier:
         """See `Tier.close`. Waits for calls in flight, at most their deadline."""
         if self._gate.close():
             self._transport.close()
+
+    def _note_without_pins(self, num_blocks: int) -> None:
+        self._metrics.pins.labels(self._name, "not_offered").inc(num_blocks)
+        if not self._said_without_pins:
+            self._said_without_pins = True
+            _log.warning("tier %s: the pool pins no blocks: it is older, or max_pin_s or pin_share is 0", self._name)
 
     def _require_own(self, keys: Sequence[StoreKey]) -> None:
         if any(key[:TENANT_ID_BYTES] != self._tenant for key in keys):

@@ -1,0 +1,654 @@
+"""Pins: what tenants want kept in the pool's memory, through the core and over every way to a pool."""
+
+import contextlib
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import invariant, rule
+
+from kvtier.codec import encode_header, parse_header
+from kvtier.errors import ConfigError, InvalidInputError, InvariantError
+from kvtier.keys import NamespaceId, StoreKey, TenantId
+from kvtier.metrics import Metrics
+from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.states import NUM_LABELS, Store, StoreStateMachine, batches, store_settings
+from kvtier.tiers import memfd
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.holds import Pin, WriteSlot
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier.wire.pins import PinStatus
+from kvtier_pool.settings import PinLimits, PoolSettings
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    RED,
+    TENANTS,
+    TOKENS,
+    WAIT_S,
+    CoreRig,
+    PoolProcess,
+    connect,
+    core_rig,
+    pool_process,
+    running_pool,
+)
+
+SLAB_BYTES = MIB
+"""Of a core with 8 MiB: an eighth, 16 blocks."""
+PER_SLAB = SLAB_BYTES // BLOCK_BYTES
+TWO_SLABS = PinLimits(max_s=3600.0, most_bytes=2 * SLAB_BYTES, several_tenants=False)
+PINNED, MISS, FULL = PinStatus.PINNED, PinStatus.MISS, PinStatus.FULL
+
+
+class Hands:
+    """A clock that stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextlib.contextmanager
+def pin_rig(
+    limits: PinLimits = TWO_SLABS, *, disk_dir: Path | None = None, shared: bool = False
+) -> Iterator[tuple[CoreRig, Hands]]:
+    clock = Hands()
+    with core_rig(disk_dir, pins=limits, clock=clock, shared=shared) as rig:
+        yield rig, clock
+
+
+def keys(labels: Sequence[object], tenant: TenantId = RED) -> list[StoreKey]:
+    return [make_key(label, tenant=tenant) for label in labels]
+
+
+def store(rig: CoreRig, labels: Sequence[object], tenant: TenantId = RED) -> None:
+    for label in labels:
+        assert rig.store(label, tenant=tenant) is WriteStatus.STORED
+
+
+def churn(rig: CoreRig, num_bytes: int, tenant: TenantId = RED) -> None:
+    """Writes so much that nobody wants."""
+    for i in range(num_bytes // BLOCK_BYTES):
+        assert rig.store(("churn", i), tenant=tenant) is WriteStatus.STORED
+    rig.core.discard(keys([("churn", i) for i in range(num_bytes // BLOCK_BYTES)], tenant))
+
+
+def there(rig: CoreRig, labels: Sequence[object], tenant: TenantId = RED) -> int:
+    return rig.core.lookup(keys(labels, tenant)).count(Status.HIT)
+
+
+def held(rig: CoreRig) -> tuple[float, float, float]:
+    names = ("pinned_blocks", "pinned_bytes", "pinned_slab_bytes")
+    blocks, payload_bytes, slab_bytes = (rig.count(f"kvtier_pool_{name}") for name in names)
+    return blocks, payload_bytes, slab_bytes
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.005)
+
+
+def test_what_is_pinned_stays_and_the_rest_goes() -> None:
+    with pin_rig() as (rig, _):
+        store(rig, range(20))
+        assert rig.core.pin(RED, keys([*range(10), "absent"]), 60.0) == [PINNED] * 10 + [MISS]
+        assert held(rig) == (10, 10 * BLOCK_BYTES, SLAB_BYTES)
+        churn(rig, 40 * MIB)
+        assert (there(rig, range(10)), there(rig, range(10, 20))) == (10, 0)
+        assert rig.load(keys(range(10))) == [make_payload(i, BLOCK_BYTES) for i in range(10)]
+        assert rig.core.unpin(keys([*range(10), "absent"])) == 10
+        assert rig.core.unpin(keys(range(10))) == 0
+        assert held(rig) == (0, 0, 0)
+        assert there(rig, range(10)) == 10
+        churn(rig, 40 * MIB)
+        assert there(rig, range(10)) == 0
+
+
+def test_a_pin_ends_by_its_time() -> None:
+    with pin_rig() as (rig, clock):
+        store(rig, range(3))
+        rig.core.pin(RED, keys(range(2)), 60.0)
+        rig.core.pin(RED, keys([2]), 30.0)
+        clock.now_s += 59.9
+        until(lambda: held(rig)[0] == 2)  # the thread has seen that one is over
+        churn(rig, 40 * MIB)
+        assert there(rig, range(3)) == 2
+        clock.now_s += 0.1
+        until(lambda: held(rig) == (0, 0, 0))
+        churn(rig, 40 * MIB)
+        assert there(rig, range(3)) == 0
+
+
+def test_pinned_again_a_block_stays_until_the_later_end() -> None:
+    with pin_rig() as (rig, clock):
+        store(rig, "ab")
+        rig.core.pin(RED, keys("ab"), 60.0)
+        assert rig.core.pin(RED, keys("aab"), 10.0) == [PINNED] * 3  # shorter, and one named twice
+        assert held(rig)[0] == 2
+        clock.now_s += 50.0
+        assert rig.core.pin(RED, keys("a"), 30.0) == [PINNED]
+        assert rig.core.pin(RED, keys("a"), 20.0) == [PINNED]
+        clock.now_s += 10.0
+        assert rig.core._pins.end_due() == 1
+        clock.now_s += 19.0
+        assert rig.core._pins.end_due() == 0
+        clock.now_s += 1.0
+        assert rig.core._pins.end_due() == 1
+        assert rig.core.unpin(keys("ab")) == 0
+
+
+def test_a_pin_that_was_made_often_ends_at_once() -> None:
+    with pin_rig() as (rig, _):
+        store(rig, "a")
+        for _ in range(5):
+            assert rig.core.pin(RED, keys("a"), 60.0) == [PINNED]
+        assert rig.core.unpin(keys("aa")) == 1
+        churn(rig, 40 * MIB)
+        assert there(rig, "a") == 0
+
+
+def test_no_pin_lasts_longer_than_the_longest() -> None:
+    with pin_rig() as (rig, clock):
+        store(rig, "a")
+        assert rig.core.pin(RED, keys("a"), 1e12) == [PINNED]
+        clock.now_s += TWO_SLABS.max_s
+        assert rig.core._pins.end_due() == 1
+
+
+@pytest.mark.parametrize(
+    ("several_tenants", "most_slabs"), [(False, 2), (True, 1)], ids=["the only tenant", "one of several"]
+)
+def test_whole_slabs_count_and_the_first_blocks_get_the_room(several_tenants: bool, most_slabs: int) -> None:
+    limits = PinLimits(max_s=60.0, most_bytes=2 * SLAB_BYTES, several_tenants=several_tenants)
+    with pin_rig(limits) as (rig, _):
+        labels = range(4 * PER_SLAB)
+        store(rig, labels)
+        room = most_slabs * PER_SLAB
+        assert rig.core.pin(RED, keys(labels), 60.0) == [PINNED] * room + [FULL] * (len(labels) - room)
+        assert held(rig) == (room, room * BLOCK_BYTES, most_slabs * SLAB_BYTES)
+        assert rig.core.pin(RED, keys(labels[:3]), 60.0) == [PINNED] * 3  # those that are need no more room
+        rig.core.unpin(keys(labels[1:room]))
+        assert held(rig) == (1, BLOCK_BYTES, SLAB_BYTES)
+        assert rig.core.pin(RED, keys(labels[1:room]), 60.0) == [PINNED] * (room - 1)
+        rig.core.unpin(keys(labels[:PER_SLAB]))
+        assert rig.core.pin(RED, keys(labels[room:]), 60.0).count(PINNED) == PER_SLAB
+
+
+def test_one_tenant_leaves_half_of_the_room_to_others() -> None:
+    limits = PinLimits(max_s=60.0, most_bytes=2 * SLAB_BYTES)
+    with pin_rig(limits) as (rig, _):
+        for tenant in (RED, BLUE):
+            store(rig, range(2 * PER_SLAB), tenant)
+        for tenant in (RED, BLUE):
+            statuses = rig.core.pin(tenant, keys(range(2 * PER_SLAB), tenant), 60.0)
+            assert statuses == [PINNED] * PER_SLAB + [FULL] * PER_SLAB
+        churn(rig, 40 * MIB)
+        churn(rig, 40 * MIB, BLUE)
+        assert there(rig, range(PER_SLAB)) == there(rig, range(PER_SLAB), BLUE) == PER_SLAB
+
+
+def test_the_number_of_pins_is_bounded() -> None:
+    with pin_rig(PinLimits(max_s=60.0, most_bytes=8 * MIB, most_blocks=7)) as (rig, _):
+        store(rig, range(8))
+        store(rig, range(8), BLUE)
+        assert rig.core.pin(RED, keys(range(8)), 60.0) == [PINNED] * 3 + [FULL] * 5
+        assert rig.core.pin(BLUE, keys(range(8), BLUE), 60.0) == [PINNED] * 3 + [FULL] * 5
+
+
+def test_pins_that_come_and_go_leave_no_books_behind() -> None:
+    with pin_rig() as (rig, _):
+        store(rig, range(4))
+        for _ in range(1000):
+            rig.core.pin(RED, keys(range(4)), 3600.0)
+            rig.core.unpin(keys(range(4)))
+        assert len(rig.core._pins._ends) < 100
+
+
+def test_a_writer_who_finds_nothing_but_pinned_blocks_hears_full() -> None:
+    with pin_rig(PinLimits(max_s=60.0, most_bytes=8 * MIB, several_tenants=False)) as (rig, clock):
+        labels = range(8 * PER_SLAB)
+        store(rig, labels)
+        assert rig.core.pin(RED, keys(labels), 60.0) == [PINNED] * len(labels)
+        assert rig.store("one more") is WriteStatus.FULL
+        assert rig.store("one more", tenant=BLUE) is WriteStatus.FULL
+        clock.now_s += 60.0
+        rig.core._pins.end_due()
+        assert rig.store("one more") is WriteStatus.STORED
+        assert rig.store("one more", tenant=BLUE) is WriteStatus.STORED
+
+
+def test_discard_ends_a_pin() -> None:
+    with pin_rig() as (rig, _):
+        store(rig, range(PER_SLAB))
+        rig.core.pin(RED, keys(range(PER_SLAB)), 60.0)
+        assert rig.core.discard(keys([0, 1])) == 2
+        assert held(rig)[0] == PER_SLAB - 2
+        assert rig.core.lookup(keys([0, 1])) == [Status.MISS] * 2
+        store(rig, [0])  # what is stored anew is not pinned
+        assert rig.core.unpin(keys([0, 1])) == 0
+        rig.core.discard(keys(range(PER_SLAB)))
+        assert held(rig) == (0, 0, 0)
+
+
+def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
+    """On its way to the disk: memory has taken its writer's word for the checksum."""
+    with pin_rig(disk_dir=tmp_path) as (rig, _):
+        rig.files.may_write.clear()
+        store(rig, range(2))  # keeps both writers busy
+        until(lambda: rig.files.writing.acquire(blocking=False))
+        until(lambda: rig.files.writing.acquire(blocking=False))
+        slot = rig.core.prepare_place(RED, make_key("broken"), BLOCK_BYTES, 1)
+        assert isinstance(slot, WriteSlot)
+        assert rig.core.commit_places([slot], [12345]) == [WriteStatus.STORED]
+        assert rig.core.pin(RED, keys(["broken"]), 60.0) == [PINNED]
+        rig.files.may_write.set()
+        until(lambda: held(rig) == (0, 0, 0))
+        assert there(rig, ["broken"]) == 0
+
+
+@pytest.mark.parametrize("stored_again", [False, True])
+def test_a_block_discarded_while_it_is_being_pinned_is_not(monkeypatch: pytest.MonkeyPatch, stored_again: bool) -> None:
+    with pin_rig() as (rig, _):
+        store(rig, "ab")
+        pin = HostTier.pin
+
+        def pin_and_lose(memory: HostTier, batch: Sequence[StoreKey]) -> list[Pin | None]:
+            pins = pin(memory, batch)
+            rig.core.discard(keys("a"))
+            if stored_again:
+                store(rig, "a")
+            return pins
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostTier, "pin", pin_and_lose)
+            assert rig.core.pin(RED, keys("ab"), 60.0) == [MISS, PINNED]
+        assert held(rig)[0] == 1
+        assert rig.core.unpin(keys("ab")) == 1
+
+
+def test_blocks_that_are_only_below_are_pinned_once_they_were_read(tmp_path: Path) -> None:
+    with pin_rig(disk_dir=tmp_path) as (rig, _):
+        store(rig, range(3))
+        rig.core.drain(WAIT_S)
+    with pin_rig(disk_dir=tmp_path) as (rig, _):
+        assert there(rig, range(3)) == 3
+        assert rig.core.pin(RED, keys(range(3)), 60.0) == [MISS] * 3
+        rig.load(keys(range(3)))
+        assert rig.core.pin(RED, keys(range(3)), 60.0) == [PINNED] * 3
+
+
+def test_a_block_that_is_being_written_is_not_pinned() -> None:
+    with pin_rig() as (rig, _):
+        header = parse_header(encode_header(make_key("a"), make_payload("a", BLOCK_BYTES)))
+        slot = rig.core.begin_write(RED, header)
+        assert isinstance(slot, WriteSlot)
+        assert rig.core.pin(RED, keys("a"), 60.0) == [MISS]
+        rig.core.abort_write(slot)
+
+
+@pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
+def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
+    with pin_rig(shared=True) as (rig, _):
+        slots = [rig.core.prepare_place(RED, key, BLOCK_BYTES, 7) for key in keys(range(2))]
+        rig.core.commit_places([slot for slot in slots if isinstance(slot, WriteSlot)], [1, 2])
+        assert rig.core.pin(RED, keys(range(2)), 60.0) == [PINNED] * 2
+        rig.core.retire_writer(7)
+        churn(rig, 40 * MIB)
+        assert there(rig, range(2)) == 2
+        rig.core.discard(keys([0]))
+        assert held(rig)[:2] == (1, BLOCK_BYTES)
+        num_slabs = len(slabs(rig))
+        rig.core.discard(keys([1]))
+        assert held(rig) == (0, 0, 0)
+        assert len(slabs(rig)) == num_slabs - 1  # nobody writes to it again, so it is given back at once
+
+
+def slabs(rig: CoreRig) -> list[object]:
+    return [slab for size_class in rig.core._memory._memory._classes.values() for slab in size_class.slabs()]
+
+
+def test_a_thread_that_is_gone_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pins: object) -> int:
+        raise RuntimeError("broken")
+
+    with pin_rig() as (rig, _):
+        assert rig.core.problem() is None
+        monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+        monkeypatch.setattr("kvtier_pool.pins.Pins.end_due", fail)
+        until(lambda: rig.core.problem() == "the thread that ends pins is gone")
+        monkeypatch.undo()
+
+
+def test_check_finds_miscounted_pins() -> None:
+    with pin_rig() as (rig, _):
+        store(rig, "a")
+        rig.core.pin(RED, keys("a"), 60.0)
+        rig.core._pins._all.slab_bytes += 1
+        with pytest.raises(InvariantError, match="pins"):
+            rig.core.check()
+        rig.core._pins._all.slab_bytes -= 1
+
+
+def test_pins_and_discards_of_many_threads_leave_nothing_held() -> None:
+    with pin_rig() as (rig, _):
+
+        def work(worker: int) -> None:
+            for i in range(100):
+                labels = [(i * 7 + worker * 13 + j) % 40 for j in range(6)]
+                for label in labels:
+                    rig.store(label)
+                rig.core.pin(RED, keys(labels), 60.0)
+                rig.load(keys(labels))
+                if i % 3 == worker % 3:
+                    rig.core.discard(keys(labels[:3]))
+                elif i % 3 == 0:
+                    rig.core.unpin(keys(labels[3:]))
+
+        with ThreadPoolExecutor(4) as executor:
+            for future in [executor.submit(work, worker) for worker in range(4)]:
+                future.result(WAIT_S)
+        rig.core.check()
+        rig.core.unpin(keys(range(40)))
+        assert held(rig) == (0, 0, 0)
+        churn(rig, 40 * MIB)
+        assert there(rig, range(40)) == 0
+
+
+class PinnedStore:
+    """A core with pins as a `Store`, and what it has promised to keep."""
+
+    forgets_for_good = True
+
+    def __init__(self, payload_bytes: int) -> None:
+        self._payload_bytes = payload_bytes
+        self._stack = contextlib.ExitStack()
+        self.clock = Hands()
+        limits = PinLimits(max_s=100.0, most_bytes=128 * 1024, several_tenants=False)
+        self.rig = self._stack.enter_context(core_rig(memory_bytes=512 * 1024, pins=limits, clock=self.clock))
+        self.pinned: dict[int, float] = {}
+        """Until when, by label."""
+
+    def write(self, blocks: Sequence[tuple[int, bytes]]) -> list[WriteStatus]:
+        return [self._write(make_key(label), payload) for label, payload in blocks]
+
+    def read(self, labels: Sequence[int]) -> list[bytes | None]:
+        return self.rig.load(keys(labels), self._payload_bytes)
+
+    def lookup(self, labels: Sequence[int]) -> list[Status]:
+        return self.rig.core.lookup(keys(labels))
+
+    def discard(self, labels: Sequence[int]) -> int:
+        for label in labels:
+            self.pinned.pop(label, None)
+        return self.rig.core.discard(keys(labels))
+
+    def pin(self, labels: Sequence[int], ttl_s: float) -> list[PinStatus]:
+        statuses = self.rig.core.pin(RED, keys(labels), ttl_s)
+        for label, status in zip(labels, statuses, strict=True):
+            if status is PINNED:
+                self.pinned[label] = max(self.pinned.get(label, 0.0), self.clock.now_s + min(ttl_s, 100.0))
+            else:
+                assert label not in self.pinned
+        return statuses
+
+    def unpin(self, labels: Sequence[int]) -> None:
+        assert self.rig.core.unpin(keys(labels)) == len(set(labels) & self.pinned.keys())
+        for label in labels:
+            self.pinned.pop(label, None)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.rig.core._pins.end_due()
+        self.pinned = {label: until_s for label, until_s in self.pinned.items() if until_s > self.clock.now_s}
+
+    def num_blocks(self) -> int:
+        return self.rig.core.usage(RED)[0].num_blocks
+
+    def reopen(self) -> None:
+        """There is no medium."""
+
+    def check(self) -> None:
+        self.rig.core.check()
+        blocks, _, slab_bytes = held(self.rig)
+        assert blocks == len(self.pinned)
+        assert slab_bytes <= 128 * 1024
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _write(self, key: StoreKey, payload: bytes) -> WriteStatus:
+        header = parse_header(encode_header(key, payload))
+        slot = self.rig.core.begin_write(RED, header)
+        if not isinstance(slot, WriteSlot):
+            return slot
+        slot.view[:] = payload
+        return self.rig.core.commit_write(slot, header)
+
+
+class PinMachine(StoreStateMachine):
+    store: PinnedStore
+
+    def make_store(self) -> Store:
+        return PinnedStore(self.payload_bytes)
+
+    @rule(batch=batches, ttl_s=st.sampled_from([1.0, 10.0, 1000.0]))
+    def pin(self, batch: list[int], ttl_s: float) -> None:
+        for label, status in zip(batch, self.store.pin(batch, ttl_s), strict=True):
+            if status is MISS:
+                self._missed(label)
+            else:
+                assert label in self.stored
+
+    @rule(batch=batches)
+    def unpin(self, batch: list[int]) -> None:
+        self.store.unpin(batch)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 50.0]))
+    def wait(self, seconds: float) -> None:
+        self.store.wait(seconds)
+
+    @rule()
+    def fill(self) -> None:
+        """All labels: more than there is room for."""
+        for label in range(NUM_LABELS):
+            self.write([label], 0)
+
+    @invariant()
+    def what_is_pinned_is_there(self) -> None:
+        labels = sorted(self.store.pinned)
+        assert self.store.read(labels) == [self.stored[label] for label in labels]
+
+
+PinMachine.TestCase.settings = store_settings(50)
+TestPinStates = PinMachine.TestCase
+
+
+PATHS = ["shm", "unix", "tcp", "grpc"]
+NUM_PINNED = 16
+NOISE = 64 * MIB // BLOCK_BYTES
+
+
+@contextlib.contextmanager
+def pool_at(path: str, tmp_path: Path, *arguments: str) -> Iterator[PoolProcess]:
+    if path == "shm" and not memfd.available():
+        pytest.skip("shared memory needs Linux")
+    listen = f"unix:{tmp_path}/pool.sock" if path in ("shm", "unix") else "127.0.0.1:0"
+    with pool_process(*arguments, listen=listen, memory="16MiB") as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def client(pool: PoolProcess, path: str, tenant: str = "red", metrics: Metrics | None = None) -> Iterator[PoolTier]:
+    address = f"grpc:{pool.grpc}" if path == "grpc" else pool.block
+    tier = connect(address, tenant, shared_memory=path == "shm", metrics=metrics)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def items(labels: Sequence[object], tenant: TenantId = RED) -> list[tuple[StoreKey, bytes]]:
+    return [(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
+
+
+def write_noise(tier: PoolTier, name: str) -> None:
+    """Four times the pool's memory."""
+    for start in range(0, NOISE, 64):
+        statuses = tier.write(items([(name, i) for i in range(start, start + 64)]))
+        assert statuses == [WriteStatus.STORED] * 64
+
+
+def num_pinned(pool: PoolProcess) -> float:
+    with urllib.request.urlopen(f"http://{pool.http}/metrics", timeout=WAIT_S) as answer:
+        found = re.search(r"^kvtier_pool_pinned_blocks (\S+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found.group(1))
+
+
+@pytest.fixture
+def _no_residency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that nobody pins may be evicted at once."""
+    monkeypatch.setenv("KVTIER__POOL_SERVICE__MIN_RESIDENCY_S", "0")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.usefixtures("_no_residency")
+def test_pins_over_every_way_to_a_pool(path: str, tmp_path: Path) -> None:
+    metrics = Metrics()
+    wanted, unwanted = keys(range(NUM_PINNED)), keys([("unwanted", i) for i in range(NUM_PINNED)])
+    with pool_at(path, tmp_path) as pool:
+        with client(pool, path) as writer:  # whose memory stays as long as its blocks are pinned
+            writer.write(items(range(NUM_PINNED)))
+        with client(pool, path, metrics=metrics) as tier, client(pool, path, "blue") as blue:
+            tier.write(items([("unwanted", i) for i in range(NUM_PINNED)]))
+            assert tier.pin([*wanted, make_key("absent")], 600.0) == NUM_PINNED
+            assert blue.pin(keys(range(NUM_PINNED), BLUE), 600.0) == 0
+            assert blue.unpin(keys(range(NUM_PINNED), BLUE)) == 0
+            assert num_pinned(pool) == NUM_PINNED
+            write_noise(tier, "while pinned")
+            assert read_blocks(tier, wanted, BLOCK_BYTES) == [payload for _, payload in items(range(NUM_PINNED))]
+            assert tier.lookup(unwanted) == [Status.MISS] * NUM_PINNED
+            assert tier.unpin(wanted) == NUM_PINNED
+            assert num_pinned(pool) == 0
+            write_noise(tier, "afterwards")
+            assert tier.lookup(wanted) == [Status.MISS] * NUM_PINNED
+            for status, count in (("pinned", NUM_PINNED), ("miss", 1)):
+                labels = {"tier": "pool", "status": status}
+                assert metrics.registry.get_sample_value("kvtier_pins_total", labels) == count
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_pin_is_over_by_its_time_by_a_discard_and_with_the_pool(path: str, tmp_path: Path) -> None:
+    with pool_at(path, tmp_path) as pool, client(pool, path) as tier:
+        tier.write(items(range(4)))
+        assert tier.pin(keys(range(2)), 0.05) == 2
+        assert tier.pin(keys([2, 3]), 600.0) == 2
+        until(lambda: num_pinned(pool) == 2)
+        tier.discard(keys([2]))
+        assert num_pinned(pool) == 1
+        pool.kill()
+        assert tier.pin(keys([3]), 600.0) == tier.unpin(keys([3])) == 0
+        restarted = pool.again()
+        try:
+            until(lambda: tier.write(items([3])) == [WriteStatus.STORED])
+            assert num_pinned(restarted) == 0
+            assert tier.pin(keys([3]), 600.0) == 1
+        finally:
+            restarted.kill()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("setting", ["MAX_PIN_S", "PIN_SHARE"])
+def test_a_pool_that_pins_nothing_loses_nothing_by_being_asked(
+    path: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(f"KVTIER__POOL_SERVICE__{setting}", "0")
+    metrics = Metrics()
+    with pool_at(path, tmp_path) as pool, client(pool, path, metrics=metrics) as tier:
+        tier.write(items(range(4)))
+        for _ in range(3):
+            assert (tier.pin(keys(range(4)), 600.0), tier.unpin(keys(range(4)))) == (0, 0)
+        assert tier.lookup(keys(range(4))) == [Status.HIT] * 4
+    labels = {"tier": "pool", "status": "not_offered"}
+    assert metrics.registry.get_sample_value("kvtier_pins_total", labels) == 12
+    assert not [s for m in metrics.io_errors.collect() for s in m.samples if s.labels.get("op") in ("pin", "unpin")]
+    assert len([r for r in caplog.records if "pins no blocks" in r.message]) == 1
+
+
+def test_pins_of_several_namespaces_are_answered_in_order() -> None:
+    with running_pool() as pool:
+        for address in (pool.block[0], f"grpc:{pool.grpc[0]}"):
+            tier = connect(address)
+            one, other = NamespaceId(b"one-namespace-id"), NamespaceId(b"other-namespace!")
+            mixed = [make_key(i, namespace=one if i % 3 else other) for i in range(9)]
+            tier.write([(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(mixed) if i % 2])
+            expected = [PINNED if i % 2 else MISS for i in range(9)]
+            assert tier._transport.pin(mixed, 60_000, WAIT_S) == expected
+            assert tier._transport.unpin(mixed, WAIT_S) == 4
+            tier.close()
+
+
+def test_pins_go_the_way_that_works(tmp_path: Path) -> None:
+    with running_pool() as pool:
+        tier = connect(f"unix:{tmp_path}/nobody.sock,{pool.block[0]}")
+        tier.write(items(range(2)))
+        assert tier.pin(keys(range(2)), 60.0) == 2
+        assert tier.unpin(keys(range(2))) == 2
+        tier.close()
+
+
+def test_large_batches_of_pins_are_split() -> None:
+    with running_pool() as pool:
+        transport = SocketTransport(pool.block[0], TOKENS["red"], RED)
+        tier = PoolTier(transport, RED, metrics=Metrics(), breaker=CircuitBreaker(3, 1.0), max_batch_blocks=5)
+        tier.write(items(range(12)))
+        assert tier.pin(keys(range(12)), 60.0) == tier.unpin(keys(range(12))) == 12
+        tier.close()
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan")])
+def test_no_time_at_all_is_a_mistake(ttl_s: float) -> None:
+    tier = connect("127.0.0.1:1")
+    with pytest.raises(InvalidInputError, match="must be above 0"):
+        tier.pin([], ttl_s)
+    for verb in (lambda foreign: tier.pin(foreign, 1.0), tier.unpin):
+        with pytest.raises(InvalidInputError, match="another tenant"):
+            verb(keys("a", BLUE))
+    assert tier.pin([], float("inf")) == 0
+    tier.close()
+
+
+def test_what_settings_say_of_pins() -> None:
+    def limits(**settings: object) -> PinLimits:
+        digests = {digest: name for digest, name in TENANTS.items() if name == "red"}
+        arguments = {"tenants": digests, "memory_bytes": 16 * MIB} | settings
+        return PoolSettings(**arguments).pin_limits  # type: ignore[arg-type]
+
+    assert limits() == PinLimits(max_s=86_400.0, most_bytes=4 * MIB, several_tenants=False)
+    assert limits(tenants=TENANTS, pin_share=0.5) == PinLimits(max_s=86_400.0, most_bytes=8 * MIB)
+    assert limits(max_pin_s=0.0).max_s == 0
+    for field, value in (("max_pin_s", -1.0), ("pin_share", 1.5), ("pin_share", float("nan"))):
+        with pytest.raises(ConfigError, match="pin"):
+            limits(**{field: value})
+
+
+def test_a_core_is_without_pins_unless_told() -> None:
+    with core_rig() as rig:
+        store(rig, "a")
+        assert (rig.core.max_pin_s, rig.core.pin(RED, keys("a"), 60.0)) == (0.0, [FULL])
+        assert "kvtier-pins" not in {thread.name for thread in threading.enumerate()}
