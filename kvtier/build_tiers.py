@@ -2,14 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.codec import Codec
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink
-from kvtier.keys import NamespaceId, tenant_id
+from kvtier.keys import NamespaceId, StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
 from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
@@ -69,8 +70,17 @@ def tiers_below(
         yield [Metered(tier, metrics) for tier in tiers], process
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTier:
+    """The pool, for all tenants of the engine."""
+
+    tier: Tier
+    pin: Callable[[Sequence[StoreKey], float], int]
+    """See `PoolTier.pin`; keys of several tenants are several calls."""
+
+
 @contextlib.contextmanager
-def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Iterator[Tier | None]:
+def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Iterator[SharedTier | None]:
     """The pool, for a process that asks it and moves no blocks; None without one. Closed at the end.
 
     :param namespaces: all that will be asked for.
@@ -78,8 +88,9 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
     if not config.pool.address:
         yield None
         return
-    with contextlib.closing(_pool_tier(config, namespaces, metrics)) as tier:
-        yield Metered(tier, metrics)
+    pool = _open_pool(config, namespaces, metrics)
+    with contextlib.closing(pool.tier):
+        yield SharedTier(Metered(pool.tier, metrics), pool.pin)
 
 
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
@@ -126,7 +137,7 @@ def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, met
             tiers.append(_disk_tier(config, on_event, metrics))
             stack.callback(tiers[0].close)
         if config.pool.address:
-            tiers.append(_pool_tier(config, [namespace], metrics))
+            tiers.append(_open_pool(config, [namespace], metrics).tier)
         stack.pop_all()
         return tiers
 
@@ -144,12 +155,17 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
     )
 
 
-def _pool_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Tier:
-    """The pool, for all tenants of the engine: a client of its own for each."""
+def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> SharedTier:
+    """A client of its own for each tenant."""
     tls = _pool_tls(config)
     names = config.engine_tenants()
     clients = {tenant_id(name): _pool_client(config, name, namespaces, tls, metrics) for name in names}
-    return next(iter(clients.values())) if len(clients) == 1 else PerTenant(POOL, clients)
+    both = PerTenant(POOL, clients)
+
+    def pin(keys: Sequence[StoreKey], ttl_s: float) -> int:
+        return sum(clients[tenant].pin(theirs, ttl_s) for tenant, theirs in both.by_tenant(keys).items())
+
+    return SharedTier(next(iter(clients.values())) if len(clients) == 1 else both, pin)
 
 
 def _pool_client(

@@ -29,10 +29,12 @@ from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.pins import Pins
 from kvtier_vllm.request_keys import RequestKeys
+from kvtier_vllm.request_params import RequestParams, answer_to, params_of
 from kvtier_vllm.stats import KvtierStats, sources_of
 from kvtier_vllm.step_times import StepTimes
-from kvtier_vllm.tenants import PARAMS, Tenants, params_of
+from kvtier_vllm.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
@@ -46,7 +48,7 @@ class _Request:
 
     request: Request
     keys: RequestKeys
-    saves: bool
+    params: RequestParams
     num_saved: int = 0
     """Leading blocks whose KV was offered to the directory."""
     asked: range = range(0)
@@ -102,6 +104,8 @@ class SchedulerSide:
         self._adapters = Adapters(DIGESTS)
         self._stack.callback(self._adapters.close)
         self._copies = CopiesUnderWay(groups)
+        self._pins: Pins | None = None
+        """Where there is a pool."""
         self._stats = KvtierStats()
         self._allocated: set[int] = set()
         """Device blocks allocated since the last step for requests that are not in it."""
@@ -123,8 +127,15 @@ class SchedulerSide:
         registry = CollectorRegistry()
         shared = self._stack.enter_context(shared_tier(self._config, namespaces, Metrics(registry)))
         self._half = directory_half(
-            self._config, namespaces=namespaces, block_bytes=sizes.pop(), shared=shared, registry=registry
+            self._config,
+            namespaces=namespaces,
+            block_bytes=sizes.pop(),
+            shared=shared.tier if shared is not None else None,
+            registry=registry,
         )
+        if shared is not None:
+            self._pins = Pins(shared.pin, list(dict.fromkeys(namespaces)))
+            self._stack.callback(self._pins.close)
         self._planner = planner(self._config, self._half.directory)
         self._stack.callback(self._half.directory.close)
         self._copies.num_ranks = len(identities)
@@ -136,7 +147,9 @@ class SchedulerSide:
 
     def add(self, request: Request) -> None:
         """A new request."""
-        tenant, salt = self._tenants.of(request)  # before all else: vLLM's own cache must know it in any case
+        params = params_of(request, has_pool=bool(self._config.pool.address))
+        # Before all else: vLLM's own cache must know it in any case.
+        tenant, salt = self._tenants.of(request, params.tenant)
         if self._half is None:
             self._warn_of_silence()
             return
@@ -147,9 +160,8 @@ class SchedulerSide:
             adapter = self._adapters.digest(request.lora_request)
             if adapter is None:
                 return
-        params = params_of(request)
         keys = RequestKeys(request, self._half.hashers[tenant], salt=salt, adapter=adapter)
-        self._requests[request.request_id] = _Request(request, keys, saves=not params.get("no_store", False))
+        self._requests[request.request_id] = _Request(request, keys, params)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
@@ -245,19 +257,22 @@ class SchedulerSide:
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; its device blocks, by KV group, are vLLM's at once.
 
-        Gives False, for that, and what its answer says of us: the blocks that were loaded, if it was asked for.
+        Gives False, for that, and what its answer says of us, if it was asked for.
         """
         known = self._requests.pop(request.request_id, None)
         if known is None or self._directory is None:
-            return False, None
+            return False, answer_to(params_of(request, has_pool=bool(self._config.pool.address)), {})
         self._forget_lookup(known)
-        is_asked = PARAMS in (request.kv_transfer_params or {})
-        told = {PARAMS: {"loaded_blocks": dict(known.loaded)}} if is_asked else None
+        told = answer_to(known.params, known.loaded)
         for job, load in self._loads.items():
             if load.request_id == request.request_id:
                 self._directory.cancel(job)
                 return False, told
-        if known.saves and not known.is_tombstoned:  # vLLM may not have heard yet that its load has failed
+        if known.params.pin_s and self._pins is not None:
+            prompt = known.keys.first(request.num_prompt_tokens // self._size)
+            self._pins.ask(self._groups.keys(prompt), known.params.pin_s)
+        # vLLM may not have heard yet that its load has failed.
+        if not known.params.no_store and not known.is_tombstoned:
             # Tokens whose KV is there: all but the last one, which was not put into the model.
             num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
             self._unsaved += self._groups.blocks(known.keys.first(num_full), tables, range(known.num_saved, num_full))
@@ -301,7 +316,7 @@ class SchedulerSide:
     def _newly_full(self, request_id: str, num_tokens: int, limit: int) -> list[Block]:
         """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed, the next few."""
         known = self._requests.get(request_id)
-        if known is None or not known.saves or self._kv is None:
+        if known is None or known.params.no_store or self._kv is None:
             return []
         # Under asynchronous scheduling, tokens are computed before anybody here knows them.
         num_full = self._num_to_keep(known.request, min(num_tokens, known.request.num_tokens))

@@ -91,8 +91,9 @@ class KvtierTier(SecondaryTierManager):
         self._stats = TierStats(metrics)
         with contextlib.ExitStack() as stack:
             stack.callback(self._memory.release)
-            tier = stack.enter_context(shared_tier(config, [namespace], metrics))
-            assert tier is not None, "pool.address is there"
+            shared = stack.enter_context(shared_tier(config, [namespace], metrics))
+            assert shared is not None, "pool.address is there"
+            tier = shared.tier
             on_late = partial(self._stats.note, "lookup", "late")
             self._lookups = Lookups(tier, key_of, deadline_s=config.cache.lookup_deadline_s, on_late=on_late)
             stack.callback(self._lookups.close)

@@ -5,8 +5,6 @@ vLLM's own prefix cache tells requests apart by `cache_salt` alone: there goes t
 
 import logging
 import secrets
-from collections.abc import Mapping
-from typing import Any
 
 from vllm.v1.request import Request
 
@@ -14,9 +12,6 @@ from kvtier.config import Config
 from kvtier_vllm import compat
 
 _log = logging.getLogger(__name__)
-PARAMS = "kvtier"
-"""Key of our table in a request's `kv_transfer_params`."""
-_TENANT = "tenant"
 
 
 class Tenants:
@@ -26,13 +21,15 @@ class Tenants:
         self._own, self._named = config.tenant, frozenset(config.gateway_tenants)
         self._is_warned = False
 
-    def of(self, request: Request) -> tuple[str | None, str | None]:
+    def of(self, request: Request, named: object) -> tuple[str | None, str | None]:
         """Name of the request's tenant, and the `cache_salt` that its client gave.
+
+        :param named: by the request itself; None: nobody.
 
         None for one that names a tenant which it may not, or whose nobody can tell: it computes everything itself, and
         nobody finds what it computed.
         """
-        salt, named = request.cache_salt, params_of(request).get(_TENANT)
+        salt = request.cache_salt
         tenant = self._own if named is None else named
         if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
             self._warn(named)
@@ -51,9 +48,3 @@ class Tenants:
                 "kv_transfer_params, and in `tenant` whose requests are that name none",
                 wrong,
             )
-
-
-def params_of(request: Request) -> Mapping[str, Any]:
-    """What the request's client says to kvtier."""
-    params = (request.kv_transfer_params or {}).get(PARAMS, {})
-    return params if isinstance(params, Mapping) else {}

@@ -41,9 +41,13 @@ class PerTenant:
         """See `Tier.write`."""
         return self._each([key for key, _ in items], items, lambda tier, theirs: tier.write(theirs))
 
+    def by_tenant(self, keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:
+        """The keys of each tenant that has some."""
+        return {tenant: [keys[i] for i in places] for tenant, places in self._split(keys).items()}
+
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """See `Tier.discard`."""
-        return sum(tier.discard([keys[i] for i in places]) for tier, places in self._split(keys))
+        return sum(self._tiers[tenant].discard(theirs) for tenant, theirs in self.by_tenant(keys).items())
 
     def usage(self) -> Usage:
         """See `Tier.usage`. Of all tenants together; they share one capacity."""
@@ -70,16 +74,17 @@ class PerTenant:
     ) -> list[_Answer]:
         """An answer per item, in order."""
         answers: dict[int, _Answer] = {}
-        for tier, places in self._split(keys):
-            answers.update(zip(places, call(tier, [items[i] for i in places]), strict=True))
+        for tenant, places in self._split(keys).items():
+            theirs = [items[i] for i in places]
+            answers.update(zip(places, call(self._tiers[tenant], theirs), strict=True))
         return [answers[i] for i in range(len(keys))]
 
-    def _split(self, keys: Sequence[StoreKey]) -> list[tuple[Tier, list[int]]]:
-        """The tenants' tiers that have something to do, each with the places of its keys."""
-        places: dict[bytes, list[int]] = {}
+    def _split(self, keys: Sequence[StoreKey]) -> dict[TenantId, list[int]]:
+        """The places of each tenant's keys."""
+        places: dict[TenantId, list[int]] = {}
         for i, key in enumerate(keys):
-            places.setdefault(key[:TENANT_ID_BYTES], []).append(i)
+            places.setdefault(TenantId(key[:TENANT_ID_BYTES]), []).append(i)
         strangers = places.keys() - self._tiers.keys()
         if strangers:
             raise InvalidInputError(f"tier {self._name}: keys of {len(strangers)} tenants that it is not connected for")
-        return [(self._tiers[TenantId(tenant)], of_tenant) for tenant, of_tenant in places.items()]
+        return places

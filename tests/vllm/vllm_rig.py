@@ -359,6 +359,10 @@ class CachePool:
         """Blocks that engines have stored here."""
         return self._count("kvtier_pool_written_blocks_total", 'status="stored"')
 
+    def num_pinned(self) -> int:
+        """Blocks that stay in memory because somebody wants it."""
+        return self._count("kvtier_pool_pinned_blocks", "")
+
     def num_read(self) -> int:
         """Blocks that engines have got from here."""
         return self._count("kvtier_pool_read_blocks_total", 'source="memory"')
@@ -369,7 +373,7 @@ class CachePool:
     def _count(self, name: str, label: str) -> int:
         with urllib.request.urlopen(f"http://{self._http}/metrics", timeout=WAIT_S) as response:
             lines = response.read().decode().splitlines()
-        samples = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
         return int(sum(float(line.rpartition(" ")[2]) for line in samples))
 
 

@@ -172,6 +172,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.told: dict[str, dict[str, Any]] = {}
+        """`kv_transfer_params` of answers, of those that have some."""
         self.started: Counter[str] = Counter()
         """Loads, by request."""
         self.received: Counter[str] = Counter()
@@ -303,6 +305,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
+                if each.kv_transfer_params is not None:
+                    self.told[each.request_id] = each.kv_transfer_params
                 if each.finish_reason is not None:
                     self.reasons[each.request_id] = str(each.finish_reason)
 
