@@ -2,9 +2,11 @@
 
 SETTINGS is JSON. Commands come as lines of JSON on standard input, `{"call": NAME, ...arguments}`; each has one line of
 JSON as its answer, on the file descriptor ANSWERS: standard output belongs to vLLM. The first answer comes by itself
-when the engine has started. An error is an answer too, `{"error": TEXT}`. The engine ends with the input.
+when the engine has started. `restart` puts another engine in its place: importing vLLM takes longer than starting
+one. An error is an answer too, `{"error": TEXT}`. The engine ends with the input.
 """
 
+import gc
 import json
 import os
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.metrics.reader import Counter
@@ -21,8 +24,10 @@ class Driver:
     """The commands."""
 
     def __init__(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
-        self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
+        self._start(options, transfer)
 
+    def _start(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
+        self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
         self._adapters: dict[str, int] = {}
 
     def started(self) -> dict[str, Any]:
@@ -65,6 +70,15 @@ class Driver:
             if isinstance(metric, Counter):
                 totals[metric.name] = totals.get(metric.name, 0) + metric.value
         return totals
+
+    def restart(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> dict[str, Any]:
+        """Another engine, after the end of this one."""
+        self.stop()
+        del self._llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        self._start(options, transfer)
+        return self.started()
 
     def stop(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

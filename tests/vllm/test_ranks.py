@@ -16,24 +16,22 @@ from vllm_rig import (
 
 PROMPTS = make_prompts()
 NUM_RANKS = 2
-OPTIONS = {
-    "processes": True,
-    "tensor_parallel_size": NUM_RANKS,
-    "distributed_executor_backend": "mp",
-    "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-}
+OPTIONS = {"dtype": "float32"}
+"""Ranks add up what one computes at once: in bfloat16 that would be seen."""
+RANKS = {"tensor_parallel_size": NUM_RANKS, "distributed_executor_backend": "mp"}
+ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool) -> None:
     connector = transfer(settings(pool={"address": [pool.address]}))
-    with lab.engine(**OPTIONS) as engine:
+    with lab.engine(environ=ENVIRON, **OPTIONS) as engine:
         expected = engine.generate(PROMPTS)
-    with lab.engine(connector, **OPTIONS) as engine:
+        engine.restart(connector, **OPTIONS, **RANKS)
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
-    assert pool.num_written() == NUM_RANKS * num_blocks(PROMPTS)
-    with lab.engine(connector, **OPTIONS) as engine:
+        engine.restart(connector, **OPTIONS, **RANKS)
+        assert pool.num_written() == NUM_RANKS * num_blocks(PROMPTS)
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == all_hit(PROMPTS)

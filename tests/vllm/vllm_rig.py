@@ -32,11 +32,13 @@ NUM_TOKENS = 40
 """Generated per request: enough to fill a block."""
 CROWD_TOKENS = 120
 """Generated per request of the crowd: then it needs more than 30 blocks, into which its prompts fit."""
+KV_BYTES = 256 << 20
+"""Of an engine's device, which it fills with zeros at its start."""
 VOCABULARY = 2000
 TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
 """Of tenants, for the pool."""
 ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # of helpers that vLLM compiles in eager mode too, 3 s at every engine's first step
     "OMP_NUM_THREADS": "1",  # where cores are shared, threads that wait for each other in a loop take for ever
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -83,18 +85,18 @@ def cached_of(answers: Sequence[Answer]) -> list[int]:
     return [answer.num_cached for answer in answers]
 
 
-def all_hit(prompts: Sequence[Sequence[int]]) -> list[int]:
+def all_hit(prompts: Sequence[Sequence[int]], *, block_size: int = BLOCK) -> list[int]:
     """Tokens of each prompt that a full hit spares: whole blocks, but never the last token."""
-    return [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]
+    return [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
 
 
 def none_hit(prompts: Sequence[Sequence[int]]) -> list[int]:
     return [0] * len(prompts)
 
 
-def num_blocks(prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> int:
+def num_blocks(prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS, *, block_size: int = BLOCK) -> int:
     """Blocks that are full when so many tokens were generated to each. The last one's KV is never made."""
-    return sum((len(prompt) + num_tokens - 1) // BLOCK for prompt in prompts)
+    return sum((len(prompt) + num_tokens - 1) // block_size for prompt in prompts)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -136,9 +138,9 @@ class EngineError(AssertionError):
 class Engine:
     """A running `LLM`. One command at a time."""
 
-    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path, model: Path) -> None:
         """:param answers: the descriptor to read them from; the caller's."""
-        self._process, self._answers, self.log = process, answers, log
+        self._process, self._answers, self.log, self._model = process, answers, log, model
         self._received = b""
         self.facts = self.answer()
         """What the engine said of itself at its start."""
@@ -170,6 +172,13 @@ class Engine:
 
     def end_generate(self) -> list[Answer]:
         return [Answer(**each) for each in self.answer()]
+
+    def restart(self, connector: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Ends this engine in good order and starts another one of its model in its process: sooner than anew.
+
+        :param connector: as for `Lab.engine`, and so are options.
+        """
+        self.facts = self._call("restart", options=_options(self._model, options), transfer=connector)
 
     def reset(self, *, connector: bool = False) -> None:
         """Empties vLLM's prefix cache, and with `connector` also what this engine's connector holds.
@@ -241,7 +250,7 @@ class Lab:
         :param options: of `LLM`.
         """
         arguments = {
-            "options": self._options(model, options) | {"disable_log_stats": False},
+            "options": _options(model or self.model, options),
             "transfer": connector,
             "async_scheduling": async_scheduling,
         }
@@ -252,7 +261,7 @@ class Lab:
             command = [sys.executable, str(CHILD), json.dumps(arguments), str(write_end)]
             with self._running(command, log, apart | dict(environ or {}), pass_fds=[write_end]) as process:
                 os.close(write_end)
-                engine = Engine(process, read_end, log)
+                engine = Engine(process, read_end, log, model or self.model)
                 yield engine
                 engine.stop()
 
@@ -260,7 +269,7 @@ class Lab:
     def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:
         """vLLM's OpenAI server, when it is healthy."""
         port = _free_port()
-        flags = self._options(None, options) | {
+        flags = _shared_options(self.model, options) | {
             "host": "127.0.0.1",
             "port": port,
             "kv_transfer_config": dict(connector),
@@ -283,18 +292,6 @@ class Lab:
             yield client
             process.terminate()
             process.wait(STOP_S)
-
-    def _options(self, model: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "model": str(model or self.model),
-            "enforce_eager": True,
-            "dtype": "bfloat16",
-            "block_size": BLOCK,
-            "max_model_len": 1024,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 2048,
-            **options,
-        }
 
     @contextlib.contextmanager
     def _running(
@@ -375,6 +372,26 @@ class CachePool:
             lines = response.read().decode().splitlines()
         samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
         return int(sum(float(line.rpartition(" ")[2]) for line in samples))
+
+
+def _options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM`."""
+    return _shared_options(model, options) | {"disable_log_stats": False}
+
+
+def _shared_options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM` and of the server."""
+    return {
+        "model": str(model),
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "block_size": BLOCK,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": KV_BYTES,
+        **options,
+    }
 
 
 def _as_flags(options: Mapping[str, Any]) -> list[str]:
