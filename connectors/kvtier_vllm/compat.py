@@ -1,6 +1,7 @@
 """All that depends on vLLM's version, and what its configuration must be for this connector."""
 
 import logging
+from collections.abc import Iterable
 
 import vllm
 from vllm.config import VllmConfig
@@ -9,6 +10,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -21,6 +23,7 @@ SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
 _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exactly: KV of some of their subclasses depends on more than the tokens before it."""
+_TRIED = frozenset((KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR))
 
 
 def log_as_vllm_does() -> None:
@@ -64,6 +67,9 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     if not specs or any(type(spec) not in _KINDS for spec in specs):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
         raise ConfigError(f"kvtier keeps the KV of full and of sliding-window attention; this model has: {kinds}")
+    if any(getattr(spec, "non_causal", False) or spec.tokens_per_state != 1 for spec in specs):
+        raise ConfigError("KV that depends on tokens after it, or of several tokens as one: kvtier keeps neither")
+    require_tried(spec.kv_quant_mode for spec in specs)
     sizes = {int(spec.block_size) for spec in specs}
     if len(sizes) != 1:
         raise ConfigError(f"KV groups with blocks of {sorted(sizes)} tokens: kvtier needs the same in all of them")
@@ -82,10 +88,24 @@ def salt_device_cache(request: Request, salt: str) -> None:
     request.update_block_hashes()
 
 
+def require_tried(modes: Iterable[KVQuantMode]) -> None:
+    """Raises `ConfigError` for quantised KV that this connector was not tried with.
+
+    Those with a scale per token and head would be wrong: vLLM sets all scales to 1 in the first forward pass that
+    attends to anything, which may come after a load.
+    """
+    untried = sorted({mode.name.lower() for mode in modes} - {mode.name.lower() for mode in _TRIED})
+    if untried:
+        raise ConfigError(f"kvtier was not tried with KV in {', '.join(untried)}: use --kv-cache-dtype fp8, or auto")
+
+
 def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether tensor-parallel ranks all have the whole KV, rather than some heads each: latent attention does."""
+    """Whether tensor-parallel ranks all have the whole KV, rather than some heads each: latent attention does.
+
+    Not under context parallelism, which `tokens_per_block` refuses: there they have some tokens each.
+    """
     return all(
-        type(spec) is MLAAttentionSpec
+        type(spec) is MLAAttentionSpec and spec.max_tp_shards == 1
         for group in kv_cache_config.kv_cache_groups
         for spec in _specs_of(group.kv_cache_spec)
     )

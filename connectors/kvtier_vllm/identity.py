@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
@@ -24,6 +25,8 @@ _LENGTH_MATTERS = "longrope"
 """How rotary embeddings call themselves that are others in engines with another `max_model_len`."""
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
 """Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
+_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+"""Of an attention layer whose KV is quantised."""
 
 
 def namespace_of(
@@ -51,7 +54,7 @@ def namespace_of(
     return Namespace(
         weights_digest=model_digest(config, digests),
         dtype=str(model.dtype),
-        kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}",
+        kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}{_quantisation(attention, layers)}",
         physical_layout=_layout(groups, num_blocks),
         backend=f"vllm-{'.'.join(vllm.__version__.split('.')[:2])} {first.device.type} {' '.join(backends)}",
         num_layers=len(layers),
@@ -73,6 +76,26 @@ def packing_of_cpu() -> str:
 
 def _backend(layer: Any) -> str:
     return str(layer.get_attn_backend().get_name())
+
+
+def _quantisation(attention: Mapping[str, Any], names: Iterable[str]) -> str:
+    """How KV is quantised: the format that this platform calls fp8, and the scales. Empty where it is not.
+
+    Scales are in the checkpoint, and so in its digest; but what is done with them, or in place of those that are
+    missing, differs by platform and by method. So those count that are in use.
+    """
+    digest, is_quantised = hashlib.sha256(), False
+    for name in sorted(names):
+        layer = attention[name]
+        dtype = str(getattr(layer, "kv_cache_dtype", "auto"))
+        if not is_quantized_kv_cache(dtype):
+            continue
+        is_quantised = True
+        for which in _SCALES:
+            scale = getattr(layer, which, None)
+            values = None if scale is None else scale.flatten().tolist()
+            digest.update(f"{name} {dtype} {which} {values}\n".encode())
+    return f" {current_platform.fp8_dtype()} {digest.hexdigest()}" if is_quantised else ""
 
 
 def _layout(groups: Sequence[Mapping[str, Tensor]], num_blocks: int) -> str:

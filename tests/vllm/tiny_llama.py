@@ -14,14 +14,20 @@ SPREAD = 0.3
 SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
-def make(folder: Path, *, seed: int, window: int | None = None) -> None:
+def make(folder: Path, *, seed: int, window: int | None = None, kv_scale: float | None = None) -> None:
     """Writes configuration, weights and tokenizer. Seeds differ in nothing but the values of the weights.
 
     :param window: every second layer sees so many tokens only, which makes it a hybrid model.
+    :param kv_scale: what keys are divided by before they become fp8, and values by twice as much.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_configuration() | _sliding(window)))
+    save_file(_weights(seed) | _scales(kv_scale), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_configuration() | _sliding(window) | _quantisation(kv_scale)))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Of words that are numbers, for models of `VOCABULARY`."""
     words = SPECIAL + [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -64,6 +70,23 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
             weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN)
     weights["model.norm.weight"] = torch.ones(HIDDEN)
     return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def _scales(kv_scale: float | None) -> dict[str, torch.Tensor]:
+    if kv_scale is None:
+        return {}
+    attention = [f"model.layers.{layer}.self_attn" for layer in range(NUM_LAYERS)]
+    keys = {f"{name}.k_scale": torch.tensor([kv_scale]) for name in attention}
+    return keys | {f"{name}.v_scale": torch.tensor([2 * kv_scale]) for name in attention}
+
+
+def _quantisation(kv_scale: float | None) -> dict[str, object]:
+    """Of KV alone."""
+    if kv_scale is None:
+        return {}
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme}
+    return {"quantization_config": config}
 
 
 def _sliding(window: int | None) -> dict[str, object]:

@@ -9,10 +9,12 @@ from typing import Any
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
+from kvtier_vllm.compat import require_tried
 from kvtier_vllm.identity import model_digest, packing_of_cpu
 
 _SEEDED = ("xxhash", "xxhash_cbor")
@@ -59,6 +61,7 @@ def require_usable(config: VllmConfig) -> None:
             "vLLM may know images by a counter, or as clients call them, and others have the same: "
             "serve text alone (--language-model-only), or leave out this tier"
         )
+    require_tried([get_kv_quant_mode(config.cache_config.cache_dtype)])
     if config.speculative_config is not None:
         raise ConfigError("kvtier was not tried with speculative decoding: leave out speculative_config")
     if model.runner_type != "generate":

@@ -1,0 +1,191 @@
+"""Which kinds of KV are kept, in which namespaces, and what is said of the others. No engine runs here."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from native_rig import engine_config
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+from vllm_rig import Lab
+
+from kvtier.errors import ConfigError
+from kvtier.transfer import Arena
+from kvtier_vllm.compat import holds_the_same_in_all_ranks, tokens_per_block
+from kvtier_vllm.identity import namespace_of
+from kvtier_vllm.paged_kv import device_kv
+from kvtier_vllm.secondary.identity import require_usable
+
+SIZE = 64
+NUM_BLOCKS = 6
+DENSE: dict[str, Any] = {"block_size": SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**DENSE)
+LATENT: dict[str, Any] = DENSE | {"num_kv_heads": 1, "head_size": 576, "max_tp_shards": 1}
+MLA = MLAAttentionSpec(**LATENT)
+INDEXER = MLAAttentionSpec(**LATENT | {"head_size": 132, "dtype": torch.uint8}, cache_role=SparseCacheRole.INDEXER)
+"""What DeepSeek-V3.2 keeps beside: values in fp8 and their scales, one vector per token."""
+
+
+@pytest.fixture
+def config(lab: Lab) -> VllmConfig:
+    return engine_config(lab.model)
+
+
+def _groups(*specs: KVCacheSpec) -> KVCacheConfig:
+    """A layer and a KV group for each."""
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(NUM_BLOCKS, [], groups)
+
+
+KEPT: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (FULL,),
+    "sliding window": (FULL, SlidingWindowSpec(**DENSE, sliding_window=80)),
+    "fp8": (FullAttentionSpec(**DENSE | {"dtype": torch.uint8}, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
+    "latent": (MLA,),
+    "latent and full": (MLA, FULL),
+    "latent with indexer": (UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs={"a": MLA, "b": INDEXER}),),
+}
+REFUSED: dict[str, tuple[KVCacheSpec, str]] = {
+    "latent sliding window": (SlidingWindowMLASpec(**LATENT, sliding_window=80), "SlidingWindowMLASpec"),
+    "hidden states": (HiddenStateCacheSpec(**LATENT), "HiddenStateCacheSpec"),
+    "a prefix seen both ways": (FullAttentionSpec(**DENSE, non_causal=True), "tokens after it"),
+    "compressed": (MLAAttentionSpec(**LATENT, tokens_per_state=4), "several tokens as one"),
+    **{
+        mode.name: (FullAttentionSpec(**DENSE, kv_quant_mode=mode), f"{mode.name.lower()}: use --kv-cache-dtype fp8")
+        for mode in KVQuantMode
+        if mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    },
+}
+
+
+@pytest.mark.parametrize("specs", KEPT.values(), ids=KEPT)
+def test_what_is_kept(config: VllmConfig, specs: tuple[KVCacheSpec, ...]) -> None:
+    assert tokens_per_block(config, _groups(*specs)) == SIZE
+
+
+@pytest.mark.parametrize(("spec", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(config: VllmConfig, spec: KVCacheSpec, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tokens_per_block(config, _groups(spec))
+    with pytest.raises(ConfigError, match=told):
+        tokens_per_block(config, _groups(FULL, spec))
+
+
+@pytest.mark.parametrize("kind", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(config: VllmConfig, kind: str) -> None:
+    """Ranks would have some tokens of a block each: of latent attention too, they would not hold the same."""
+    setattr(config.parallel_config, kind, 2)
+    with pytest.raises(ConfigError, match="context parallelism"):
+        tokens_per_block(config, _groups(MLA))
+
+
+def test_below_native_offloading_the_same_is_refused(config: VllmConfig) -> None:
+    config.cache_config.cache_dtype = "fp8"
+    require_usable(config)
+    config.cache_config.cache_dtype = "int8_per_token_head"
+    with pytest.raises(ConfigError, match="int8_per_token_head"):
+        require_usable(config)
+
+
+def test_only_latent_attention_holds_the_same_in_all_ranks() -> None:
+    assert holds_the_same_in_all_ranks(_groups(MLA))
+    assert holds_the_same_in_all_ranks(_groups(*KEPT["latent with indexer"]))
+    assert not holds_the_same_in_all_ranks(_groups(FULL))
+    assert not holds_the_same_in_all_ranks(_groups(MLA, FULL))
+    unknown = MLAAttentionSpec(**LATENT | {"max_tp_shards": None})
+    assert not holds_the_same_in_all_ranks(_groups(unknown)), "vLLM does not say so"
+
+
+def test_pages_of_latent_attention_and_of_the_indexer_beside_it(config: VllmConfig) -> None:
+    """A block is both, and is copied as a whole."""
+    (group,) = get_kv_cache_groups(config, {"layer.0.attn": MLA, "layer.0.indexer": INDEXER})
+    assert tokens_per_block(config, KVCacheConfig(NUM_BLOCKS, [], [group])) == SIZE
+    random = torch.Generator().manual_seed(0)
+    layers = [
+        torch.randint(0, 256, (NUM_BLOCKS, spec.page_size_bytes), dtype=torch.uint8, generator=random)
+        .view(spec.dtype)
+        .view(NUM_BLOCKS, 1, SIZE, spec.head_size)
+        for spec in (MLA, INDEXER)
+    ]
+    before = [layer.view(torch.uint8).clone() for layer in layers]
+    with device_kv(layers, NUM_BLOCKS, num_copies=1) as device:
+        assert device.block_bytes == MLA.page_size_bytes + INDEXER.page_size_bytes
+        arena = Arena(2, device.block_bytes)
+        device.gather([1, 4], arena, [0, 1])
+        device.scatter(arena, [0, 1], [5, 2])
+    for layer, old in zip(layers, before, strict=True):
+        assert np.array_equal(layer.view(torch.uint8), old[[0, 1, 4, 3, 4, 1]])
+
+
+class Engine:
+    """All of an engine that says what its KV is: configuration, attention, paged KV."""
+
+    def __init__(self, lab: Lab, *, kv_cache_dtype: str = "fp8", skip: tuple[str, ...] = ()) -> None:
+        self.config = engine_config(lab.model)
+        self.config.cache_config.cache_dtype = kv_cache_dtype
+        self.config.cache_config.kv_cache_dtype_skip_layers = list(skip)
+        with set_current_vllm_config(self.config):
+            self.attention = [
+                Attention(6, 32, 0.1, 2, cache_config=self.config.cache_config, prefix=f"layers.{number}.attn")
+                for number in range(2)
+            ]
+        self._digests = lab.home / "digests"
+
+    def namespace(self) -> bytes:
+        # One shape and dtype for all: nothing but what is said of it shall differ.
+        layers: dict[str, Tensor] = {
+            f"layers.{number}.attn": torch.zeros(NUM_BLOCKS, 2, SIZE, 64, dtype=torch.uint8) for number in range(2)
+        }
+        described = namespace_of(
+            self.config, [layers], num_blocks=NUM_BLOCKS, tp_rank=0, pp_rank=0, digests=self._digests
+        )
+        return bytes(described.id)
+
+
+@pytest.fixture
+def fp8(lab: Lab) -> Engine:
+    return Engine(lab)
+
+
+def test_scales_in_use_are_in_the_namespace(lab: Lab, fp8: Engine) -> None:
+    known = {fp8.namespace()}
+    assert Engine(lab).namespace() in known
+    for layer in fp8.attention:
+        for which in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):
+            getattr(layer, which).fill_(0.5)
+            assert fp8.namespace() not in known, f"{layer.layer_name} {which}"
+            known.add(fp8.namespace())
+    fp8.attention[0]._k_scale = torch.tensor([0.5, 0.25])
+    assert fp8.namespace() not in known, "a scale for each head"
+
+
+def test_formats_are_in_the_namespace(lab: Lab, fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {fp8.namespace()}
+    for other in (Engine(lab, kv_cache_dtype="fp8_e5m2"), Engine(lab, kv_cache_dtype="auto"), Engine(lab, skip=("0",))):
+        assert other.namespace() not in known
+        known.add(other.namespace())
+    monkeypatch.setattr("vllm.platforms.current_platform.fp8_dtype", lambda: torch.float8_e4m3fnuz)
+    assert fp8.namespace() not in known, "some GPUs have a format of their own under the same name"
+
+
+def test_scales_of_what_is_not_quantised_say_nothing(lab: Lab) -> None:
+    engine = Engine(lab, kv_cache_dtype="auto")
+    known = engine.namespace()
+    engine.attention[0]._k_scale.fill_(0.5)
+    assert engine.namespace() == known
