@@ -10,6 +10,7 @@ from kvtier.build_tiers import DISK, POOL, has_io_process, tiers_below
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import (
+    ALONE,
     AlwaysFetch,
     Directory,
     DirectorySettings,
@@ -19,6 +20,7 @@ from kvtier.hierarchy import (
     InventoryLog,
     Mover,
     Planner,
+    Replica,
 )
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.metrics import Metrics
@@ -93,11 +95,17 @@ def engine_cache(
 
 @contextlib.contextmanager
 def mover_half(
-    config: Config, *, device: DeviceKV, namespace: NamespaceId, registry: CollectorRegistry
+    config: Config,
+    *,
+    device: DeviceKV,
+    namespace: NamespaceId,
+    registry: CollectorRegistry,
+    replica: Replica = ALONE,
 ) -> Iterator[MoverHalf]:
     """Arena, tiers and mover of one rank; leaving the context ends after what was submitted. Raises as `engine_cache`.
 
     :param device: the rank's paged KV; stays the caller's, and must outlive the context.
+    :param replica: which of the ranks with this namespace it is: each writes some of the blocks to the pool.
     """
     tenants, metrics = [tenant_id(name) for name in config.engine_tenants()], Metrics(registry)
     inventory = InventoryLog(tenants, namespace)
@@ -121,6 +129,8 @@ def mover_half(
             inventory=inventory,
             num_load_threads=config.cache.load_threads,
             forget_untold=forget_untold,
+            shared_tiers=[POOL],
+            replica=replica,
         )
         stack.callback(mover.close)
         yield MoverHalf(mover, below)

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvtier.build import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
-from kvtier.hierarchy import Mover
+from kvtier.hierarchy import ALONE, Mover, Replica
 from kvtier.hierarchy.messages import Copied, SaveBatch, decode
 from kvtier_vllm.compat import holds_the_same_in_all_ranks
 from kvtier_vllm.groups import GroupedKV
@@ -58,11 +58,12 @@ class WorkerSide:
             {name: layers[name] for name in group.layer_names if name in layers}
             for group in self._kv_cache_config.kv_cache_groups
         ]
+        is_replicated = holds_the_same_in_all_ranks(self._kv_cache_config)
         namespace = namespace_of(
             self._vllm_config,
             groups,
             num_blocks=num_blocks,
-            tp_rank=0 if holds_the_same_in_all_ranks(self._kv_cache_config) else tp.rank_in_group,
+            tp_rank=0 if is_replicated else tp.rank_in_group,
             pp_rank=pp.rank_in_group,
             digests=DIGESTS,
         )
@@ -74,7 +75,13 @@ class WorkerSide:
         ]
         device = devices[0] if len(devices) == 1 else GroupedKV(devices)
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
-        half = mover_half(config, device=device, namespace=namespace.id, registry=CollectorRegistry())
+        half = mover_half(
+            config,
+            device=device,
+            namespace=namespace.id,
+            registry=CollectorRegistry(),
+            replica=Replica(tp.rank_in_group, tp.world_size) if is_replicated else ALONE,
+        )
         self._mover = self._stack.enter_context(half).mover
         # With what its disk holds: the first request already wants to know.
         self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())

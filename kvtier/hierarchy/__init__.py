@@ -14,8 +14,10 @@ from kvtier.hierarchy.jobs import Block, DirectorySettings, JobResult
 from kvtier.hierarchy.metrics import HierarchyMetrics
 from kvtier.hierarchy.mover import Mover
 from kvtier.hierarchy.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
+from kvtier.hierarchy.replica import ALONE, Replica
 
 __all__ = [
+    "ALONE",
     "AlwaysFetch",
     "Block",
     "BlockStatus",
@@ -29,4 +31,5 @@ __all__ = [
     "JobResult",
     "Mover",
     "Planner",
+    "Replica",
 ]

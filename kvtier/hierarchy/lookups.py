@@ -28,7 +28,8 @@ class SharedLookups:
         on_answer: Callable[[], None],
     ) -> None:
         """:param on_answer: called from another thread when an answer has come."""
-        self._tier, self._namespaces = tier, list(namespaces)
+        self._tier = tier
+        self._namespaces = list(dict.fromkeys(namespaces))  # ranks that hold the same have one
         self._max_asking, self._on_answer = max_asking, on_answer
         self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
         self._asking: set[Future[list[Status]]] = set()
@@ -60,8 +61,8 @@ class SharedLookups:
             # Tiers do not raise. A bug in one must not reach the scheduler, which would end the engine.
             _log.exception("looking up %d blocks in %s failed", len(keys), self._tier.name)
             return [Status.MISS] * len(keys)
-        per_rank = [answers[start : start + len(keys)] for start in range(0, len(answers), len(keys))]
-        return [_weakest(statuses) for statuses in zip(*per_rank, strict=True)]
+        by_namespace = [answers[start : start + len(keys)] for start in range(0, len(answers), len(keys))]
+        return [_weakest(statuses) for statuses in zip(*by_namespace, strict=True)]
 
 
 @dataclass(slots=True)

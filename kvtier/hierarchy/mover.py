@@ -8,7 +8,7 @@ block on the move a slot of it.
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,7 @@ from kvtier.hierarchy.messages import (
     decode,
     encode,
 )
+from kvtier.hierarchy.replica import ALONE, Replica
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, DeviceKV
@@ -70,6 +71,8 @@ class Mover:
         inventory: InventoryLog,
         num_load_threads: int = 2,
         forget_untold: Callable[[str], None] = lambda tier: None,
+        shared_tiers: Collection[str] = (),
+        replica: Replica = ALONE,
     ) -> None:
         """
         :param tiers: the tiers below the arena by name.
@@ -78,6 +81,8 @@ class Mover:
             buffer, one read from its tier while the other is copied to the device; more help tiers with latency.
         :param forget_untold: has a tier forget those of its blocks that it could not tell the inventory of. Called
             with its name when a discard arrives; must not block.
+        :param shared_tiers: those of the tiers that the movers of all ranks have.
+        :param replica: which of the blocks written to these are this mover's to write.
         """
         if arena.slot_bytes < device.block_bytes:
             raise InvalidInputError(
@@ -86,6 +91,7 @@ class Mover:
         self._namespace = namespace
         self._device, self._arena, self._tiers = device, arena, dict(tiers)
         self._inventory, self._forget_untold = inventory, forget_untold
+        self._shared_tiers, self._replica = frozenset(shared_tiers), replica
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
         self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
@@ -243,9 +249,11 @@ class Mover:
         try:
             # Asked first, so that what another engine has saved already is not sent again. What the
             # tier refuses or cannot take, it has counted: the block is simply not there.
-            tier = self._tiers[name]
-            statuses = tier.lookup([key for key, _ in save.items])
-            absent = [item for item, status in zip(save.items, statuses, strict=True) if status is Status.MISS]
+            tier, items = self._tiers[name], save.items
+            if name in self._shared_tiers:
+                items = [item for item in items if self._replica.writes(item[0])]
+            statuses = tier.lookup([key for key, _ in items]) if items else []
+            absent = [item for item, status in zip(items, statuses, strict=True) if status is Status.MISS]
             if absent:
                 tier.write(absent)
         except Exception:
