@@ -140,6 +140,19 @@ class HierarchyStore:
         for job_id in list(self.running):
             self.rig.hierarchy.cancel(job_id)
 
+    def listen(self) -> set[tuple[str, bytes]]:
+        """What somebody believes whom the directory's notes are read to: tiers, and keys of blocks there."""
+        for tier, key in self._changes.take():
+            if self._directory.has(tier, key):
+                self._told.add((tier, key))
+            else:
+                self._told.discard((tier, key))
+        return self._told
+
+    def readable(self) -> set[tuple[str, bytes]]:
+        """What he should believe."""
+        return {(tier, key) for tier in self._changes.tiers for key in HASHES if self._directory.has(tier, key)}
+
     def finish(self) -> None:
         """Waits for all jobs."""
         for job_id in list(self.running):
@@ -169,6 +182,9 @@ class HierarchyStore:
             num_blocks=DEVICE_BLOCKS,
             settings=self._settings,
         )
+        self._directory = self.rig.hierarchy._directory
+        self._changes = self._directory.watch()
+        self._told = self.readable()
         self.rig.device[:] = POISON
         self._expected = self.rig.device.copy()
         self._users = [0] * DEVICE_BLOCKS

@@ -98,6 +98,10 @@ class HierarchyStateMachine(StoreStateMachine):
             assert block == self.stored[label]
         self.store.loaded.clear()
 
+    @invariant()
+    def what_comes_and_goes_is_noted(self) -> None:
+        assert self.store.listen() == self.store.readable()
+
 
 def settings_for(policy: WritePolicy) -> DirectorySettings:
     return DirectorySettings(

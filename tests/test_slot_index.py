@@ -266,7 +266,7 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def discard_ready(self) -> None:
-        self.index.discard_ready()
+        assert sorted(self.index.discard_ready()) == sorted(self.ready)
         self.ready.clear()
         self.passed_over.clear()
 

@@ -6,6 +6,7 @@
 `Hierarchy` joins both in one process. `Cleaner` keeps the device's cold blocks copied ahead.
 """
 
+from kvtier.hierarchy.changes import ContentChanges
 from kvtier.hierarchy.cleaner import Cleaner
 from kvtier.hierarchy.directory import Directory
 from kvtier.hierarchy.hierarchy import Hierarchy
@@ -22,6 +23,7 @@ __all__ = [
     "Block",
     "BlockStatus",
     "Cleaner",
+    "ContentChanges",
     "Directory",
     "DirectorySettings",
     "FetchIfFaster",

@@ -12,6 +12,7 @@ from typing import Literal
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
+from kvtier.hierarchy.changes import ContentChanges
 from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.jobs import Batch, Block, DirectorySettings, Discard, Job, JobResult, chunks
 from kvtier.hierarchy.lookups import Lookups, SharedLookups
@@ -118,6 +119,16 @@ class Directory:
     def holds(self, key: BlockKey) -> bool:
         """Whether the arenas hold this block or are just being given it."""
         return self._index.slots.find(key) is not None
+
+    def has(self, tier: str, key: BlockKey) -> bool:
+        """Whether all ranks can read this block in that tier: in the arenas, which are `HOST`, or in a local one."""
+        return self._index.has(tier, key)
+
+    def watch(self) -> ContentChanges:
+        """From now on, notes what comes to these tiers and goes from them. What is there already is not noted."""
+        if self._index.content_changes is None:
+            self._index.content_changes = ContentChanges([HOST, *self._local_tiers])
+        return self._index.content_changes
 
     def worth_saving(self, key: BlockKey) -> bool:
         """Whether a block that the device is about to lose should be copied before."""
@@ -239,7 +250,7 @@ class Directory:
         for batch in self._batches.values():
             batch.forget = True
             moving.update(entry.key for entry in batch.entries)
-        self._index.slots.discard_ready()
+        self._index.note(HOST, self._index.slots.discard_ready())
         self._owed.clear()
         for tier in self._local_tiers:
             batch_id = self._new_id()
@@ -412,6 +423,7 @@ class Directory:
 
     def _keep(self, entry: Entry[BlockKey], batch: Batch) -> None:
         """A block that has just become readable in the arenas."""
+        self._index.note(HOST, [entry.key])
         if batch.forget:
             self._index.slots.discard(entry.key)
         else:

@@ -177,10 +177,12 @@ class SlotIndex(Generic[K]):
         self._hide(entry)
         return True
 
-    def discard_ready(self) -> None:
-        """Discards every key that is ready; those being written stay. O(slots)."""
-        for key in [key for key, entry in self._entries.items() if entry.ready]:
+    def discard_ready(self) -> list[K]:
+        """Discards every key that is ready, and returns them; those being written stay. O(slots)."""
+        ready = [key for key, entry in self._entries.items() if entry.ready]
+        for key in ready:
             self.discard(key)
+        return ready
 
     def add_slots(self, slots: range) -> None:
         """Manages these slots too; they are new and free. O(len(slots))."""
