@@ -2,10 +2,18 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    ExternalBlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -14,6 +22,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
 )
 from vllm.v1.request import Request
 
@@ -109,6 +119,36 @@ def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
         for group in kv_cache_config.kv_cache_groups
         for spec in _specs_of(group.kv_cache_spec)
     )
+
+
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the user wants KV events."""
+    events = config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def attention_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
+    """Of each KV group, as events name it, and the tokens that its window sees."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
+def event_hashes(request: Request, kv: KVCacheManager, span: range, tokens_per_block: int) -> list[ExternalBlockHash]:
+    """What vLLM's events call these blocks of the request, as far as they are known."""
+    hashes = resolve_block_hashes(request.block_hashes, kv.block_pool.hash_block_size, tokens_per_block)
+    return [maybe_convert_block_hash(hashes[position]) for position in span if position < len(hashes)]
+
+
+def device_cache(kv: KVCacheManager) -> object:
+    """What vLLM knows of its own prefix cache: another object after each reset."""
+    return kv.block_pool.cached_block_hash_to_block
+
+
+def hash_inputs(request: Request, position: int, tokens_per_block: int) -> tuple[Any, ...] | None:
+    """What vLLM hashes of a block beside its tokens. Of requests without media."""
+    start = position * tokens_per_block
+    inputs: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, start, start + tokens_per_block, 0)[0]
+    return inputs
 
 
 def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:

@@ -1,10 +1,11 @@
 """`KvtierConnector`: vLLM's connector interface, handed on to the half that lives in this process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_vllm import compat
 from kvtier_vllm.groups import KVGroups
+from kvtier_vllm.kv_events import KVEvents
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
@@ -58,7 +60,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks)
-        self._scheduler = SchedulerSide(config, tokens_per_block, groups) if is_scheduler else None
+        events: KVEvents | None = None
+        if is_scheduler and compat.publishes_events(vllm_config):
+            events = KVEvents(tokens_per_block, groups, compat.attention_kinds(kv_cache_config))
+        self._scheduler = SchedulerSide(config, tokens_per_block, groups, events=events) if is_scheduler else None
         self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
 
     @property
@@ -148,6 +153,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         return self._on_scheduler().sources(request) if num_external_tokens else {}
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._on_scheduler().take_events()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.take_stats() if self._scheduler is not None else None

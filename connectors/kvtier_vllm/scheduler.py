@@ -6,9 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -22,12 +24,13 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.hierarchy.jobs import Block
 from kvtier.hierarchy.planner import PENDING, AlwaysFetch, Planner
-from kvtier.keys import NamespaceId
+from kvtier.keys import BlockKey, NamespaceId
 from kvtier.metrics import Metrics
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.identity import DIGESTS
+from kvtier_vllm.kv_events import KVEvents
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.request_keys import RequestKeys
@@ -72,7 +75,8 @@ class _Request:
 @dataclass(slots=True)
 class _Load:
     request_id: str
-    device_blocks: list[int] = field(default_factory=list)
+    blocks: list[Block]
+    device_blocks: list[int]
 
 
 class SchedulerSide:
@@ -84,9 +88,11 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
+        events: KVEvents | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        self._config = config
+        """:param events: None when nobody listens."""
+        self._config, self._events = config, events
         self._size, self._groups = tokens_per_block, groups
         self._tenants = Tenants(config)
         self._planner: Planner = AlwaysFetch()
@@ -141,9 +147,13 @@ class SchedulerSide:
         self._copies.num_ranks = len(identities)
         for rank, identity in enumerate(identities):
             self._half.directory.deliver(rank, identity.messages)
+        if self._events is not None:
+            self._events.watch(self._half.directory, self._awaited)
 
     def bind(self, kv: KVCacheManager) -> None:
         self._kv = kv
+        if self._events is not None:
+            self._events.bind(kv)
 
     def add(self, request: Request) -> None:
         """A new request."""
@@ -204,11 +214,11 @@ class SchedulerSide:
             return
         first, count = known.asked.start, num_external_tokens // self._size
         span = range(first, first + count)
-        to_load = self._groups.blocks(known.keys.first(span.stop), blocks.get_block_ids(), span)
+        to_load = self._blocks(known, blocks.get_block_ids(), span)
         device_blocks = self._groups.device_blocks(slot for _, slot in to_load)
         self._allocated.update(device_blocks)
         job = self._directory.start_load(to_load)
-        self._loads[job] = _Load(request.request_id, device_blocks)
+        self._loads[job] = _Load(request.request_id, to_load, device_blocks)
         known.sources = (known.tiers or [])[:count]
         self._forget_lookup(known)
 
@@ -226,6 +236,10 @@ class SchedulerSide:
             return None
         stats, self._stats = self._stats, KvtierStats()
         return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What has come to this engine's host memory and disk, or gone from there, since the last call."""
+        return self._events.take() if self._events is not None else []
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
@@ -275,7 +289,7 @@ class SchedulerSide:
         if not known.params.no_store and not known.is_tombstoned:
             # Tokens whose KV is there: all but the last one, which was not put into the model.
             num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
-            self._unsaved += self._groups.blocks(known.keys.first(num_full), tables, range(known.num_saved, num_full))
+            self._unsaved += self._blocks(known, tables, range(known.num_saved, num_full))
         return False, told
 
     def reset(self) -> bool:
@@ -288,6 +302,7 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether a step is wanted even without requests."""
         is_telling = self._directory is not None and self._directory.is_telling
+        is_telling |= self._events is not None and self._events.has_news
         # A tier that hangs must not keep an idle engine busy.
         is_saving = bool(self._unsaved) and self._clock() < self._last_saved_at + _PATIENCE_S
         return bool(is_saving or self._ended or self._copies or is_telling)
@@ -324,7 +339,19 @@ class SchedulerSide:
         if num_full <= known.num_saved:
             return []
         span, known.num_saved = range(known.num_saved, num_full), num_full
-        return self._groups.blocks(known.keys.first(num_full), self._kv.get_block_ids(request_id), span)
+        return self._blocks(known, self._kv.get_block_ids(request_id), span)
+
+    def _blocks(self, known: _Request, tables: Sequence[Sequence[int]], span: range) -> list[Block]:
+        """Of a request, to be loaded or saved."""
+        keys = known.keys.first(span.stop)
+        if self._events is not None:
+            self._events.describe(known.request, self._groups.keys(keys[span.start :]), span)
+        return self._groups.blocks(keys, tables, span)
+
+    def _awaited(self) -> set[BlockKey]:
+        """Blocks that are not with the directory yet, or wait there for a place."""
+        loading = (block for load in self._loads.values() for block in load.blocks)
+        return {key for key, _ in chain(self._unsaved, loading)}
 
     def _note_results(self) -> None:
         assert self._directory is not None

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
@@ -27,6 +27,8 @@ class Driver:
         self._start(options, transfer)
 
     def _start(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
+        if "kv_events_config" in options:
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
         self._adapters: dict[str, int] = {}
 

@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from arithmetic_model import ArithmeticModel, answer_to
 from sdist import UNIT, fetch
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -134,9 +136,11 @@ class Engine:
         async_scheduling: bool = False,
         transfer: Mapping[str, Any] | None = None,
         max_num_batched_tokens: int = 512,
+        publisher: EventPublisher | None = None,
     ) -> None:
         """
         :param extra: `kv_connector_extra_config`.
+        :param publisher: takes vLLM's KV events, which are on if there is one.
         :param transfer: arguments of `create_vllm_config` about the connector; our connector by itself without.
         """
         helpers = load_helpers()
@@ -151,9 +155,12 @@ class Engine:
             **arguments,
         )
         self.config.scheduler_config.async_scheduling = async_scheduling
+        if publisher is not None:
+            self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], spec)])
         self.scheduler = helpers.create_scheduler(self.config, num_blocks=num_blocks, kv_cache_config=kv)
+        self.scheduler.kv_event_publisher = publisher or self.scheduler.kv_event_publisher
         self.connector: KVConnectorBase_V1 = self.scheduler.connector
         self.ranks = [
             Rank(
@@ -260,12 +267,13 @@ class Engine:
     def is_loading(self, request_id: str) -> bool:
         return bool(self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
-    def hashes(self, request_id: str) -> list[bytes]:
-        """Keys of its prompt's full blocks."""
+    def hashes(self, request_id: str, num_tokens: int | None = None) -> list[bytes]:
+        """Keys of the full blocks of its prompt, or of its first so many tokens."""
         half = self.connector._scheduler._half  # type: ignore[attr-defined]
         request = self.requests[request_id]
+        num_tokens = request.num_prompt_tokens if num_tokens is None else num_tokens
         keys = RequestKeys(request, half.hashers["red"], salt=request.cache_salt)
-        return [bytes(key) for key in keys.first(request.num_prompt_tokens // BLOCK)]
+        return [bytes(key) for key in keys.first(num_tokens // BLOCK)]
 
     def forget_device(self) -> None:
         """Empties vLLM's own prefix cache."""
