@@ -91,6 +91,16 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     return sizes.pop()
 
 
+def require_safe_hashes(config: VllmConfig) -> None:
+    """Raises `ConfigError` where a tenant could find tokens whose blocks vLLM's own cache takes for another's."""
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256"):
+        raise ConfigError(
+            f"gateway_tenants with --prefix-caching-hash-algo {algorithm}: tenants could make others' blocks hit; "
+            "use sha256"
+        )
+
+
 def salt_device_cache(request: Request, salt: str) -> None:
     """Tells the request's blocks in vLLM's own prefix cache apart by this. For a request that is not scheduled yet."""
     request.cache_salt = salt

@@ -58,6 +58,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         compat.require_recompute(vllm_config)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         config = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
+        if config.gateway_tenants:
+            compat.require_safe_hashes(vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks)
         events: KVEvents | None = None

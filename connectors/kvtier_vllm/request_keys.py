@@ -28,10 +28,11 @@ class RequestKeys:
         """Whether keys say all that this request's KV depends on, with the digest of its adapter.
 
         Not with embeddings in place of tokens, not with images, which vLLM may name by a counter or as the client
-        likes, and not where tokens may become others.
+        likes, and not where tokens may become others, or
+        are no tokens.
         """
         has_tokens = request.prompt_embeds is None and not request.mm_features and not request.resumable
-        return has_tokens and request.pooling_params is None
+        return has_tokens and request.pooling_params is None and min(request.all_token_ids, default=0) >= 0
 
     def first(self, num_blocks: int) -> list[BlockKey]:
         """Of the first so many blocks, as far as their tokens are known."""

@@ -1,6 +1,5 @@
 """What a request's client says to kvtier: the table `kvtier` in its `kv_transfer_params`, and what it hears back."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from vllm.v1.request import Request
 _TABLE = "kvtier"
 _PIN_S = 3600.0
 """Of a pin that says no time."""
+_MAX_PIN_S = 1e9
 _KNOWN = ("no_store", "pin", "ttl_s", "tenant")
 
 
@@ -34,7 +34,8 @@ def params_of(request: Request, *, has_pool: bool) -> RequestParams:
 
     :param has_pool: where blocks can be pinned.
     """
-    table = (request.kv_transfer_params or {}).get(_TABLE)
+    params: object = request.kv_transfer_params
+    table = params.get(_TABLE) if isinstance(params, Mapping) else None
     if not isinstance(table, Mapping):
         ignored = {} if table is None else {_TABLE: "must be a table"}
         return RequestParams(table is not None, False, 0.0, None, ignored)
@@ -66,4 +67,4 @@ def answer_to(params: RequestParams, loaded_blocks: Mapping[str, int]) -> dict[s
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_PIN_S

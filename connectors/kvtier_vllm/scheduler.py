@@ -283,8 +283,8 @@ class SchedulerSide:
                 self._directory.cancel(job)
                 return False, told
         if known.params.pin_s and self._pins is not None:
-            prompt = known.keys.first(request.num_prompt_tokens // self._size)
-            self._pins.ask(self._groups.keys(prompt), known.params.pin_s)
+            num_computed = min(request.num_prompt_tokens, request.num_computed_tokens)
+            self._pins.ask(self._groups.keys(known.keys.first(num_computed // self._size)), known.params.pin_s)
         # vLLM may not have heard yet that its load has failed.
         if not known.params.no_store and not known.is_tombstoned:
             # Tokens whose KV is there: all but the last one, which was not put into the model.

@@ -201,5 +201,6 @@ def _locality(name: str | None) -> Locality | None:
 
 
 def _may_store(context: ReqContext) -> bool:
-    params = (context.kv_transfer_params or {}).get(_PARAMS, {})
+    said: object = context.kv_transfer_params
+    params = said.get(_PARAMS, {}) if isinstance(said, Mapping) else {}
     return not (isinstance(params, Mapping) and params.get("no_store"))

@@ -30,7 +30,8 @@ class Tenants:
         nobody finds what it computed.
         """
         salt = request.cache_salt
-        tenant = self._own if named is None else named
+        # Behind a gateway, who names nobody is nobody: vLLM itself drops what some kinds of requests say.
+        tenant = self._own if named is None and not self._named else named
         if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
             self._warn(named)
             compat.salt_device_cache(request, secrets.token_hex(16))
@@ -42,9 +43,9 @@ class Tenants:
     def _warn(self, named: object) -> None:
         if not self._is_warned:
             self._is_warned = True
-            wrong = "names no tenant" if named is None else f"names tenant {str(named)[:100]!r}"
+            wrong = repr(named[:100]) if isinstance(named, str) else "nobody" if named is None else "no name"
             _log.warning(
-                "a request %s, which uses no cache: list in `gateway_tenants` whom a trusted gateway may name in "
-                "kv_transfer_params, and in `tenant` whose requests are that name none",
+                "a request uses no cache: the tenant that its kv_transfer_params name is %s, and must be `tenant` or, "
+                "where a gateway names them, one of `gateway_tenants`",
                 wrong,
             )

@@ -22,7 +22,7 @@ class Config(Section):
     """The whole file. Made by `load_config` or `parse_config`."""
 
     tenant: str | None = None
-    """The tenant of this engine; of requests that name none, where a gateway may name others."""
+    """The tenant of this engine. Where a gateway names tenants, one of those that it may name."""
     gateway_tenants: list[str] = Field(default=[])
     """Tenants that a request to this engine may name for itself. Only for engines that only a gateway reaches, which
     lets no client choose: whoever names a tenant reads its cache."""

@@ -6,6 +6,7 @@ decides; the movers carry out. Messages for them gather in `take_messages`, thei
 `deliver`. Nothing here blocks, and everything is for the scheduler thread alone.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -41,6 +42,8 @@ from kvtier.keys import BlockKey, NamespaceId
 from kvtier.tiers.base import Tier
 from kvtier.tiers.slot_index import Entry
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
+
+_log = logging.getLogger(__name__)
 
 
 class Directory:
@@ -283,11 +286,16 @@ class Directory:
             if message.batch_id in self._stores:
                 self._stores.end(message.batch_id, rank)
                 continue
-            batch = self._batches[message.batch_id]
+            batch = self._batches.get(message.batch_id)
+            if batch is None:  # a bug in a mover must not end the engine
+                _log.error("rank %d answers for batch %d, which nobody asked for", rank, message.batch_id)
+                continue
             if isinstance(message, Cancelled):
                 batch.cancelled = True
             elif not isinstance(message, Stored):
                 batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
+            if isinstance(message, Loaded):
+                batch.seconds = max(batch.seconds, message.seconds)
             if isinstance(message, (Loaded, Copied, Cancelled)):
                 self._leave_device(batch, rank)
             if isinstance(message, (Loaded, Stored)):
@@ -378,7 +386,7 @@ class Directory:
         ok = [True] * len(indexes)
         batch = Batch(self._new_id(), job, indexes, source, entries, ok, set(self._ranks), set(self._ranks))
         if job.kind == "load":
-            batch.begun_s = self.speeds.fetch_begins(source, len(indexes))
+            self.speeds.fetch_begins(source, len(indexes))
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         return batch
@@ -391,7 +399,8 @@ class Directory:
             return
         job.open.remove(batch.batch_id)
         if job.kind == "load":
-            self.speeds.fetch_ends(batch.source, len(batch.indexes), batch.begun_s)
+            num_there = 0 if batch.cancelled else sum(batch.ok)
+            self.speeds.fetch_ends(batch.source, len(batch.indexes), num_there=num_there, seconds=batch.seconds)
         for index, entry, good in zip(batch.indexes, batch.entries, batch.ok, strict=True):
             if good and not batch.cancelled:
                 job.ok.add(index)

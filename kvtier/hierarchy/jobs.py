@@ -118,8 +118,8 @@ class Batch:
     """Ranks that may still touch the device slots."""
     on_arena: set[int]
     """Ranks that may still touch the arena slots."""
-    begun_s: float = 0.0
-    """Load: when it was asked for, by the clock of `Speeds`."""
+    seconds: float = 0.0
+    """Load: that the slowest rank has taken."""
     cancelled: bool = False
     """A rank gave up on the device copy."""
     forget: bool = False

@@ -70,6 +70,8 @@ class Loaded:
 
     batch_id: int
     ok: bytes
+    seconds: float
+    """That the mover took, beside what it took for batches from the same tier."""
 
 
 @dataclass(frozen=True, slots=True)

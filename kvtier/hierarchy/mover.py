@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.hierarchy.inventory import InventoryLog
 from kvtier.hierarchy.messages import (
@@ -101,6 +102,8 @@ class Mover:
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
         self._running: dict[int, _LoadState] = {}  # guarded by _lock
+        self._loaded_s: dict[str, float] = {}
+        """By tier: when its last batch was there. Guarded by _lock."""
         self._outbox: list[bytes] = []  # guarded by _lock
         self._changes: list[Inventory] = []  # taken from the inventory for the next poll; guarded by _lock
         self._nudged = False  # guarded by _lock
@@ -177,7 +180,7 @@ class Mover:
         return self._arena.view(slot)[: self._block_bytes]
 
     def _load(self, batch: LoadBatch) -> None:
-        ok = bytes(len(batch.keys))
+        begun_s, ok = MONOTONIC(), bytes(len(batch.keys))
         try:
             ok = self._read(batch)
             with self._lock:
@@ -195,7 +198,10 @@ class Mover:
             ok = bytes(len(batch.keys))
         with self._lock:
             del self._running[batch.batch_id]
-        self._post(Loaded(batch.batch_id, ok))
+            # Batches of one tier that run side by side share what it can do: no time counts twice.
+            now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
+            seconds, self._loaded_s[batch.source] = now - max(begun_s, before_s), now
+        self._post(Loaded(batch.batch_id, ok, seconds))
 
     def _read(self, batch: LoadBatch) -> bytes:
         if batch.source == HOST:

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC, Clock
 
-_FORGET_S = 60.0
+_FORGET_S = 20.0
 """After which a measurement says nothing any more: a tier that was slow is tried again."""
 _ENOUGH_BLOCKS = 32
 """Before which it says nothing yet."""
 _FADE = 0.8
 """What is left of earlier measurements' weight with each new one."""
+_OUTLIER = 4.0
+"""How many times as long as expected a measurement may say at most: one that hung is no rule."""
 
 
 @dataclass(slots=True)
@@ -23,7 +25,10 @@ class _Rate:
     at_s: float = 0.0
 
     def note(self, num_blocks: float, seconds: float, now_s: float) -> None:
-        if now_s - self.at_s > _FORGET_S:
+        expected = self.seconds_per_block(now_s)
+        if expected is not None:
+            seconds = min(seconds, _OUTLIER * expected * num_blocks)
+        elif now_s - self.at_s > _FORGET_S:
             self.num_blocks = self.seconds = self.measured = 0.0
         self.num_blocks = self.num_blocks * _FADE + num_blocks
         self.seconds = self.seconds * _FADE + seconds
@@ -42,33 +47,30 @@ class _Source:
 
     rate: _Rate
     num_under_way: int = 0
-    ended_s: float = 0.0
-    """When blocks last arrived."""
 
 
 class Speeds:
-    """Scheduler thread only. Blocks are counted, not bytes: they are of one size.
-
-    A tier's time for some blocks runs from their request, or from the arrival of those before them if that was later:
-    so what waits behind others is not counted twice, and what is under way tells how long the next ones wait.
-    """
+    """Scheduler thread only. Blocks are counted, not bytes: they are of one size."""
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
         self._sources: dict[str, _Source] = {}
         self._computing = _Rate()
 
-    def fetch_begins(self, tier: str, num_blocks: int) -> float:
-        """Blocks are asked for. Gives the time, for `fetch_ends`."""
+    def fetch_begins(self, tier: str, num_blocks: int) -> None:
+        """Blocks are asked for."""
         self._source(tier).num_under_way += num_blocks
-        return self._clock()
 
-    def fetch_ends(self, tier: str, num_blocks: int, begun_s: float) -> None:
-        """They are there, or will not come."""
-        source, now = self._source(tier), self._clock()
+    def fetch_ends(self, tier: str, num_blocks: int, *, num_there: int, seconds: float) -> None:
+        """They are there, or will not come.
+
+        :param num_there: of them. Where none is, the time says nothing.
+        :param seconds: that whoever moves them took, not how long they waited for it.
+        """
+        source = self._source(tier)
         source.num_under_way -= num_blocks
-        source.rate.note(num_blocks, max(0.0, now - max(begun_s, source.ended_s)), now)
-        source.ended_s = now
+        if num_there:
+            source.rate.note(num_there, seconds, self._clock())
 
     def note_computed(self, num_blocks: float, seconds: float) -> None:
         """So many blocks' worth of tokens were computed in that time."""

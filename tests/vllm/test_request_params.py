@@ -16,8 +16,8 @@ def _request(table: object) -> Request:
     return request
 
 
-@pytest.mark.parametrize("params", [None, {}, {"others": {"pin": True}}])
-def test_who_says_nothing_hears_nothing(params: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("params", [None, {}, {"others": {"pin": True}}, "kvtier", ["kvtier"], 7, 1.5])
+def test_who_says_nothing_hears_nothing(params: Any) -> None:
     request = _request({})
     request.kv_transfer_params = params
     said = params_of(request, has_pool=True)
@@ -44,7 +44,7 @@ def test_all_that_there_is() -> None:
         ({"ttl_s": 60}, "ttl_s", "there is none"),
         *[
             ({"pin": True, "ttl_s": ttl_s}, "ttl_s", "seconds above 0")
-            for ttl_s in (0, -1, math.inf, math.nan, "60", True)
+            for ttl_s in (0, -1, math.inf, math.nan, "60", True, 10**400)
         ],
     ],
 )

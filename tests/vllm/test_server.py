@@ -19,7 +19,7 @@ from vllm_rig import (
 )
 
 PROMPTS = make_prompts(2)
-WHOSE = [(None, None), (None, "one"), (None, "blue"), ("blue", None), ("blue", "one")]
+WHOSE = [("red", None), ("red", "one"), ("red", "blue"), ("blue", None), ("blue", "one")]
 """Tenant that the gateway names, salt that the client sends."""
 
 
@@ -48,6 +48,7 @@ def test_salts_and_tenants_never_meet(lab: Lab, expected: list[Answer], pool: Ca
             answers = [_complete(client, prompt, tenant, salt) for prompt in PROMPTS]
             assert tokens_of(answers) == tokens_of(expected[:2])
             assert cached_of(answers) == none_hit(PROMPTS), f"{tenant}, {salt} met what is another's"
+        assert _complete(client, PROMPTS[0], None, None).num_cached == 0, "who names no tenant meets nobody"
         until(lambda: _reset(client), "vLLM's prefix cache could be reset")
         for tenant, salt in reversed(WHOSE):
             answers = [_complete(client, prompt, tenant, salt) for prompt in PROMPTS]

@@ -136,6 +136,7 @@ class Engine:
         async_scheduling: bool = False,
         transfer: Mapping[str, Any] | None = None,
         max_num_batched_tokens: int = 512,
+        hash_algorithm: str = "sha256",
         publisher: EventPublisher | None = None,
     ) -> None:
         """
@@ -155,6 +156,7 @@ class Engine:
             **arguments,
         )
         self.config.scheduler_config.async_scheduling = async_scheduling
+        self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
         if publisher is not None:
             self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -52,6 +52,15 @@ def test_a_pool_that_dies_holds_up_nothing(start: Start, pool: CachePool) -> Non
     engine.require_right_answers()
 
 
+def test_what_was_never_computed_is_not_waited_for(start: Start, pool: CachePool) -> None:
+    engine = start(pool=pool.address)
+    for number in range(100):
+        engine.abort(engine.ask(number, 5 * BLOCK, params={"pin": True}))
+    engine.ask(1, 5 * BLOCK, params={"pin": True})
+    engine.finish()
+    until(lambda: pool.num_pinned() == 5, "the only prompt that was computed is pinned")
+
+
 def test_tenants_pin_their_own(start: Start, pool: CachePool) -> None:
     engine = start(pool=pool.address, gateway=["blue"])
     for tenant in ("red", "blue"):
