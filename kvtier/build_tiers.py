@@ -17,6 +17,7 @@ from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierPro
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool.access import PoolAccess, open_transport
@@ -149,6 +150,8 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         int(config.disk.capacity_bytes),
         reserve_bytes=int(config.disk.reserve_bytes),
         codec=Codec.parse(config.disk.codec),
+        segment_bytes=int(config.disk.segment_bytes),
+        sync=SyncPolicy.parse(config.disk.sync),
         name=DISK,
         on_event=on_event,
         metrics=metrics,

@@ -23,6 +23,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.bitshuffle import pack, unpack_into
@@ -36,6 +37,20 @@ _MAGIC = b"KVTB"
 _CHECKED_BYTES = HEADER_BYTES - 8
 _FIELDS = struct.Struct("<4sHBB64sQQ")
 _CHECKSUM = struct.Struct("<Q")
+
+HEADER_DTYPE = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("codec", "u1"),
+        ("flags", "u1"),
+        ("key", "V64"),
+        ("raw_length", "<u8"),
+        ("stored_length", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+"""The header as an array's element, for those who keep many of them."""
 
 _WORTH_PACKING = 0.97
 """Above, unpacking costs more than the bytes it saves."""
@@ -187,6 +202,16 @@ def parse_stored_header(buffer: _Buffer) -> Header:
         raise CorruptBlockError(f"{codec.name.lower()} codec with lengths {raw_length} and {stored_length}")
     (stored_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
     return Header(StoreKey(key), codec, raw_length, stored_length, stored_checksum)
+
+
+def well_formed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of an array of `HEADER_DTYPE` `parse_stored_header` would take."""
+    magic = headers["magic"] == int.from_bytes(_MAGIC, "little")
+    raw, stored, codec = headers["raw_length"], headers["stored_length"], headers["codec"]
+    lengths = np.where(codec == Codec.RAW, raw == stored, raw > stored)
+    known = np.isin(codec, list(Codec))
+    good: npt.NDArray[np.bool_] = magic & (headers["version"] == VERSION) & (headers["flags"] == 0) & known & lengths
+    return good
 
 
 def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:

@@ -63,6 +63,24 @@ class Metrics:
             ["tier", "status"],
             registry=self.registry,
         )
+        self.disk_bytes = Counter(
+            "kvtier_disk_record_bytes",
+            "Bytes of records that a disk tier has written: new ones, and those moved to be kept (write amplification)",
+            ["tier", "why"],
+            registry=self.registry,
+        )
+        self.torn_blocks = Counter(
+            "kvtier_disk_torn_blocks",
+            "Records found incomplete at start: they were being written when the process ended",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.degraded = Counter(
+            "kvtier_tier_degraded",
+            "Times a failing medium made a tier read_only, or switched it off until its process starts again",
+            ["tier", "state"],
+            registry=self.registry,
+        )
         self.io_errors = Counter(
             "kvtier_io_errors",
             "Failed operations of a tier's medium by error name (ENOSPC, EIO, ...); each became a miss or a lost write",

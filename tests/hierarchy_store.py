@@ -166,7 +166,7 @@ class HierarchyStore:
         self.files = FaultyFiles(OsFiles(direct=False))
         self._disk = DiskTier.open(
             self._folder,
-            DISK_BLOCKS * 4096,
+            3 * DISK_BLOCKS * 4096,  # a block written by itself takes three pages
             reserve_bytes=0,
             codec=Codec.LZ4,
             on_event=inventory.on_event,

@@ -58,7 +58,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class GatedFiles:
-    """Real files whose reads and writes wait for a gate. Counts what passes."""
+    """Real files whose reads and writes wait for a gate. Counts what passes since `begin`."""
 
     def __init__(self, inner: FileLayer | None = None) -> None:
         self._inner = inner or OsFiles(direct=False)
@@ -67,26 +67,46 @@ class GatedFiles:
         self.writing = threading.Semaphore(0)
         """Released whenever a write has come to its gate."""
         self.reading = threading.Semaphore(0)
-        self.num_reads = 0
+        self.read_bytes = 0
         """Guarded by _lock."""
         self._lock = threading.Lock()
         self.may_write.set()
         self.may_read.set()
 
-    def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
+    def begin(self) -> None:
+        """What a start has read does not count."""
+        self.reading, self.writing, self.read_bytes = threading.Semaphore(0), threading.Semaphore(0), 0
+
+    @property
+    def direct(self) -> bool:
+        return self._inner.direct
+
+    def create(self, path: str, nbytes: int) -> int:
+        return self._inner.create(path, nbytes)
+
+    def open(self, path: str, *, writable: bool = True) -> int:
+        return self._inner.open(path, writable=writable)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self.writing.release()
         assert self.may_write.wait(WAIT_S)
-        self._inner.write(path, buffer, nbytes)
+        self._inner.write(fd, buffers, offset)
 
-    def read(self, path: str, buffer: memoryview) -> int:
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         with self._lock:
-            self.num_reads += 1
+            self.read_bytes += sum(map(len, buffers))
         self.reading.release()
         assert self.may_read.wait(WAIT_S)
-        return self._inner.read(path, buffer)
+        return self._inner.read(fd, buffers, offset)
 
-    def rename(self, source: str, target: str) -> None:
-        self._inner.rename(source, target)
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self._inner.truncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        self._inner.sync(fd)
+
+    def close(self, fd: int) -> None:
+        self._inner.close(fd)
 
     def remove(self, path: str) -> None:
         self._inner.remove(path)
@@ -147,6 +167,7 @@ def core_rig(
         disk = DiskTier.open(
             disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
         )
+        files.begin()
         below.append(LowerTier(disk, replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)))
     if remote is not None:
         below.append(LowerTier(remote, settings))

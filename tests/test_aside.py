@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from aside_rig import BLOCK_BYTES, MIB, Heard, staged, start
+from disk_rig import damage
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
 from kvtier.events import Event, EventKind
 from kvtier.metrics import Metrics
@@ -52,10 +53,7 @@ def test_events_and_counters_reach_the_engine(tmp_path: Path, arena: Arena) -> N
     assert heard.keys == set(keys)
     assert tier.discard(keys[:2]) == 2
     assert heard.keys == set(keys[2:])
-    for path in (tmp_path / "disk").rglob("*"):
-        if path.is_file() and path.stat().st_size > BLOCK_BYTES:
-            path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-            break
+    damage(tmp_path / "disk", keys[4])
     assert tier.read(keys, [arena.view(i) for i in range(8)]).count(Status.HIT) == 5
     process.close()
     assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "disk"}) == 1

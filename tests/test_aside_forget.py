@@ -12,6 +12,7 @@ import pytest
 
 from aside_rig import BLOCK_BYTES, MIB, PATIENCE_S, Heard, start, until
 from build_rig import build, result
+from disk_rig import num_blocks
 from hierarchy_rig import chain
 from hierarchy_rig import until as until_value
 from kvtier.build import EngineCache
@@ -148,7 +149,7 @@ def test_a_reset_reaches_the_folder(state: str, tmp_path: Path) -> None:
     }
     with build(tmp_path, device, **sections) as cache:
         assert not result(cache.hierarchy, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
-        until(lambda: _num_blocks(folder) == len(hashes), "all are on disk")
+        until(lambda: num_blocks(folder) == len(hashes), "all are on disk")
         pid = _tier_process().pid
         os.kill(pid, signal.SIGSTOP)
         if state != "hangs":
@@ -159,15 +160,10 @@ def test_a_reset_reaches_the_folder(state: str, tmp_path: Path) -> None:
         cache.hierarchy.reset()
         if away.exists():
             (folder.unlink(), away.rename(folder))
-        until(lambda: _num_blocks(folder) == 0, "the folder forgets")
+        until(lambda: num_blocks(folder) == 0, "the folder forgets")
         assert _found(cache, hashes) == 0
     with build(tmp_path, device, **sections) as cache:
         assert _found(cache, hashes) == 0, "the next engine finds nothing"
-
-
-def _num_blocks(folder: Path) -> int:
-    """Files in the folders of blocks."""
-    return sum(path.is_file() for path in folder.glob("*/*"))
 
 
 def _found(cache: EngineCache, hashes: list[bytes]) -> int:

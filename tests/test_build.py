@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from build_rig import build, result
+from disk_rig import contents, num_blocks, segments
 from hierarchy_rig import chain, until
 from kvtier.config import token_sha256
 from kvtier.errors import ConfigError
@@ -34,10 +35,10 @@ def test_policies_and_codec_are_the_configurations(tmp_path: Path) -> None:
         blocks = [(h, i) for i, h in enumerate(hashes)]
         assert cache.hierarchy.save_full(blocks) is None, "not before the device evicts them"
         assert not result(cache.hierarchy, cache.hierarchy.start_save(blocks)).failed
-        assert not [path for path in (tmp_path / "blocks").rglob("*") if path.stat().st_size > 100 and path.is_file()]
-    sizes = [path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
-    assert sum(size > 96 for size in sizes) == 8
-    assert max(sizes) < 2048
+        assert not segments(tmp_path / "blocks")
+    assert num_blocks(tmp_path / "blocks") == 8
+    lengths = [contents(path).entries["header"]["stored_length"].max() for path in segments(tmp_path / "blocks")]
+    assert max(lengths) < 2048
     device[:] = 1
     with build(tmp_path, device, disk=disk) as cache:
         assert (

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from disk_rig import num_blocks
 from engine_process import PATIENCE_S as PROCESS_PATIENCE_S
 from engine_process import engine_process
 from engine_process import until as until_true
@@ -153,11 +154,11 @@ WORDS = {"prompt": "one two three four five six seven eight nine ten " * 8, "max
 def test_disk_forgets_although_its_process_hangs_and_the_stop_does_not_wait_for_it(tmp_path: Path) -> None:
     with engine_process(tmp_path, KVTIER__DISK__DIRECTORY=str(tmp_path / "blocks"), **ON_DISK) as engine:
         assert _cached(engine.complete(**WORDS)) == 0
-        until_true(lambda: _num_blocks(tmp_path / "blocks") > 4)
+        until_true(lambda: num_blocks(tmp_path / "blocks") > 4)
         hung = _tier_process(engine.process.pid)
         hung.send_signal(signal.SIGSTOP)
         engine.post("/v1/cache/reset", {})
-        until_true(lambda: _num_blocks(tmp_path / "blocks") == 0)
+        until_true(lambda: num_blocks(tmp_path / "blocks") == 0)
         assert _cached(engine.complete(**WORDS)) == 0
         until_true(lambda: _tier_process(engine.process.pid).pid != hung.pid)
         _tier_process(engine.process.pid).send_signal(signal.SIGSTOP)
@@ -184,11 +185,6 @@ def _cached(answer: dict[str, Any]) -> int:
 def _tier_process(engine: int) -> psutil.Process:
     until_true(lambda: bool(psutil.Process(engine).children()))
     return psutil.Process(engine).children()[0]
-
-
-def _num_blocks(folder: Path) -> int:
-    """Files in the folders of blocks."""
-    return sum(path.is_file() for path in folder.glob("*/*"))
 
 
 def _listens(client: httpx.Client) -> bool:

@@ -16,7 +16,7 @@ from kvtier.testing.states import StoreStateMachine, batches, store_settings
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.write_policy import WritePolicy
 
-FAULTS = {"write": errno.ENOSPC, "rename": errno.EIO, "read": errno.EMFILE, "remove": errno.EROFS}
+FAULTS = {"write": errno.ENOSPC, "create": errno.EIO, "read": errno.EMFILE, "remove": errno.EROFS}
 
 
 class HierarchyStateMachine(StoreStateMachine):

@@ -44,8 +44,8 @@ from pool_rig import (
 
 MEMORY_BYTES = 8 * MIB
 NUM_BLOCKS = 4 * MEMORY_BYTES // BLOCK_BYTES
-DISK_BYTES = NUM_BLOCKS * (BLOCK_BYTES + 4096)
-"""Room for the whole burst: a block's header takes a page on disk."""
+DISK_BYTES = NUM_BLOCKS * BLOCK_BYTES * 3 // 2
+"""Room for the whole burst: two of 16 segments are not full, heads take a page each."""
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 REFUSED = (WriteStatus.FULL, WriteStatus.THROTTLED)
 PATHS = ["shm", "block", "grpc"]
@@ -164,9 +164,9 @@ class TestOverADisk:
 
     def test_a_slow_disk_slows_writers_down_and_loses_nothing(self, tmp_path: Path) -> None:
         class SlowFiles(OsFiles):
-            def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
-                time.sleep(0.002)
-                super().write(path, buffer, nbytes)
+            def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+                time.sleep(0.002 * sum(map(len, buffers)) / BLOCK_BYTES)
+                super().write(fd, buffers, offset)
 
         files = GatedFiles(SlowFiles(direct=False))
         with core_rig(tmp_path, memory_bytes=MIB, queue_bytes=MIB // 4, files=files) as rig:

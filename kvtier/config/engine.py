@@ -11,7 +11,18 @@ from pydantic import (
     Field,
 )
 
-from kvtier.config.fields import Bytes, CodecName, Count, PoolAddress, Seconds, Section, WritePolicyName, as_list
+from kvtier.config.fields import (
+    Bytes,
+    CodecName,
+    Count,
+    PoolAddress,
+    Seconds,
+    Section,
+    SegmentBytes,
+    SyncName,
+    WritePolicyName,
+    as_list,
+)
 
 
 def _default_load_threads() -> int:
@@ -119,6 +130,12 @@ class DiskConfig(Section):
     """When blocks in host memory are copied here. The other two spare the drive."""
     codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
+    segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
+    """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once, and
+    each tenant has up to that much preallocated."""
+    sync: SyncName = "none"
+    """What outlives a loss of power (`docs/disk-format.md`); a killed process loses nothing it acknowledged anyway.
+    `sealed` syncs full files in the background, `batch` all that is acknowledged, at most of the drive's speed."""
 
 
 class PoolConfig(Section):

@@ -16,12 +16,16 @@ from kvtier.wire.address import GRPC_PREFIX, Address
 OVERRIDE_PREFIX = "KVTIER__"
 
 Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
+SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 """A `kvtier.tiers.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
 CodecName = Literal["raw", "lz4"]
 """A `kvtier.codec.Codec`, for what is written from now on; every tier reads all of them."""
+
+SyncName = Literal["none", "sealed", "batch"]
+"""A `kvtier.tiers.disk_log.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
 
 
 def _checked_address(text: str) -> str:

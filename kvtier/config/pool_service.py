@@ -16,7 +16,9 @@ from kvtier.config.fields import (
     ListenAddress,
     Seconds,
     Section,
+    SegmentBytes,
     SocketMode,
+    SyncName,
     WritePolicyName,
     as_list,
 )
@@ -62,6 +64,11 @@ class PoolServiceConfig(Section):
     """When blocks in memory are copied to disk. With `write_back`, a killed pool forgets more."""
     disk_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
+    disk_segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
+    """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once, and
+    each tenant has up to that much preallocated."""
+    disk_sync: SyncName = "none"
+    """What outlives a loss of power, `none`, `sealed` or `batch`: see `sync` in `[disk]`."""
     redis_url: str | None = None
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""

@@ -1,65 +1,81 @@
-"""The disk tier: one file per block on a local file system."""
+"""The disk tier: a log of segments on a local file system (`kvtier.tiers.disk_log`)."""
 
-import errno
 import logging
+import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvtier.codec import HEADER_BYTES, Codec, encode, parse_stored_header, unpack, verify
-from kvtier.errors import ConfigError, CorruptBlockError, InvalidInputError, InvariantError
+import numpy as np
+
+from kvtier.codec import Codec, Header
+from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.events import EventKind, EventSink, ignore_event
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
-from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
-from kvtier.tiers.disk_folder import DiskFolder
-from kvtier.tiers.disk_index import DiskBlock, DiskIndex, footprint_bytes
+from kvtier.tiers.disk_log.appending import SegmentLog
+from kvtier.tiers.disk_log.books import Books, Claim
+from kvtier.tiers.disk_log.buffers import Buffers
+from kvtier.tiers.disk_log.folder import DiskFolder
+from kvtier.tiers.disk_log.forgetting import Forgetter
+from kvtier.tiers.disk_log.format import PAGE
+from kvtier.tiers.disk_log.reading import Answer, BlockReader, Wanted, runs_of
+from kvtier.tiers.disk_log.recovery import recover
+from kvtier.tiers.disk_log.room import Room
+from kvtier.tiers.disk_log.segment_files import SegmentFiles, SyncPolicy
+from kvtier.tiers.disk_log.trouble import Trouble, is_passing
+from kvtier.tiers.disk_log.writing import BlockWriter, parts_of
 from kvtier.tiers.files import FileLayer, OsFiles, supports_direct
 from kvtier.tiers.gate import CallGate
-from kvtier.tiers.memory import PAGE_BYTES, copy_bytes, map_memory, round_up
 from kvtier.tiers.outbox import Outbox
 
 _Answer = TypeVar("_Answer")
-_NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-"""What has nothing to do with the file. After any other error it cannot be read again: EIO, ENODATA (a bad sector),
-EUCLEAN and EBADMSG (a file system that is broken), or something else that lies in its place."""
+_READ_ROUNDS = 3
+"""A block that is moved while it is read is read again where it is then."""
+_SEGMENTS_AT_LEAST = 16
+"""A small capacity has smaller segments: they are what eviction takes away at once."""
+_SMALLEST_SEGMENT = 4 * PAGE
 
 
-class _ThreadBuffer(threading.local):
-    """One page-aligned buffer per I/O thread, as large as the largest file it met."""
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What `DiskTier.open` can be told beside where and how much."""
 
-    memory = memoryview(b"")
-
-    def sized(self, nbytes: int) -> memoryview:
-        """At least `nbytes`, whole pages."""
-        needed = round_up(nbytes, PAGE_BYTES)
-        if len(self.memory) < needed:
-            self.memory = map_memory(needed, prefault=True)
-        return self.memory[:needed]
+    reserve_bytes: int = 2**30
+    """Free space that the tier leaves to others on the file system; below it, the tier shrinks."""
+    segment_bytes: int = 64 * 2**20
+    """Size of a segment, at most a sixteenth of the capacity. Small: more files and footers. Large: eviction takes more
+    at once, and each tenant has up to that much of preallocated room."""
+    sync: SyncPolicy = SyncPolicy.NONE
+    """What outlives a loss of power; a killed process loses nothing it acknowledged, whatever this is."""
+    codec: Codec = Codec.RAW
+    write_amplification: float = 1.3
+    """Bytes of records written per byte asked for: the share above 1 keeps blocks that were read."""
+    num_threads: int = 4
+    """Reads and writes on their way at once. One gives half the bandwidth of most disks."""
 
 
 class DiskTier:
-    """Blocks in files of the stored form, verified against the key asked for on every read.
+    """Blocks in segments: append-only files, each of one tenant, with an index in memory that a start rebuilds.
 
-    What can be forgotten: a block is written under a temporary name and renamed when complete, so a
-    process killed at any moment loses only writes that were not acknowledged. Nothing is flushed with
-    fsync: when the machine itself goes down, the writes of the last seconds may be missing or torn;
-    the checksum finds torn ones when they are read. The order of use is not stored: after a start, the
-    blocks written longest ago are evicted first.
+    Every read is verified against the key that was asked for. What is acknowledged outlives the process, however it
+    ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process likewise.
 
-    Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and
-    `corrupt_blocks`, and logged at most twice a minute. A corrupt block is dropped.
+    Eviction takes the oldest segment of the tenant that has most, and writes blocks that were read since they were
+    written once more, the most read first, within `write_amplification`.
 
-    Disk space of all files, in whole pages, never exceeds the capacity: room is made before a write,
-    and counted as free only when the victim's file is gone. Reads hold no victim back: a block evicted
-    during a read may be a miss.
+    Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
+    logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
+    but for a try every few seconds; when one read after another does, it is off: everything misses.
 
-    Any thread. The blocks of a batch are read and written in parallel by a few I/O threads.
+    Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
+    the victim's file is gone. Reads hold no victim back.
+
+    Any thread. Large batches are read and written in parallel by a few I/O threads.
     """
 
     def __init__(
@@ -67,30 +83,46 @@ class DiskTier:
         folder: DiskFolder,
         files: FileLayer,
         capacity_bytes: int,
+        options: DiskOptions,
         *,
-        reserve_bytes: int,
-        codec: Codec,
         name: str,
         on_event: EventSink,
         metrics: Metrics,
-        num_threads: int,
     ) -> None:
-        """For `open`, which documents the parameters. Does no I/O; the tier owns `folder` from now on."""
+        """For `open`. Does no I/O; the tier owns `folder` from now on."""
         self._folder = folder
-        self._files = files
         self._name = name
         self._capacity_bytes = capacity_bytes
-        self._reserve_bytes = reserve_bytes
-        self._codec = codec
         self._metrics = metrics
-        self._log = QuietLog(logging.getLogger(__name__))
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvtier-{name}")
-        self._buffer = _ThreadBuffer()
+        self._on_event = on_event
+        self._trouble = Trouble(name, metrics, logging.getLogger(__name__))
+        self._executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
-        self._lock = threading.Lock()
-        self._index = DiskIndex()
-        """Guarded by _lock."""
+        self._books = Books()
+        buffers = Buffers(2 * options.num_threads)
+        self._files = SegmentFiles(folder, files, self._books, buffers, self._trouble, options.sync)
+        self._room = Room(
+            self._books,
+            self._files,
+            buffers,
+            self._outbox,
+            self._trouble,
+            metrics,
+            name=name,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=options.reserve_bytes,
+            write_amplification=options.write_amplification,
+        )
+        segment_bytes = _segment_bytes(options.segment_bytes, capacity_bytes)
+        self._log = SegmentLog(self._books, self._files, self._room, segment_bytes)
+        self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
+        self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
+        self._writer = BlockWriter(
+            self._books, self._log, self._forgetter, self._outbox, self._trouble, metrics.disk_bytes.labels(name, "new")
+        )
+        self._codec = options.codec
+        self._part_bytes = segment_bytes // 4
 
     @classmethod
     def open(
@@ -98,52 +130,48 @@ class DiskTier:
         directory: str | os.PathLike[str],
         capacity_bytes: int,
         *,
-        reserve_bytes: int = 2**30,
-        codec: Codec = Codec.RAW,
         name: str = "disk",
         on_event: EventSink = ignore_event,
         metrics: Metrics | None = None,
-        num_threads: int = 4,
         files: FileLayer | None = None,
+        **options: Any,
     ) -> "DiskTier":
         """Takes a folder, finds the blocks in it, and evicts what exceeds the capacity.
 
-        Raises `ConfigError` when the folder cannot be used: in use by another process, not writable, or
-        not empty and not made by a disk tier.
+        Raises `ConfigError` when the folder cannot be used: in use by another process, not writable, of another
+        format, or not empty and not made by a disk tier.
 
         :param directory: a folder of its own, made if missing, on a local file system.
-        :param capacity_bytes: disk space for blocks.
-        :param reserve_bytes: free space that the tier leaves to others on the file system; below it, the
-            tier shrinks. Too small, and neighbours see a full disk.
-        :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
-            saves a fifth of the space of bf16 KV, and time where the drive gives less than about 0.5 GB/s
-            (`kvtier bench codec`).
+        :param capacity_bytes: disk space for all files.
         :param on_event: called from the threads that use the tier, and with the keys found here; must
             not call `close`.
-        :param num_threads: blocks on their way at once. One gives half the bandwidth of most disks.
         :param files: file operations; by default the real ones, with O_DIRECT where the file system can.
+        :param options: fields of `DiskOptions`.
         """
-        if capacity_bytes < PAGE_BYTES or reserve_bytes < 0 or num_threads < 1:
-            raise InvalidInputError(
-                f"disk tier of {capacity_bytes} bytes, {reserve_bytes} in reserve, {num_threads} threads: too small"
-            )
+        chosen = DiskOptions(**options)
+        _check(capacity_bytes, chosen)
         folder = DiskFolder.open(Path(directory))
+        tier: DiskTier | None = None
         try:
+            layer = files if files is not None else OsFiles(direct=supports_direct(folder.path))
             tier = cls(
                 folder,
-                files if files is not None else OsFiles(direct=supports_direct(folder.temp_folder)),
+                layer,
                 capacity_bytes,
-                reserve_bytes=reserve_bytes,
-                codec=codec,
+                chosen,
                 name=name,
                 on_event=on_event,
                 metrics=metrics if metrics is not None else Metrics(),
-                num_threads=num_threads,
             )
-            tier._adopt()
-        except OSError as error:
-            folder.close()
-            raise ConfigError(f"disk tier folder {folder.path} cannot be read or written: {error}") from error
+            tier._start()
+        except BaseException as error:
+            if tier is not None:
+                tier._release()
+            else:
+                folder.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"disk tier folder {folder.path} cannot be read or written: {error}") from error
+            raise
         return tier
 
     @property
@@ -152,223 +180,202 @@ class DiskTier:
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Tier.lookup`. Answers from memory."""
-        with self._gate, self._lock:
-            blocks = [self._index.find(key) for key in keys]
-        return [Status.MISS if b is None else Status.HIT if b.ready else Status.PENDING for b in blocks]
+        tags = self._books.tags(keys)
+        with self._gate, self._books.lock:
+            return self._books.statuses(keys, tags)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`. The batch's last block becomes the coldest of it, as tails should."""
+        """See `Tier.read`."""
         require_pairs(keys, into)
+        statuses = [Status.MISS] * len(keys)
         with self._gate:
-            with self._lock:
-                found = [self._index.use(key) for key in reversed(keys)]
-            found.reverse()
-            answers = self._run(self._load, keys, found, into)
+            left: Sequence[int] = range(len(keys))
+            for _ in range(_READ_ROUNDS):
+                wanted = self._find(keys, into, left)
+                answers = [a for part in self._run(self._reader.read, runs_of(wanted)) for a in part]
+                for answer in answers:
+                    if answer.problem is None:
+                        statuses[answer.wanted.index] = Status.HIT
+                left = self._note(answers)
+                if not left:
+                    break
             self._outbox.flush()
-            return [answer.result() for answer in answers]
+        return statuses
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
-        """See `Tier.write`. The batch's last block becomes the coldest of it, as tails should."""
+        """See `Tier.write`. Raises what a payload raises that is not contiguous bytes; the others are stored."""
+        keys = [key for key, _ in items]
+        tags = self._books.tags(keys)
         with self._gate:
-            with self._lock:
-                claims = [self._index.claim(key) for key, _ in items]
-            answers = self._run(self._store, claims, items)
-            self._finish(
-                [
-                    (key, block, WriteStatus.FAILED if answer.exception() else answer.result())
-                    for (key, _), block, answer in zip(items, claims, answers, strict=True)
-                    if block is not None
-                ]
-            )
+            if self._books.off or not self._trouble.may_write():  # a stale look costs a failed write
+                return self._refused(keys)
+            with self._books.lock:
+                claims = self._books.claim(keys, tags)
+            statuses = [WriteStatus.EXISTS] * len(items)
+            work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
+            errors: list[BaseException] = []
+            for part in self._run(self._store, parts_of(work, self._part_bytes)):
+                for index, status in part:
+                    if isinstance(status, WriteStatus):
+                        statuses[index] = status
+                    else:
+                        errors.append(status)
             self._outbox.flush()
-            return [answer.result() for answer in answers]
+        if errors:
+            raise errors[0]
+        return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. A key being written is forgotten when its write ends."""
+        """See `Tier.discard`. Outlives the process; a key being written is forgotten when its write ends."""
+        tags = self._books.tags(keys)
         with self._gate:
-            with self._lock:
-                taken = [(key, block) for key in keys if (block := self._index.take_out(key)) is not None]
-                ready = [(key, block) for key, block in taken if block.ready]
-                self._outbox.post(EventKind.REMOVED, [key for key, _ in ready])
-            for key, block in ready:
-                self._remove_file(key, block)
+            num_there = self._forgetter.discard(keys, tags)
             self._outbox.flush()
-            return len(ready)
+            return num_there
+
+    def purge(self, tenant: TenantId) -> int:
+        """Forgets all blocks of a tenant; returns how many were there. Its files are gone on return."""
+        with self._gate:
+            num_there = self._forgetter.purge(tenant)
+            self._outbox.flush()
+            return num_there
 
     def usage(self) -> Usage:
-        """See `Tier.usage`: bytes are disk space in whole pages, room set aside for writes included."""
-        with self._gate, self._lock:
-            return Usage(self._index.num_ready, self._index.used_bytes, self._capacity_bytes)
+        """See `Tier.usage`: bytes are disk space of all files, preallocated room included."""
+        with self._gate, self._books.lock:
+            return Usage(len(self._books.index), self._books.segments.used_bytes, self._capacity_bytes)
 
     def usage_of(self, tenant: TenantId) -> Usage:
         """One tenant's part of `usage`."""
-        with self._gate, self._lock:
-            return Usage(*self._index.usage_of(tenant), self._capacity_bytes)
+        with self._gate, self._books.lock:
+            segments = self._books.segments
+            return Usage(segments.num_blocks_of(tenant), segments.bytes_of(tenant), self._capacity_bytes)
+
+    def write_amplification(self) -> float:
+        """Bytes of records written since the start, per byte that somebody asked to be written."""
+        with self._gate, self._books.lock:
+            return 1 + self._books.moved_bytes / max(1, self._books.new_bytes)
+
+    def index_bytes(self) -> int:
+        """Memory of the index."""
+        with self._gate, self._books.lock:
+            return self._books.index.nbytes
 
     def check(self) -> None:
-        """See `Tier.check`. Looks at the bookkeeping, not at the files."""
-        with self._gate, self._lock:
-            self._index.check()
-            if self._index.used_bytes > self._capacity_bytes:
-                raise InvariantError(f"tier {self._name}: {self._index.used_bytes} bytes in use exceed the capacity")
+        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
+        with self._gate, self._books.lock:
+            self._books.check(self._capacity_bytes)
 
     def close(self) -> None:
-        """See `Tier.close`. The blocks stay on disk for the next `open`."""
+        """See `Tier.close`. Seals what is open; the blocks stay on disk for the next `open`."""
         if self._gate.close():
-            self._executor.shutdown()
-            self._folder.close()
+            self._log.retire_all()
+            self._release()
 
-    def _adopt(self) -> None:
-        """Takes over what the folder holds, newest file of each key, coldest evicted down to the capacity."""
-        scan = self._folder.scan()
-        if scan.num_foreign:
-            self._metrics.foreign_files.labels(self._name).inc(scan.num_foreign)
-        if scan.torn:
-            self._metrics.corrupt_blocks.labels(self._name).inc(len(scan.torn))
-        newest = {found.key: found for found in sorted(scan.blocks, key=lambda found: found.number)}
-        for found in scan.blocks:
-            if newest[found.key] is found:
-                self._index.adopt(found.key, found.number, found.nbytes)
-        for found in scan.torn + scan.blocks:
-            if newest.get(found.key) is not found:
-                self._files.remove(self._folder.block_path(found.key, found.number))
-        while self._index.used_bytes > self._capacity_bytes:
-            coldest = self._index.take_coldest()
-            assert coldest is not None, "bytes in use without a block"
-            key, block = coldest
-            self._files.remove(self._folder.block_path(key, block.number))
-            self._index.gone(block)
-        self._outbox.post(EventKind.STORED, [key for key in newest if self._index.find(key) is not None])
+    def _start(self) -> None:
+        """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
+        found = recover(self._folder, self._files, self._books, self._executor)
+        self._metrics.foreign_files.labels(self._name).inc(found.num_foreign)
+        self._metrics.corrupt_blocks.labels(self._name).inc(found.num_damaged)
+        self._metrics.torn_blocks.labels(self._name).inc(found.num_torn)
+        if self._on_event is not ignore_event:
+            for keys in found.events():
+                self._outbox.post(EventKind.STORED, keys)
+        while True:
+            with self._books.lock:
+                segments = self._books.segments
+                victim = segments.victim() if segments.used_bytes > self._capacity_bytes else None
+                tenants = {segment.id.tenant for segment in segments}
+            if victim is None:
+                break
+            if not self._room.evict(victim):
+                raise OSError(f"segment {victim.number} exceeds the capacity and cannot be removed")
+        for tenant in tenants:
+            self._room.drop_dead(tenant)
         self._outbox.flush()
 
-    def _load(self, key: StoreKey, block: DiskBlock | None, into: memoryview) -> Status:
-        """Reads, verifies and unpacks one block. An I/O thread."""
-        if block is None or block.nbytes > HEADER_BYTES + len(into):
-            return Status.MISS
-        buffer = self._buffer.sized(block.nbytes)
-        try:
-            num_read = self._files.read(self._folder.block_path(key, block.number), buffer)
-            if num_read != block.nbytes:
-                raise CorruptBlockError(f"file of {num_read} bytes instead of {block.nbytes}")
-            header, stored = parse_stored_header(buffer), buffer[HEADER_BYTES : block.nbytes]
-            verify(header, key, stored)
-            if header.raw_length != len(into):  # sound, but not what the caller takes it for
-                return Status.MISS
-            unpack(header, stored, into)
-        except OSError as error:
-            evicted_meanwhile = error.errno not in _PASSING_ERRNOS and not self._drop(key, block)
-            if not evicted_meanwhile:
-                self._note_error("read", error)
-            return Status.MISS
-        except CorruptBlockError as error:
-            if self._drop(key, block):
-                self._metrics.corrupt_blocks.labels(self._name).inc()
-                self._log.warning(f"tier {self._name}: dropped a corrupt block: {error}")
-            return Status.MISS
-        return Status.HIT
+    def _release(self) -> None:
+        self._executor.shutdown()
+        self._files.close()
+        self._folder.close()
 
-    def _store(self, block: DiskBlock | None, item: tuple[StoreKey, ReadableBuffer]) -> WriteStatus:
-        """Writes one claimed block to its place. An I/O thread."""
-        key, payload = item
-        if block is None:
-            return WriteStatus.EXISTS
-        temp, final = self._folder.temp_path(block.number), self._folder.block_path(key, block.number)
-        try:
-            header, stored = encode(key, payload, self._codec)
-            nbytes = HEADER_BYTES + len(stored)
-            if not self._make_room(key, block, nbytes):
-                return WriteStatus.FULL
-            buffer = self._buffer.sized(nbytes)
-            copy_bytes(buffer, header)
-            copy_bytes(buffer[HEADER_BYTES:], stored)
-            self._files.write(temp, buffer, nbytes)
-            self._files.rename(temp, final)
-        except OSError as error:
-            self._note_error("write", error)
-            for path in (temp, final):  # a rename that failed may have happened
-                self._remove_path(path)
-            return WriteStatus.FULL if error.errno in _NO_SPACE_ERRNOS else WriteStatus.FAILED
-        return WriteStatus.STORED
-
-    def _make_room(self, key: StoreKey, block: DiskBlock, nbytes: int) -> bool:
-        """Sets disk space aside for a file of `nbytes`, evicting what must go; False when there is not enough."""
-        needed_bytes = footprint_bytes(nbytes)
-        while True:
-            free_bytes = self._files.free_bytes(self._folder.path)
-            with self._lock:
-                used_bytes = self._index.used_bytes
-                limit_bytes = min(self._capacity_bytes, used_bytes + free_bytes - self._reserve_bytes)
-                if needed_bytes > limit_bytes:
-                    break
-                if used_bytes + needed_bytes <= limit_bytes:
-                    self._index.set_aside(key, block, nbytes)
-                    return True
-                coldest = self._index.take_coldest()
-                if coldest is None:
-                    return False
-                self._metrics.evicted_blocks.labels(self._name).inc()
-                self._outbox.post(EventKind.REMOVED, [coldest[0]])
-            if not self._remove_file(*coldest):
-                return False
-        self._log.warning(
-            f"tier {self._name}: no room for {needed_bytes:,} bytes: the capacity is {self._capacity_bytes:,}, and the "
-            f"file system has {free_bytes:,} free, of which {self._reserve_bytes:,} are left to others"
+    def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
+        """Where the blocks are that are there and as long as what they are to fill."""
+        tags = self._books.tags([keys[i] for i in left])
+        with self._books.lock:
+            rows, records = self._books.use(tags)
+        there = np.flatnonzero(rows >= 0).tolist()
+        fields = zip(
+            *(records[f].tolist() for f in ("segment", "page", "codec", "raw_length", "stored_length", "checksum")),
+            strict=True,
         )
-        return False
+        wanted = []
+        for at, (segment, page, codec, raw, stored, checksum) in zip(there, fields, strict=True):
+            index = left[at]
+            if raw == len(into[index]):
+                header = Header(keys[index], Codec(codec), raw, stored, checksum)
+                wanted.append(Wanted(index, segment, page, header, into[index]))
+        return wanted
 
-    def _finish(self, writes: Sequence[tuple[StoreKey, DiskBlock, WriteStatus]]) -> None:
-        """Publishes what was stored, last to first, and forgets the rest. The caller's thread."""
-        published: list[StoreKey] = []
-        discarded: list[tuple[StoreKey, DiskBlock]] = []
-        with self._lock:
-            for key, block, status in reversed(writes):
-                if status is not WriteStatus.STORED:
-                    self._index.take_out(key, block)
-                    self._index.gone(block)
-                elif self._index.commit(key, block):
-                    published.append(key)
-                else:
-                    discarded.append((key, block))
-            published.reverse()
-            self._outbox.post(EventKind.STORED, published)
-        for key, block in discarded:
-            self._remove_file(key, block)
+    def _note(self, answers: Iterable[Answer]) -> list[int]:
+        """Drops what turned out bad; what was moved or evicted meanwhile is to be looked for again."""
+        again: list[int] = []
+        bad: list[Answer] = []
+        for answer in answers:
+            if answer.problem is None:
+                self._trouble.read()
+            elif isinstance(answer.problem, OSError) and is_passing(answer.problem):
+                self._trouble.note("read", answer.problem)
+            else:
+                bad.append(answer)
+        for answer in bad:
+            wanted, problem = answer.wanted, answer.problem
+            if not self._forgetter.drop(wanted.header.key, wanted.segment, wanted.page):
+                again.append(wanted.index)
+            elif isinstance(problem, OSError):
+                if self._trouble.read_failed(problem):
+                    self._switch_off()
+            else:
+                self._trouble.corrupt(problem)
+        return again
 
-    def _drop(self, key: StoreKey, block: DiskBlock) -> bool:
-        """Forgets a block that turned out bad; False when it was replaced or evicted meanwhile."""
-        with self._lock:
-            if self._index.take_out(key, block) is None:
-                return False
-            self._outbox.post(EventKind.REMOVED, [key])
-        self._remove_file(key, block)
-        return True
+    def _switch_off(self) -> None:
+        with self._books.lock:
+            self._books.off = True
+            self._outbox.post(EventKind.CLEARED)
 
-    def _remove_file(self, key: StoreKey, block: DiskBlock) -> bool:
-        """Unlinks the file of a hidden block; its bytes count until that worked."""
-        if not self._remove_path(self._folder.block_path(key, block.number)):
-            return False
-        with self._lock:
-            self._index.gone(block)
-        return True
+    def _refused(self, keys: Sequence[StoreKey]) -> list[WriteStatus]:
+        there = self._books.tags(keys)
+        with self._books.lock:
+            statuses = self._books.statuses(keys, there)
+        return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
 
-    def _remove_path(self, path: str) -> bool:
-        """True when the file is gone now."""
-        try:
-            self._files.remove(path)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            self._note_error("remove", error)
-            return False
-        return True
+    def _store(
+        self, part: Sequence[tuple[int, Claim, ReadableBuffer]]
+    ) -> list[tuple[int, WriteStatus | BaseException]]:
+        """Writes blocks of one tenant, and answers for each. An I/O thread; nothing is raised."""
+        return self._writer.store(part, self._codec)
 
-    def _note_error(self, op: str, error: OSError) -> None:
-        code = errno.errorcode.get(error.errno or 0, "unknown")
-        self._metrics.io_errors.labels(self._name, op, code).inc()
-        self._log.warning(f"tier {self._name}: {op} failed: {error}")
-
-    def _run(self, task: Callable[..., _Answer], *arguments: Iterable[object]) -> list[Future[_Answer]]:
-        """Runs `task` once per item on the I/O threads; all of them are done on return."""
-        futures = [self._executor.submit(task, *item) for item in zip(*arguments, strict=True)]
+    def _run(self, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
+        """Runs `task` once per argument on the I/O threads; all of them are done on return."""
+        futures = [self._executor.submit(task, argument) for argument in arguments]
         wait(futures)
-        return futures
+        return [future.result() for future in futures]
+
+
+def _check(capacity_bytes: int, options: DiskOptions) -> None:
+    if (
+        capacity_bytes < _SMALLEST_SEGMENT
+        or options.reserve_bytes < 0
+        or options.num_threads < 1
+        or options.segment_bytes < _SMALLEST_SEGMENT
+        or not 1 <= options.write_amplification < math.inf
+    ):
+        raise InvalidInputError(
+            f"disk tier of {capacity_bytes} bytes, {options}: needs {_SMALLEST_SEGMENT} bytes, segments of as "
+            "many, a thread, and a write amplification from 1"
+        )
+
+
+def _segment_bytes(wanted: int, capacity_bytes: int) -> int:
+    return max(_SMALLEST_SEGMENT, min(wanted, capacity_bytes // _SEGMENTS_AT_LEAST)) // PAGE * PAGE

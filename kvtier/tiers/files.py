@@ -3,29 +3,47 @@
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
-from kvtier.tiers.memory import PAGE_BYTES, map_memory, round_up
+from kvtier.tiers.memory import PAGE_BYTES, map_memory
 
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _NO_DIRECT_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP)
+_MOST_BUFFERS = 1024
+"""IOV_MAX of Linux."""
 
 
 class FileLayer(Protocol):
-    """All methods block, release the GIL, raise `OSError`, and may be called from any thread."""
+    """All methods block, release the GIL, raise `OSError`, and may be called from any thread.
 
-    def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
-        """Creates `path` with the first `nbytes` of `buffer`.
+    Offsets and lengths of buffers are whole pages of 4 KiB, and so are the buffers' addresses where `direct`.
+    """
 
-        `buffer` is page-aligned and at least `nbytes` rounded up to pages. After an error the file may
-        be there, whole or in part.
-        """
+    @property
+    def direct(self) -> bool:
+        """Whether buffers must be page-aligned."""
 
-    def read(self, path: str, buffer: memoryview) -> int:
-        """Reads the file into the page-aligned `buffer` of whole pages until one of them ends."""
+    def create(self, path: str, nbytes: int) -> int:
+        """A descriptor of a new file with disk space for `nbytes`; after an error there is no such file."""
 
-    def rename(self, source: str, target: str) -> None:
-        """Atomically: `target` is there in full or not at all."""
+    def open(self, path: str, *, writable: bool = True) -> int:
+        """A descriptor of a file that is there."""
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """All of the buffers, one after the other. After an error any part of it may be written."""
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fills the buffers, one after the other, until the file ends; how many bytes it was."""
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Cuts the file's end off and gives its space back."""
+
+    def sync(self, fd: int) -> None:
+        """What is written outlives a loss of power."""
+
+    def close(self, fd: int) -> None:
+        """Gives up the descriptor."""
 
     def remove(self, path: str) -> None:
         """Unlinks a file."""
@@ -38,36 +56,53 @@ class OsFiles:
     """The real thing. With `direct`, payloads go past the page cache (O_DIRECT), where they would be kept twice."""
 
     def __init__(self, *, direct: bool) -> None:
+        self._direct = direct and _DIRECT != 0
         self._flags = os.O_CLOEXEC | (_DIRECT if direct else 0)
 
-    def write(self, path: str, buffer: memoryview, nbytes: int) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
-        try:
-            end = round_up(nbytes, PAGE_BYTES)  # O_DIRECT takes whole pages only
-            done = 0
-            while done < end:
-                done += os.pwrite(fd, buffer[done:end], done)
-            if end != nbytes:
-                os.ftruncate(fd, nbytes)
-        finally:
-            os.close(fd)
+    @property
+    def direct(self) -> bool:
+        return self._direct
 
-    def read(self, path: str, buffer: memoryview) -> int:
+    def create(self, path: str, nbytes: int) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return fd
+
+    def open(self, path: str, *, writable: bool = True) -> int:
         # A FIFO in its place must not hold up the thread, a link not lead elsewhere.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | self._flags)
-        try:
-            done = 0
-            while done < len(buffer):
-                num_read = os.preadv(fd, [buffer[done:]], done)
-                done += num_read
-                if num_read == 0 or num_read % PAGE_BYTES:  # the file's end; O_DIRECT could not go on from there
-                    break
-            return done
-        finally:
-            os.close(fd)
+        access = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(path, access | os.O_NONBLOCK | os.O_NOFOLLOW | self._flags)
 
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        left = list(buffers)
+        while left:
+            done = os.pwritev(fd, left[:_MOST_BUFFERS], offset)
+            offset += done
+            left = _behind(left, done)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        left, start = list(buffers), offset
+        while left:
+            done = os.preadv(fd, left[:_MOST_BUFFERS], offset)
+            offset += done
+            if done == 0 or (self._direct and offset % PAGE_BYTES):  # the file's end
+                break
+            left = _behind(left, done)
+        return offset - start
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
 
     def remove(self, path: str) -> None:
         os.unlink(path)
@@ -79,9 +114,13 @@ class OsFiles:
 
 def supports_direct(directory: str) -> bool:
     """Tries O_DIRECT with a file of one page. Raises `OSError` when no file can be written at all."""
-    path = os.path.join(directory, f"probe-{os.getpid()}")
+    path, files = os.path.join(directory, f"probe-{os.getpid()}"), OsFiles(direct=True)
     try:
-        OsFiles(direct=True).write(path, map_memory(PAGE_BYTES, prefault=True), PAGE_BYTES)
+        fd = files.create(path, PAGE_BYTES)
+        try:
+            files.write(fd, [map_memory(PAGE_BYTES, prefault=True)], 0)
+        finally:
+            files.close(fd)
     except OSError as error:
         if error.errno not in _NO_DIRECT_ERRNOS:
             raise
@@ -90,3 +129,12 @@ def supports_direct(directory: str) -> bool:
         if os.path.lexists(path):
             os.unlink(path)
     return _DIRECT != 0
+
+
+def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers after their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[index + 1 :]]
+        done -= len(buffer)
+    return []

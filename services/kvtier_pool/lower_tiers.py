@@ -7,6 +7,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.core import LowerTier
@@ -31,6 +32,8 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 on_event=hub.publish,
                 metrics=metrics,
                 codec=Codec.parse(settings.disk_codec),
+                segment_bytes=settings.disk_segment_bytes,
+                sync=SyncPolicy.parse(settings.disk_sync),
             )
             undo.callback(disk.close)
             keeps = settings.disk_write_policy is WritePolicy.WRITE_THROUGH

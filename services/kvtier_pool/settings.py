@@ -108,6 +108,10 @@ class PoolSettings:
     """When blocks in memory are copied to disk."""
     disk_codec: str = "raw"
     """How payloads are packed on disk: `raw` or `lz4`."""
+    disk_segment_bytes: int = 64 << 20
+    """Size of the disk tier's files."""
+    disk_sync: str = "none"
+    """What of them outlives a loss of power: `none`, `sealed` or `batch`."""
     redis: RedisSettings | None = None
     """Redis below memory and disk; None: no such tier."""
     selective_uses: int = 2

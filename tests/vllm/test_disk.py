@@ -18,7 +18,11 @@ from vllm_rig import (
     transfer,
 )
 
+import disk_rig
+
 PROMPTS = make_prompts()
+WORKER = "0-0"
+"""Each worker has a folder of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def filled(lab: Lab, expected: list[Answer], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("disk")
     with lab.engine(_keeping(folder)) as engine:
         assert tokens_of(engine.generate(PROMPTS)) == tokens_of(expected)
-    assert len(_files(folder)) == num_blocks(PROMPTS)
+    assert disk_rig.num_blocks(folder / WORKER) == num_blocks(PROMPTS)
     return folder
 
 
@@ -41,11 +45,6 @@ def _keeping(folder: Path) -> dict[str, object]:
     return transfer(settings(disk={"directory": str(folder), "reserve_bytes": 0}))
 
 
-def _files(folder: Path) -> list[Path]:
-    """One per block; each worker has a folder of its own."""
-    return sorted(folder.glob("0-0/[0-9a-f][0-9a-f]/*"))
-
-
 def test_a_cold_start_hits_everything(lab: Lab, expected: list[Answer], folder: Path) -> None:
     with lab.engine(_keeping(folder)) as engine:
         answers = engine.generate(PROMPTS)
@@ -55,22 +54,21 @@ def test_a_cold_start_hits_everything(lab: Lab, expected: list[Answer], folder: 
 
 def test_garbled_and_swapped_blocks_are_misses(lab: Lab, expected: list[Answer], folder: Path) -> None:
     """Every block: half of them have another's bytes, the others a few wrong ones."""
-    files = _files(folder)
-    half = len(files) // 4 * 2
-    swapped = [path.read_bytes() for path in files[:half]]
-    for index, path in enumerate(files[:half]):
-        path.write_bytes(swapped[index ^ 1])
-    for path in files[half:]:
-        content = bytearray(path.read_bytes())
-        middle = len(content) // 2
-        content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
-        path.write_bytes(content)
+    blocks = sorted(disk_rig.places(folder / WORKER).values())
+    payloads = [path.read_bytes()[offset : offset + nbytes] for path, offset, nbytes in blocks]
+    half = len(blocks) // 4 * 2
+    for index, (path, offset, nbytes) in enumerate(blocks):
+        if index < half:
+            disk_rig.overwrite(path, offset, payloads[index ^ 1])
+        else:
+            middle = payloads[index][nbytes // 2 :][:8]
+            disk_rig.overwrite(path, offset + nbytes // 2, bytes(255 - byte for byte in middle))
     with lab.engine(_keeping(folder)) as engine:
         engine.generate(make_prompts(1, first_length=10, seed=1))  # by now the engine knows what the folder has
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
-        dropped = set(files).difference(_files(folder))
+        dropped = set(blocks).difference(disk_rig.places(folder / WORKER).values())
         assert len(dropped) >= sum(all_hit(PROMPTS)) // BLOCK, "they were not even read"
         engine.reset()
         again = engine.generate(PROMPTS)

@@ -1,0 +1,124 @@
+"""Appending to the log: room in a tenant's open segment, or in a new one."""
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from kvtier.keys import TenantId
+from kvtier.tiers.base import ReadableBuffer
+from kvtier.tiers.disk_log.books import Books
+from kvtier.tiers.disk_log.format import NONCE_BYTES, PAGE, Entries, Kind, SegmentId
+from kvtier.tiers.disk_log.room import Room
+from kvtier.tiers.disk_log.segment_files import SegmentFiles
+from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages
+
+
+class SegmentLog:
+    """The end of the log, of all tenants. Any thread."""
+
+    def __init__(self, books: Books, files: SegmentFiles, room: Room, segment_bytes: int) -> None:
+        """:param segment_bytes: of a new segment, unless one extent needs more."""
+        self._books = books
+        self._files = files
+        self._room = room
+        self._segment_bytes = segment_bytes
+        self._opening: dict[TenantId, Future[bool]] = {}
+        """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
+
+    def reserve(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
+        """Room at the end of the tenant's log; None when there is none. `OSError`.
+
+        Whoever gets an extent writes it and gives it back, by `settle` or `abandon`.
+        """
+        while True:
+            with self._books.lock:
+                extent = self._books.segments.take(tenant, num_entries, payload_pages, epoch)
+                if extent is not None:
+                    return extent
+                opening = self._opening.get(tenant)
+                if opening is None:
+                    mine = self._opening[tenant] = Future()
+            if opening is not None:
+                if not opening.result():
+                    return None
+                continue
+            try:
+                extent = self._open(tenant, num_entries, payload_pages, epoch)
+            finally:
+                with self._books.lock:
+                    del self._opening[tenant]
+                mine.set_result(extent is not None)
+            if extent is not None:
+                self._room.evict_ahead(extent.segment.num_pages * PAGE)
+            return extent
+
+    def write(
+        self,
+        extent: Extent,
+        headers: Sequence[bytes],
+        payloads: Sequence[ReadableBuffer],
+        epochs: Sequence[int],
+        kinds: Sequence[Kind],
+    ) -> Entries:
+        """See `SegmentFiles.write`. After an error the extent has been given back."""
+        try:
+            return self._files.write(extent, headers, payloads, epochs, kinds)
+        except BaseException:
+            self._abandon(extent)
+            raise
+
+    def settle(self, extent: Extent, landed: Entries) -> Segment | None:
+        """Under the lock, after what was written was published; what to `seal` when it is released."""
+        return self._books.settle(extent, landed)
+
+    def seal(self, segment: Segment | None) -> None:
+        """What `settle` or `Books.to_seal` gave."""
+        if segment is not None:
+            self._files.seal(segment)
+
+    def retire_all(self) -> None:
+        """Seals what can be sealed: nobody writes any more."""
+        with self._books.lock:
+            for segment in self._books.segments:
+                if not segment.sealed and not segment.retired:
+                    self._books.segments.retire(segment.id.tenant)
+            sealing = [s for s in self._books.segments if self._books.to_seal(s) is not None]
+        for segment in sealing:
+            self._files.seal(segment)
+
+    def _abandon(self, extent: Extent) -> None:
+        """What could not be written leaves a gap; the segment takes no more, since its place may be bad."""
+        with self._books.lock:
+            if not extent.segment.retired:
+                self._books.segments.retire(extent.segment.id.tenant)
+            to_seal = self._books.settle(extent, None)
+        self.seal(to_seal)
+
+    def _open(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
+        """The first extent of a new segment; None when there is no room for one."""
+        books = self._books
+        with books.lock:
+            full = books.segments.retire(tenant)
+            to_seal = books.to_seal(full) if full is not None else None
+        self.seal(to_seal)
+        for wanted in (self._segment_bytes, 0):
+            pages = segment_pages(wanted, num_entries, payload_pages)
+            if pages is not None and self._room.set_aside(pages * PAGE):
+                break
+        else:
+            return None
+        made: Segment | None = None
+        try:
+            with books.lock:
+                number, now = books.segments.next_number(), books.epoch
+            segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), pages)
+            self._files.make(segment, now)
+            made = segment
+        finally:
+            with books.lock:
+                if made is None:
+                    books.segments.set_aside(-pages * PAGE)
+                else:
+                    books.segments.add(made, from_aside=True)
+                    extent = books.segments.take(tenant, num_entries, payload_pages, epoch)
+        return extent

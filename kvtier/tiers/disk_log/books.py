@@ -1,0 +1,182 @@
+"""What a disk tier knows: records, segments, writes under way. Everything that the tier's lock guards, in one place."""
+
+import secrets
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.errors import InvariantError
+from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import Status
+from kvtier.tiers.disk_log.format import Entries, Kind, keys_of
+from kvtier.tiers.disk_log.index import RECORD, RecordIndex, Records, Rows, Tags, tags_of
+from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment, SegmentSet
+
+
+class Claim:
+    """A write under way. Fields are guarded by the tier's lock."""
+
+    __slots__ = ("discarded", "epoch", "key")
+
+    def __init__(self, key: StoreKey, epoch: int) -> None:
+        self.key = key
+        self.epoch = epoch
+        self.discarded = 0
+        """The epoch in which its key was discarded: what is written is not published. 0: it was not."""
+
+
+class Books:
+    """The state and the lock. Hold `lock` for every method and field but `seed` and `tags`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Never held across I/O."""
+        self.seed = secrets.randbits(64)
+        self.index = RecordIndex()
+        self.segments = SegmentSet()
+        self.pending: dict[StoreKey, Claim] = {}
+        """Keys being written, by their visible claims."""
+        self.claims: set[Claim] = set()
+        """All writes under way, discarded ones too."""
+        self.epoch = 0
+        """The last one given. What has a larger one is later, in this life of the folder or another."""
+        self.new_bytes = 0
+        """Of records that were written because somebody asked for it."""
+        self.moved_bytes = 0
+        """Of records that were written again, to be kept."""
+        self.off = False
+        """Nothing is found any more."""
+
+    def tags(self, keys: Sequence[StoreKey]) -> Tags:
+        """Digests of keys. No lock needed."""
+        return tags_of(keys, self.seed)
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    def statuses(self, keys: Sequence[StoreKey], tags: Tags) -> list[Status]:
+        """An answer to a lookup."""
+        rows = self._found(tags)
+        hits = (rows >= 0).tolist()
+        pending = self.pending
+        return [
+            Status.HIT if hit else Status.PENDING if key in pending else Status.MISS
+            for key, hit in zip(keys, hits, strict=True)
+        ]
+
+    def use(self, tags: Tags) -> tuple[Rows, Records]:
+        """Rows of these keys, and what is known of those that are there; counts as a use."""
+        rows = self._found(tags)
+        there = rows[rows >= 0]
+        self.index.count_use(there)
+        return rows, self.index.records(there)
+
+    def claim(self, keys: Sequence[StoreKey], tags: Tags) -> list[Claim | None]:
+        """A claim for each key that is neither there nor being written."""
+        epoch = self.next_epoch()
+        rows = self._found(tags)
+        claims: list[Claim | None] = []
+        for key, there in zip(keys, (rows >= 0).tolist(), strict=True):
+            claim = None
+            if not there and key not in self.pending:
+                claim = self.pending[key] = Claim(key, epoch)
+                self.claims.add(claim)
+            claims.append(claim)
+        return claims
+
+    def release(self, claim: Claim) -> None:
+        """The write is over, one way or the other."""
+        self.claims.discard(claim)
+        if self.pending.get(claim.key) is claim:
+            del self.pending[claim.key]
+
+    def publish(self, segment: Segment, entries: Entries, tags: Tags) -> None:
+        """Records that are on disk now are found from now on. Their keys are not there."""
+        self.index.insert(records_of(entries, tags, segment.number))
+        segment.num_live += len(entries)
+
+    def settle(self, extent: Extent, landed: Entries | None) -> Segment | None:
+        """Gives an extent back; the segment if it is to be sealed now, which the caller does."""
+        segment = extent.segment
+        segment.in_flight -= 1
+        if landed is not None:
+            segment.landed.append(landed)
+            forgets = landed["epoch"][landed["kind"] != Kind.RECORD]
+            segment.last_forget = max(segment.last_forget, int(forgets.max(initial=0)))
+        return self.to_seal(segment)
+
+    def to_seal(self, segment: Segment) -> Segment | None:
+        """The segment, marked as being sealed, if it takes no more and nobody writes to it."""
+        if not segment.retired or segment.in_flight or segment.evicting or segment.sealed:
+            return None
+        segment.in_flight += 1
+        return segment
+
+    def take_out(self, rows: Rows) -> None:
+        """Forgets records, each row once."""
+        numbers, counts = np.unique(self.index.records(rows)["segment"], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            segment = self.segments.find(number)
+            if segment is None:
+                raise InvariantError(f"disk index: a record is in segment {number}, which is not there")
+            segment.num_live -= count
+        self.index.remove(rows)
+
+    def rows_at(self, segment: int, entries: Entries, tags: Tags) -> Rows:
+        """The row of each record if the index has it at this very place, else -1."""
+        rows = self.index.find(tags)
+        there = np.flatnonzero(rows >= 0)
+        records = self.index.records(rows[there])
+        elsewhere = (records["segment"] != segment) | (records["page"] != entries["page"][there])
+        rows[there[elsewhere]] = -1
+        return rows
+
+    def first_epoch(self, tenant: TenantId, but: Segment) -> int:
+        """The smallest of any record of the tenant outside a segment, dead or on its way there too."""
+        epochs = [segment.min_epoch for segment in self.segments.of(tenant) if segment is not but]
+        epochs += [claim.epoch for claim in self.claims if claim.key[:TENANT_ID_BYTES] == tenant]
+        return min(epochs, default=NO_EPOCH)
+
+    def is_idle(self, tenant: TenantId) -> bool:
+        """Whether the tenant has no record and nobody writes one."""
+        busy = any(segment.num_live or segment.in_flight for segment in self.segments.of(tenant))
+        return not busy and not any(claim.key[:TENANT_ID_BYTES] == tenant for claim in self.claims)
+
+    def next_dead(self, tenant: TenantId) -> Segment | None:
+        """The oldest segment without a record that may go, marked. Tombstones that are needed keep theirs."""
+        idle = self.is_idle(tenant)
+        for segment in self.segments.of(tenant):
+            unused = not segment.num_live and not segment.in_flight and not segment.evicting
+            if unused and (segment.retired or idle) and segment.last_forget <= self.first_epoch(tenant, segment):
+                return self.segments.mark(segment)
+        return None
+
+    def check(self, capacity_bytes: int) -> None:
+        """Raises `InvariantError` when the books do not add up. O(records)."""
+        self.index.check()
+        self.segments.check(len(self.index))
+        if self.segments.used_bytes > capacity_bytes:
+            raise InvariantError(f"disk segments: {self.segments.used_bytes} bytes in use exceed the capacity")
+        if not set(self.pending.values()) <= self.claims:
+            raise InvariantError("disk tier: a write under way is not known")
+
+    def _found(self, tags: Tags) -> Rows:
+        return np.full(len(tags), -1, np.int64) if self.off else self.index.find(tags)
+
+
+def records_of(entries: Entries, tags: Tags, segment: int) -> Records:
+    """What the index keeps of records that are in a segment."""
+    records = np.zeros(len(entries), RECORD)
+    headers = entries["header"]
+    records["tag"], records["segment"], records["page"] = tags, segment, entries["page"]
+    for field in ("checksum", "stored_length", "raw_length", "codec"):
+        records[field] = headers[field]
+    return records
+
+
+def tagged(books: Books, entries: Entries) -> tuple[list[StoreKey], Tags]:
+    """Keys and tags of entries."""
+    keys = keys_of(entries)
+    return keys, books.tags(keys)

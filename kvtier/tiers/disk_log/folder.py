@@ -1,0 +1,120 @@
+"""The folder of a disk tier: who owns it, how its segments are called.
+
+<folder>/kvtier-disk-tier      marker; its lock (flock) says that a process owns the folder
+<folder>/<number>.segment      one segment; the number is 8 lower-case hexadecimal digits
+"""
+
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+MARKER = "kvtier-disk-tier"
+_MARKER_TEXT = b"kvtier disk tier, format 2\n"
+_FILE_PER_BLOCK_TEXT = b"kvtier disk tier, format 1\n"
+_EXPECTED = {MARKER, "lost+found"}
+_SEGMENT_NAME = re.compile(r"([0-9a-f]{8})\.segment")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is in a folder."""
+
+    numbers: list[int]
+    """Of segments, by their names, in order."""
+    foreign: list[str]
+    """Names of files that kvtier did not make."""
+
+
+class DiskFolder:
+    """An owned folder. Immutable; `close` gives it up."""
+
+    def __init__(self, path: str, marker_fd: int) -> None:
+        self.path = path
+        self._marker_fd = marker_fd
+
+    @classmethod
+    def open(cls, path: Path, *, make: bool = True) -> "DiskFolder":
+        """Takes the folder, making it if `make`. Raises `ConfigError` that names it and the remedy."""
+        path = path.absolute()
+        try:
+            if make:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return cls(str(path), _take(path, make))
+        except OSError as error:
+            raise ConfigError(
+                f"disk tier folder {path} cannot be used: {error}; name a folder that this user may write"
+            ) from error
+
+    def segment_path(self, number: int) -> str:
+        return f"{self.path}/{number:08x}.segment"
+
+    def list(self) -> Listing:
+        """Reads all names; `OSError` when it cannot."""
+        return list_folder(self.path)
+
+    def close(self) -> None:
+        """Lets another process take the folder. Call once."""
+        os.close(self._marker_fd)
+
+
+def list_folder(path: str) -> Listing:
+    """What is there, whoever owns it."""
+    numbers: list[int] = []
+    foreign: list[str] = []
+    for entry in os.scandir(path):
+        match = _SEGMENT_NAME.fullmatch(entry.name)
+        if match is not None and entry.is_file(follow_symlinks=False) and int(match[1], 16):
+            numbers.append(int(match[1], 16))
+        elif entry.name not in _EXPECTED:
+            foreign.append(entry.name)
+    return Listing(sorted(numbers), sorted(foreign))
+
+
+def require_format(path: Path) -> None:
+    """Raises `ConfigError` when the marker is not there, or of another version. Takes nothing."""
+    try:
+        text = (path / MARKER).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} is no disk tier folder: {error}") from error
+    _check(path, text)
+
+
+def _take(path: Path, make: bool) -> int:
+    """The locked marker's descriptor."""
+    names = set(os.listdir(path))
+    if MARKER not in names and (names - {"lost+found"} or not make):
+        found = f"holds other files, such as {min(names)!r}" if names else "is empty"
+        raise ConfigError(f"disk tier folder {path} {found}: name an empty or new folder")
+    fd = os.open(path / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        text = os.pread(fd, 256, 0)
+        if text:
+            _check(path, text)
+        else:
+            os.pwrite(fd, _MARKER_TEXT, 0)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"disk tier folder {path} is in use by another process: stop it, or give each process a folder of its own"
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(path: Path, text: bytes) -> None:
+    if text == _FILE_PER_BLOCK_TEXT:
+        raise ConfigError(
+            f"disk tier folder {path} is of an earlier version, which kept a file per block and which this one does "
+            "not read: empty the folder, or name another"
+        )
+    if text != _MARKER_TEXT:
+        raise ConfigError(
+            f"disk tier folder {path} was made by another version ({text[:60]!r}): empty it or name another"
+        )

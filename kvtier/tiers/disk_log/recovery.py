@@ -1,0 +1,160 @@
+"""The start: what segments hold, whose newest copies count, what discards have forgotten, and a footer for each."""
+
+import errno
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+from kvtier.keys import StoreKey, TenantId
+from kvtier.tiers.disk_log.books import Books, records_of, tagged
+from kvtier.tiers.disk_log.folder import DiskFolder
+from kvtier.tiers.disk_log.format import Entries, Kind, NewerFormatError, keys_of
+from kvtier.tiers.disk_log.index import RECORD, Records, Tags
+from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found
+from kvtier.tiers.disk_log.segment_files import SegmentFiles
+from kvtier.tiers.disk_log.segments import NO_EPOCH, Segment
+from kvtier.tiers.disk_log.trouble import is_passing
+
+_log = logging.getLogger(__name__)
+_NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""What somebody has to mend, rather than a drive that has lost a segment."""
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What a start found. Filled by `recover`."""
+
+    num_foreign: int = 0
+    """Files that kvtier did not make."""
+    num_damaged: int = 0
+    """Segments of which nothing could be read; they are gone now."""
+    num_torn: int = 0
+    """Records that were being written when the process ended."""
+    live: list[tuple[Entries, npt.NDArray[np.bool_]]] = field(default_factory=list)
+    """Entries of each segment, and which of them are found from now on."""
+
+    def events(self) -> Iterator[list[StoreKey]]:
+        """Keys that are there, segment by segment."""
+        for entries, there in self.live:
+            if there.any():
+                yield keys_of(entries[there])
+
+
+def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Executor) -> Recovery:
+    """Fills the books, which nobody uses yet, from the folder. Segments without a footer get one.
+
+    Raises `ConfigError` for a segment of a newer version, before anything is changed, and `OSError`.
+    """
+    found = Recovery()
+    listing = folder.list()
+    found.num_foreign = len(listing.foreign)
+    looks = executor.map(lambda number: _look(folder, files, number), listing.numbers)
+    contents = list(zip(listing.numbers, looks, strict=True))
+    gathered: list[Gathered] = []
+    for number, content in contents:
+        books.segments.not_before(number)
+        if isinstance(content, Foreign):
+            found.num_foreign += 1
+        elif isinstance(content, Damaged):
+            found.num_damaged += not content.empty
+            _log.log(
+                logging.INFO if content.empty else logging.WARNING,
+                "disk tier folder %s: segment %08x is dropped: %s", folder.path, number, content.reason,
+            )  # fmt: skip
+            files.drop(number)
+        elif not len(content.entries):
+            found.num_torn += content.num_torn
+            files.drop(number)
+        else:
+            found.num_torn += content.num_torn
+            gathered.append(adopt(content, books))
+    found.live = decide(gathered, books)
+    for segment in [g.segment for g in gathered if not g.segment.sealed]:
+        segment.in_flight += 1
+        files.seal(segment)
+    return found
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A segment's entries and their tags."""
+
+    segment: Segment
+    entries: Entries
+    tags: Tags
+
+
+def _look(folder: DiskFolder, files: SegmentFiles, number: int) -> Found | Damaged | Foreign:
+    path = folder.segment_path(number)
+    try:
+        return files.reader.inspect(path, number)
+    except NewerFormatError as error:
+        raise ConfigError(
+            f"disk tier folder {folder.path}: {path} is of another format ({error}): use the release that wrote it, "
+            "empty the folder, or name another"
+        ) from error
+    except OSError as error:
+        if is_passing(error) or error.errno in _NOT_ALLOWED_ERRNOS:
+            raise
+        return Damaged(f"it cannot be read: {error}", empty=False)
+
+
+def adopt(content: Found, books: Books) -> Gathered:
+    """Enters a segment into the books, none of its records as yet."""
+    segment = Segment(content.segment, content.file_pages)
+    segment.next_page, segment.num_entries = content.end_page, len(content.entries)
+    segment.retired, segment.sealed = True, content.sealed
+    segment.landed = [] if content.sealed else [content.entries]
+    records = content.entries["kind"] == Kind.RECORD
+    epochs = content.entries["epoch"]
+    segment.min_epoch = int(epochs[records].min(initial=NO_EPOCH))
+    segment.last_forget = int(epochs[~records].max(initial=0))
+    books.segments.add(segment, from_aside=False)
+    books.epoch = max(books.epoch, int(epochs.max()))
+    return Gathered(segment, content.entries, tagged(books, content.entries)[1])
+
+
+def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.NDArray[np.bool_]]]:
+    """Enters the records that count, and says which of each segment's entries these are.
+
+    Of all that was ever said of a key, the latest counts; nothing that a purge has overtaken does.
+    """
+    if not gathered:
+        return []
+    purged = _purges(gathered)
+    tags = np.concatenate([g.tags for g in gathered])
+    epochs = np.concatenate([g.entries["epoch"] for g in gathered])
+    kinds = np.concatenate([g.entries["kind"] for g in gathered])
+    limits = np.concatenate([np.full(len(g.entries), purged.get(g.segment.id.tenant, 0), "<u8") for g in gathered])
+    order = np.lexsort((epochs, tags[:, 1], tags[:, 0]))
+    ordered = tags[order]
+    last = np.append((ordered[1:] != ordered[:-1]).any(axis=1), True)
+    there = np.zeros(len(tags), bool)
+    there[order[last]] = True
+    there &= (kinds == Kind.RECORD) & (epochs >= limits)
+    start = 0
+    which: list[tuple[Entries, npt.NDArray[np.bool_]]] = []
+    live: list[Records] = []
+    for g in gathered:
+        mine = there[start : start + len(g.entries)]
+        start += len(g.entries)
+        g.segment.num_live = int(mine.sum())
+        live.append(records_of(g.entries[mine], g.tags[mine], g.segment.number))
+        which.append((g.entries, mine))
+    books.index.insert(np.concatenate([np.empty(0, RECORD), *live]))
+    return which
+
+
+def _purges(gathered: list[Gathered]) -> dict[TenantId, int]:
+    """By tenant, the epoch of its latest purge."""
+    purged: dict[TenantId, int] = {}
+    for g in gathered:
+        epochs = g.entries["epoch"][g.entries["kind"] == Kind.PURGE]
+        if len(epochs):
+            purged[g.segment.id.tenant] = max(purged.get(g.segment.id.tenant, 0), int(epochs.max()))
+    return purged

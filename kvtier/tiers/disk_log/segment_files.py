@@ -1,0 +1,208 @@
+"""The files of segments: made, written extent by extent, sealed, synced, removed."""
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.errors import InvalidInputError
+from kvtier.tiers.base import ReadableBuffer
+from kvtier.tiers.disk_log.books import Books
+from kvtier.tiers.disk_log.buffers import Buffers, fill_pages, is_aligned
+from kvtier.tiers.disk_log.descriptors import Descriptors
+from kvtier.tiers.disk_log.folder import DiskFolder
+from kvtier.tiers.disk_log.format import (
+    PAGE,
+    Entries,
+    Kind,
+    footer_pages,
+    make_entries,
+    pack_extent_head,
+    pack_footer,
+    pack_header,
+    pages_of,
+)
+from kvtier.tiers.disk_log.scan import SegmentReader
+from kvtier.tiers.disk_log.segments import Extent, Segment, concatenated
+from kvtier.tiers.disk_log.trouble import Trouble
+from kvtier.tiers.files import FileLayer
+from kvtier.tiers.memory import copy_bytes
+
+
+class SyncPolicy(enum.Enum):
+    """What outlives a loss of power. `docs/disk-format.md` says what each of them may forget."""
+
+    NONE = "none"
+    SEALED = "sealed"
+    """Segments in the background once they are sealed, tombstones before they are acknowledged."""
+    BATCH = "batch"
+    """Everything before it is acknowledged."""
+
+    @classmethod
+    def parse(cls, name: str) -> "SyncPolicy":
+        """Raises `InvalidInputError` that lists what there is."""
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(policy.value for policy in cls)
+            raise InvalidInputError(f"unknown sync policy {name!r}: known are {known}") from None
+
+
+class SegmentFiles:
+    """I/O on whole segments, without a lock. Any thread; methods raise `OSError` unless they say otherwise."""
+
+    def __init__(
+        self, folder: DiskFolder, files: FileLayer, books: Books, buffers: Buffers, trouble: Trouble, sync: SyncPolicy
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._books = books
+        self._buffers = buffers
+        self._trouble = trouble
+        self._sync = sync
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-sync")
+        self.descriptors = Descriptors(files)
+        self.reader = SegmentReader(files, buffers)
+
+    def path(self, segment: Segment) -> str:
+        return self._folder.segment_path(segment.number)
+
+    def free_bytes(self) -> int:
+        """What others leave on the file system."""
+        return self._files.free_bytes(self._folder.path)
+
+    def make(self, segment: Segment, epoch: int) -> None:
+        """A file with its header; after an error there is none."""
+        path = self.path(segment)
+        fd = self._files.create(path, segment.num_pages * PAGE)
+        try:
+            with self._buffers.lend(PAGE) as page:
+                copy_bytes(page, pack_header(segment.id, epoch))
+                self._files.write(fd, [page], 0)
+        except OSError:
+            self._files.close(fd)
+            self._files.remove(path)
+            raise
+        self.descriptors.add(segment.number, fd)
+
+    def write(
+        self,
+        extent: Extent,
+        headers: Sequence[bytes],
+        payloads: Sequence[ReadableBuffer],
+        epochs: Sequence[int],
+        kinds: Sequence[Kind],
+    ) -> Entries:
+        """One extent in one write: head, then payloads. The entries as they stand there."""
+        page, pages = extent.payload_page, []
+        for payload in payloads:
+            pages.append(page)
+            page += pages_of(len(payload))
+        entries = make_entries(headers, epochs, pages, kinds)
+        direct = self._files.direct
+        ready = [not direct or is_aligned(payload) for payload in payloads]
+        staged_pages = sum(pages_of(len(p)) for p, is_ready in zip(payloads, ready, strict=True) if not is_ready)
+        with self._buffers.lend((extent.head_pages + staged_pages) * PAGE) as stage:
+            head = pack_extent_head(extent.segment.id, extent.page, extent.num_pages, entries)
+            buffers = [fill_pages(stage, head.ljust(extent.head_pages * PAGE, b"\0"))]
+            at = len(buffers[0])
+            for payload, is_ready in zip(payloads, ready, strict=True):
+                if is_ready:
+                    buffers += _with_padding(payload)
+                else:
+                    buffers.append(fill_pages(stage[at:], payload))
+                    at += len(buffers[-1])
+            with self.descriptors.use(extent.segment.number, self.path(extent.segment)) as fd:
+                self._files.write(fd, buffers, extent.page * PAGE)
+                forgets = any(kind is not Kind.RECORD for kind in kinds)
+                if self._sync is SyncPolicy.BATCH or (forgets and self._sync is SyncPolicy.SEALED):
+                    self._files.sync(fd)
+        return entries
+
+    def seal(self, segment: Segment) -> None:
+        """Writes the footer of a segment that `Books.to_seal` gave, and cuts what is behind. Raises nothing.
+
+        When it fails, the segment stays as it is: readable, and scanned by the next start.
+        """
+        entries = concatenated(segment.landed)  # nobody adds to it any more
+        end = segment.next_page + footer_pages(len(entries))
+        try:
+            with self._buffers.lend((end - segment.next_page) * PAGE) as footer:
+                copy_bytes(footer, pack_footer(segment.id, segment.next_page, entries))
+                with self.descriptors.use(segment.number, self.path(segment)) as fd:
+                    self._files.write(fd, [footer], segment.next_page * PAGE)
+                    self._files.truncate(fd, end * PAGE)
+        except OSError as error:
+            self._trouble.note("seal", error)
+            with self._books.lock:
+                segment.in_flight -= 1
+            return
+        with self._books.lock:
+            self._books.segments.shrink(segment, end)
+            segment.next_page = end
+            segment.sealed = True
+            segment.landed = []
+            segment.in_flight -= 1
+        if self._sync is not SyncPolicy.NONE:
+            self._syncer.submit(self._sync_sealed, segment)
+
+    def entries(self, segment: Segment) -> Entries | None:
+        """Everything that has landed in it; None when its footer is damaged."""
+        with self._books.lock:
+            landed = None if segment.sealed else list(segment.landed)
+        if landed is not None:
+            return concatenated(landed)
+        with self.descriptors.use(segment.number, self.path(segment)) as fd:
+            return self.reader.entries(fd, segment.id, segment.num_pages)
+
+    def read(self, number: int, pieces: Sequence[memoryview], page: int) -> int:
+        """See `FileLayer.read`."""
+        with self.descriptors.use(number, self._folder.segment_path(number)) as fd:
+            return self._files.read(fd, pieces, page * PAGE)
+
+    def remove(self, segment: Segment) -> bool:
+        """False, counted and logged, when the file is still there. Nobody writes to it; who reads it misses.
+
+        The file is cut before it is unlinked: its space is free although somebody may have it open.
+        """
+        path = self.path(segment)
+        try:
+            with self.descriptors.use(segment.number, path) as fd:
+                self._files.truncate(fd, 0)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._trouble.note("remove", error)
+        self.descriptors.forget(segment.number)
+        try:
+            self._files.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._trouble.note("remove", error)
+            return False
+        return True
+
+    def drop(self, number: int) -> None:
+        """Unlinks a file that is no segment of the books. `OSError`."""
+        self._files.remove(self._folder.segment_path(number))
+
+    def close(self) -> None:
+        """Waits for syncs under way, then closes all files. Raises nothing."""
+        self._syncer.shutdown()
+        self.descriptors.close()
+
+    def _sync_sealed(self, segment: Segment) -> None:
+        try:
+            with self.descriptors.use(segment.number, self.path(segment)) as fd:
+                self._files.sync(fd)
+        except FileNotFoundError:  # evicted already
+            pass
+        except OSError as error:
+            self._trouble.note("sync", error)
+
+
+def _with_padding(payload: ReadableBuffer) -> list[memoryview]:
+    """A payload, and zeros up to the end of its page."""
+    missing = -len(payload) % PAGE
+    view = memoryview(payload)
+    return [view, memoryview(bytes(missing))] if missing else [view] if len(view) else []

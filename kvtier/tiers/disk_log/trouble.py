@@ -1,0 +1,95 @@
+"""What goes wrong with the medium: counted, logged quietly, and what it does to the tier as a whole."""
+
+import errno
+import logging
+import threading
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.metrics import Metrics
+from kvtier.quiet_log import QuietLog
+from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.breaker import CircuitBreaker
+
+_NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+"""What has nothing to do with the file. After any other error it cannot be read again: EIO, ENODATA (a bad sector),
+EUCLEAN and EBADMSG (a file system that is broken), or something else that lies in its place."""
+_WRITES_IN_A_ROW, _PAUSE_S = 8, 5.0
+"""So many failed writes make the tier read-only; after a pause one write tries again."""
+_READS_IN_A_ROW = 64
+"""So many failed reads switch it off: what is left of such a drive is not worth waiting for."""
+
+
+class Trouble:
+    """Counters, log lines, and whether the tier still works. Any thread."""
+
+    def __init__(self, name: str, metrics: Metrics, log: logging.Logger, clock: Clock = MONOTONIC) -> None:
+        self._name = name
+        self._metrics = metrics
+        self._log = log
+        self._quiet = QuietLog(log, clock=clock)
+        self._writes = CircuitBreaker(_WRITES_IN_A_ROW, _PAUSE_S, clock)
+        self._lock = threading.Lock()
+        self._failed_reads = 0
+        """In a row. Guarded by _lock."""
+
+    def may_write(self) -> bool:
+        """False while the tier is read-only."""
+        return self._writes.allow()
+
+    def wrote(self) -> None:
+        """A write has worked."""
+        if self._writes.success():
+            self._log.warning("tier %s takes writes again", self._name)
+
+    def write_failed(self, error: OSError) -> WriteStatus:
+        """What the writer hears."""
+        self.note("write", error)
+        if self._writes.failure():
+            self._metrics.degraded.labels(self._name, "read_only").inc()
+            self._log.error(
+                "tier %s is read-only: %d writes failed in a row, the last one with: %s; tried again every %g s",
+                self._name, _WRITES_IN_A_ROW, error, _PAUSE_S,
+            )  # fmt: skip
+        return WriteStatus.FULL if error.errno in _NO_SPACE_ERRNOS else WriteStatus.FAILED
+
+    def read(self) -> None:
+        """A read has worked, whatever it brought."""
+        if self._failed_reads:  # unlocked: a stale value costs a lock or a count, nothing else
+            with self._lock:
+                self._failed_reads = 0
+
+    def read_failed(self, error: OSError) -> bool:
+        """True when the tier is to be switched off for it."""
+        self.note("read", error)
+        if is_passing(error):
+            return False
+        with self._lock:
+            self._failed_reads += 1
+            off = self._failed_reads == _READS_IN_A_ROW
+        if off:
+            self._metrics.degraded.labels(self._name, "off").inc()
+            self._log.error(
+                "tier %s is off: %d reads failed in a row, the last one with: %s; look after the drive, then restart",
+                self._name, _READS_IN_A_ROW, error,
+            )  # fmt: skip
+        return off
+
+    def corrupt(self, reason: object) -> None:
+        """A block that was not what was stored; it is dropped."""
+        self._metrics.corrupt_blocks.labels(self._name).inc()
+        self._quiet.warning(f"tier {self._name}: dropped a corrupt block: {reason}")
+
+    def note(self, op: str, error: OSError) -> None:
+        """Counts and logs what failed."""
+        code = errno.errorcode.get(error.errno or 0, "unknown")
+        self._metrics.io_errors.labels(self._name, op, code).inc()
+        self._quiet.warning(f"tier {self._name}: {op} failed: {error}")
+
+    def warn(self, message: str) -> None:
+        self._quiet.warning(f"tier {self._name}: {message}")
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether the same read may work the next time."""
+    return error.errno in _PASSING_ERRNOS

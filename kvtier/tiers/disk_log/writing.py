@@ -1,0 +1,127 @@
+"""Writing blocks: encoded, appended in one write per part of a batch, then found."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from prometheus_client import Counter
+
+from kvtier.codec import Codec, encode
+from kvtier.events import EventKind
+from kvtier.keys import TENANT_ID_BYTES, TenantId
+from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.tiers.disk_log.appending import SegmentLog
+from kvtier.tiers.disk_log.books import Books, Claim
+from kvtier.tiers.disk_log.forgetting import Forgetter
+from kvtier.tiers.disk_log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
+from kvtier.tiers.disk_log.trouble import Trouble
+from kvtier.tiers.outbox import Outbox
+
+_PART_BYTES = 8 << 20
+"""Written at once: enough for full speed, few enough for several threads."""
+_PART_BLOCKS = 256
+
+Work = tuple[int, Claim, ReadableBuffer]
+"""Place in the caller's batch, claim, payload."""
+Outcome = tuple[int, "WriteStatus | BaseException"]
+"""Place in the caller's batch; an exception is the caller's fault."""
+
+
+def parts_of(work: Iterable[Work], most_bytes: int) -> Iterator[list[Work]]:
+    """Parts of a batch, each of one tenant, in order.
+
+    :param most_bytes: of a part of several blocks, beside a bound of its own.
+    """
+    by_tenant: dict[bytes, list[Work]] = {}
+    for item in work:
+        by_tenant.setdefault(item[1].key[:TENANT_ID_BYTES], []).append(item)
+    most_bytes = min(most_bytes, _PART_BYTES)
+    for items in by_tenant.values():
+        part: list[Work] = []
+        nbytes = 0
+        for item in items:
+            if part and (nbytes + len(item[2]) > most_bytes or len(part) == _PART_BLOCKS):
+                yield part
+                part, nbytes = [], 0
+            part.append(item)
+            nbytes += len(item[2])
+        yield part
+
+
+class BlockWriter:
+    """Stores parts of batches. Any thread."""
+
+    def __init__(
+        self,
+        books: Books,
+        log: SegmentLog,
+        forgetter: Forgetter,
+        outbox: Outbox,
+        trouble: Trouble,
+        new_bytes: Counter,
+    ) -> None:
+        self._books = books
+        self._log = log
+        self._forgetter = forgetter
+        self._outbox = outbox
+        self._trouble = trouble
+        self._new_bytes = new_bytes
+
+    def store(self, part: Sequence[Work], codec: Codec) -> list[Outcome]:
+        """Writes claimed blocks of one tenant. An answer per block; nothing is raised. The claims are given back."""
+        outcomes: list[Outcome] = []
+        ready: list[tuple[Work, bytes, ReadableBuffer]] = []
+        for work in part:
+            index, claim, payload = work
+            try:
+                header, stored = encode(claim.key, payload, codec)
+            except BaseException as error:
+                self._release([claim])
+                outcomes.append((index, error))
+                continue
+            if max(len(payload), len(stored)) > MAX_STORED_BYTES:
+                self._release([claim])
+                outcomes.append((index, WriteStatus.FULL))
+            else:
+                ready.append((work, header, stored))
+        claims = [work[1] for work, _, _ in ready]
+        status: WriteStatus | BaseException
+        try:
+            status = self._append(claims, [h for _, h, _ in ready], [s for _, _, s in ready]) if ready else None  # type: ignore[assignment]
+        except OSError as error:
+            status = self._trouble.write_failed(error)
+        except BaseException as error:
+            status = error
+        if status is not WriteStatus.STORED:
+            self._release(claims)
+        return outcomes + [(work[0], status) for work, _, _ in ready]
+
+    def _append(
+        self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
+    ) -> WriteStatus:
+        tenant = TenantId(claims[0].key[:TENANT_ID_BYTES])
+        epochs = [claim.epoch for claim in claims]
+        extent = self._log.reserve(tenant, len(claims), sum(pages_of(len(p)) for p in payloads), min(epochs))
+        if extent is None:
+            return WriteStatus.FULL
+        landed = self._log.write(extent, headers, payloads, epochs, [Kind.RECORD] * len(claims))
+        tags = self._books.tags([claim.key for claim in claims])
+        with self._books.lock:
+            visible = np.array([not claim.discarded for claim in claims], bool)
+            published: Entries = landed[visible]
+            self._books.publish(extent.segment, published, tags[visible])
+            self._books.new_bytes += sum(map(len, payloads))
+            for claim in claims:
+                self._books.release(claim)
+            self._outbox.post(EventKind.STORED, [c.key for c in claims if not c.discarded])
+            to_seal = self._log.settle(extent, landed)
+        self._log.seal(to_seal)
+        self._new_bytes.inc(sum(map(len, payloads)))
+        self._trouble.wrote()
+        if not visible.all():
+            self._forgetter.forget_late(tenant, [claim for claim in claims if claim.discarded])
+        return WriteStatus.STORED
+
+    def _release(self, claims: Sequence[Claim]) -> None:
+        with self._books.lock:
+            for claim in claims:
+                self._books.release(claim)

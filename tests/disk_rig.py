@@ -1,0 +1,72 @@
+"""What tests know of a disk tier's folder: where a block lies, how many are there."""
+
+from pathlib import Path
+
+from kvtier.keys import StoreKey
+from kvtier.tiers.disk_log.buffers import Buffers
+from kvtier.tiers.disk_log.folder import list_folder
+from kvtier.tiers.disk_log.format import PAGE, Kind, keys_of
+from kvtier.tiers.disk_log.scan import Found, SegmentReader
+from kvtier.tiers.disk_log.survey import survey
+from kvtier.tiers.files import OsFiles
+
+
+def segments(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return [folder / f"{number:08x}.segment" for number in list_folder(str(folder)).numbers]
+
+
+def contents(path: Path) -> Found:
+    """Of a sound segment."""
+    reader = SegmentReader(OsFiles(direct=False), Buffers(1))
+    found = reader.inspect(str(path), int(path.stem, 16), writable=False)
+    assert isinstance(found, Found), found
+    return found
+
+
+def places(folder: Path) -> dict[StoreKey, tuple[Path, int, int]]:
+    """File, offset and stored length of the newest record of every key."""
+    newest: dict[StoreKey, tuple[int, tuple[Path, int, int]]] = {}
+    for path in segments(folder):
+        entries = contents(path).entries
+        for index, key in enumerate(keys_of(entries)):
+            if entries["kind"][index] == Kind.RECORD:
+                place = (path, int(entries["page"][index]) * PAGE, int(entries["header"]["stored_length"][index]))
+                newest[key] = max(newest.get(key, (0, place)), (int(entries["epoch"][index]), place))
+    return {key: place for key, (_, place) in newest.items()}
+
+
+def place_of(folder: Path, key: StoreKey) -> tuple[Path, int, int]:
+    """Of one key."""
+    return places(folder)[key]
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """In place: the file keeps its identity for those who have it open."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+    overwrite(path, offset, bytes([byte ^ 1]))
+
+
+def damage(folder: Path, key: StoreKey) -> None:
+    """Flips a bit in the middle of a block."""
+    path, offset, nbytes = place_of(folder, key)
+    flip(path, offset + nbytes // 2)
+
+
+def num_blocks(folder: Path) -> int:
+    """How many blocks a start would find; 0 where there is no folder."""
+    return len(survey(folder).live) if folder.is_dir() else 0
+
+
+def used_bytes(folder: Path) -> int:
+    """Disk space of all segments."""
+    return sum(path.stat().st_size for path in segments(folder))
