@@ -38,9 +38,10 @@ test-vllm: .venv/vllm
 soak: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
 
-# Every kind of fault over every path, 20 seconds each: about 10 minutes.
+# Every kind of fault over every path, 20 seconds each, and 200 processes killed over a disk: about 12 minutes.
 chaos: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --sweep --seconds 20 --json .venv/chaos.json $(SOAK_ARGS)
+	$(BIN)/python tests/disk_crash_rig.py --rounds 200
 
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash

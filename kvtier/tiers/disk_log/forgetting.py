@@ -92,10 +92,12 @@ class Forgetter:
                 claim.discarded = epoch
                 if books.pending.get(claim.key) is claim:
                     del books.pending[claim.key]
-            segments = books.segments.of(tenant)
-        if not segments:
+            nothing = not books.segments.of(tenant)
+        if nothing:
             return 0
         self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch])
+        with books.lock:
+            segments = books.segments.of(tenant)
         num_there = sum(self._room.hide(segment, epoch) for segment in segments)
         self._room.drop_dead(tenant)
         return num_there

@@ -106,7 +106,7 @@ def _look(folder: DiskFolder, files: SegmentFiles, number: int) -> Found | Damag
 
 def adopt(content: Found, books: Books) -> Gathered:
     """Enters a segment into the books, none of its records as yet."""
-    segment = Segment(content.segment, content.file_pages)
+    segment = Segment(content.segment, max(content.file_pages, content.end_page))
     segment.next_page, segment.num_entries = content.end_page, len(content.entries)
     segment.retired, segment.sealed = True, content.sealed
     segment.landed = [] if content.sealed else [content.entries]

@@ -143,6 +143,9 @@ class Room:
         try:
             entries = self._files.entries(segment)
         except OSError as error:
+            with self._books.lock:
+                if self._books.segments.find(segment.number) is None:  # evicted meanwhile
+                    return NO_ENTRIES
             self._trouble.note("read", error)
             return None
         if entries is None:

@@ -43,7 +43,7 @@ class Found:
     sealed: bool
     """By a footer; else `entries` are records whose payloads were verified, and tombstones."""
     end_page: int
-    """Behind the last sound extent, or the whole file when sealed."""
+    """Behind the last sound extent, whose end may be missing, or the whole file when sealed."""
     file_pages: int
     num_torn: int = 0
     """Records whose payloads are not what their heads say: in a segment without a footer."""
@@ -135,7 +135,7 @@ class SegmentReader:
             head = parse_extent_head(buffer)
         if head is None or head.segment != segment or head.page != page:
             return None
-        fits = head_pages(head.num_entries) <= head.num_pages <= num_pages - page
+        fits = head_pages(head.num_entries) <= min(head.num_pages, num_pages - page)  # payloads may be cut off
         return head if fits and head.num_entries else None
 
     def _sound_entries(self, fd: int, head: Head, num_pages: int) -> Entries | None:
