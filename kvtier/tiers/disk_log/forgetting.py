@@ -92,15 +92,19 @@ class Forgetter:
                 claim.discarded = epoch
                 if books.pending.get(claim.key) is claim:
                     del books.pending[claim.key]
-            nothing = not books.segments.of(tenant)
-        if nothing:
-            return 0
-        self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch])
-        with books.lock:
             segments = books.segments.of(tenant)
-        num_there = sum(self._room.hide(segment, epoch) for segment in segments)
+            # At once, as discards do: what is still found may be moved, and its copy would be later than this.
+            rows = books.index.in_segments([segment.number for segment in segments])
+            records = books.index.records(rows)
+            books.take_out(rows)
+        if not segments:
+            return 0
+        for segment in segments:
+            self._room.tell_of(segment, records["page"][records["segment"] == segment.number])
+        if not self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
+            self._evict({segment.number for segment in segments})
         self._room.drop_dead(tenant)
-        return num_there
+        return len(rows)
 
     def _write(self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int]) -> bool:
         """Tombstones at the end of the tenant's log; False when they could not be written."""

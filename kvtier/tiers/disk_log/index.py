@@ -121,10 +121,10 @@ class RecordIndex:
         self._free[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)
 
-    def in_segment(self, segment: int) -> Rows:
-        """All rows of a segment. Looks at every row: 1 ms per million."""
+    def in_segments(self, segments: Sequence[int]) -> Rows:
+        """All rows of some segments. Looks at every row: some 10 ms per million."""
         live = self._live_rows()
-        there: Rows = live[self._rows["segment"][live] == segment]
+        there: Rows = live[np.isin(self._rows["segment"][live], segments)]
         return there
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.codec import parse_stored_header, verify
 from kvtier.errors import CorruptBlockError
@@ -110,22 +111,16 @@ class Room:
             self._move(segment, part)
         return self._remove(segment)
 
-    def hide(self, segment: Segment, epoch: int) -> int:
-        """Forgets records before an epoch, with events; how many there were. The file stays."""
-        entries, books = self._entries(segment), self._books
+    def tell_of(self, segment: Segment, pages: npt.NDArray[np.uint32]) -> None:
+        """Events for records at these pages, which were taken out. None where the footer cannot be read."""
+        entries = self._entries(segment)
         if entries is None:
-            with books.lock:
-                rows = books.index.in_segment(segment.number)
-                books.take_out(rows)
-            return len(rows)
-        records = entries[(entries["kind"] == Kind.RECORD) & (entries["epoch"] < epoch)]
-        keys, tags = tagged(books, records)
-        with books.lock:
-            rows = books.rows_at(segment.number, records, tags)
-            there = np.flatnonzero(rows >= 0)
-            books.take_out(rows[there])
-            self._outbox.post(EventKind.REMOVED, [keys[index] for index in there])
-        return len(there)
+            return
+        records = entries[(entries["kind"] == Kind.RECORD) & np.isin(entries["page"], pages)]
+        keys, tags = tagged(self._books, records)
+        with self._books.lock:
+            gone = self._books.index.find(tags) < 0  # not written again meanwhile
+            self._outbox.post(EventKind.REMOVED, [keys[index] for index in np.flatnonzero(gone)])
 
     def drop_dead(self, tenant: TenantId) -> None:
         """Removes the tenant's segments that nobody needs any more."""
@@ -186,7 +181,7 @@ class Room:
                     worth: Entries = records[kept]
                     return worth
             # Without a readable footer nobody can say which keys these are.
-            rows = self._books.index.in_segment(segment.number)
+            rows = self._books.index.in_segments([segment.number])
             self._books.take_out(rows)
             self._evicted.inc(len(rows))
             return NO_ENTRIES
