@@ -34,7 +34,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "ratio_to_floor": (*NUMBER, type(None)),
 }
 """Of a case. Others may stand beside these."""
-FLOORS = {"memcpy", "raw tcp", "raw unix", "one client", "cbor"}
+FLOORS = {"memcpy", "raw disk", "raw tcp", "raw unix", "one client", "cbor"}
 SMALL = ["--payload-bytes", "4096", "--batch", "4"]
 
 
@@ -97,6 +97,7 @@ def test_paths_are_held_against_floors(tmp_path: Path) -> None:
 def test_tiers(tmp_path: Path) -> None:
     report = run("tiers", *SMALL, "--disk-dir", str(tmp_path))
     assert {case["name"] for case in report["cases"]} >= {"host", "disk", "pool"}
+    assert {case["floor"] for case in report["cases"] if case["name"] == "disk"} == {"raw disk"}
     assert not list(tmp_path.iterdir())
 
 
