@@ -105,6 +105,9 @@ class GatedFiles:
     def sync(self, fd: int) -> None:
         self._inner.sync(fd)
 
+    def sync_folder(self, directory: str) -> None:
+        self._inner.sync_folder(directory)
+
     def close(self, fd: int) -> None:
         self._inner.close(fd)
 

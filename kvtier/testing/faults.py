@@ -88,6 +88,10 @@ class FaultyFiles:
         _raise(self._fault("sync"), "sync")
         self._inner.sync(fd)
 
+    def sync_folder(self, directory: str) -> None:
+        _raise(self._fault("sync_folder"), directory)
+        self._inner.sync_folder(directory)
+
     def close(self, fd: int) -> None:
         self._inner.close(fd)
 

@@ -42,6 +42,9 @@ class FileLayer(Protocol):
     def sync(self, fd: int) -> None:
         """What is written outlives a loss of power."""
 
+    def sync_folder(self, directory: str) -> None:
+        """The names of files that were made in it outlive a loss of power."""
+
     def close(self, fd: int) -> None:
         """Gives up the descriptor."""
 
@@ -100,6 +103,13 @@ class OsFiles:
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def sync_folder(self, directory: str) -> None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.codec import HEADER_BYTES, HEADER_DTYPE, well_formed
-from kvtier.errors import CorruptBlockError
 from kvtier.keys import STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 
 PAGE = 4096
@@ -208,12 +207,6 @@ def header_bytes(entries: Entries, index: int) -> bytes:
 def purge_key(tenant: TenantId) -> StoreKey:
     """What a `PURGE` entry has in the place of a key."""
     return StoreKey(tenant + bytes(STORE_KEY_BYTES - TENANT_ID_BYTES))
-
-
-def require_record(entries: Entries, index: int, key: StoreKey) -> None:
-    """Raises `CorruptBlockError` unless this entry is a record of `key`."""
-    if entries["kind"][index] != Kind.RECORD or entries["header"]["key"][index].tobytes() != key:
-        raise CorruptBlockError("entry of another key")
 
 
 def _are_sound(entries: Entries, tenant: TenantId, end_page: int) -> bool:

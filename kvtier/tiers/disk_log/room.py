@@ -59,12 +59,13 @@ class Room:
         """Counts room for a file as used, evicting what must go; False when there is not enough. `OSError`."""
         tried: set[int] = set()
         while True:
-            limit = self._limit()
+            free_bytes = self._files.free_bytes()
             with self._books.lock:
+                limit = self._limit(free_bytes)
                 segments = self._books.segments
-                if nbytes > limit():
+                if nbytes > limit:
                     break
-                if segments.used_bytes + nbytes <= limit():
+                if segments.used_bytes + nbytes <= limit:
                     segments.set_aside(nbytes)
                     return True
                 victim = segments.victim(tried) if len(tried) < _MOST_STUCK else None
@@ -73,7 +74,7 @@ class Room:
             if not self.evict(victim):
                 tried.add(victim.number)
         self._trouble.warn(
-            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit():,} can be had, "
+            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
             f"since {self._reserve_bytes:,} bytes of the file system are left to others"
         )
         return False
@@ -83,13 +84,13 @@ class Room:
         tried: set[int] = set()
         while True:
             try:
-                limit = self._limit()
+                free_bytes = self._files.free_bytes()
             except OSError as error:
                 self._trouble.note("free_bytes", error)
                 return
             with self._books.lock:
-                segments = self._books.segments
-                if segments.used_bytes + nbytes <= limit() or nbytes > limit():
+                limit, segments = self._limit(free_bytes), self._books.segments
+                if segments.used_bytes + nbytes <= limit or nbytes > limit:
                     return
                 victim = segments.victim(tried) if len(tried) < _MOST_STUCK else None
             if victim is None:
@@ -130,8 +131,10 @@ class Room:
             if dead is None or not self._remove(dead):
                 return
 
-    def _limit(self) -> "_Limit":
-        return _Limit(self, self._files.free_bytes())
+    def _limit(self, free_bytes: int) -> int:
+        """What all files may take, given what the file system had free a moment ago. Under the lock."""
+        used = self._books.segments.used_bytes
+        return min(self._capacity_bytes, used + free_bytes - self._reserve_bytes)
 
     def _entries(self, segment: Segment) -> Entries | None:
         """None when they cannot be read."""
@@ -198,39 +201,43 @@ class Room:
 
     def _move(self, segment: Segment, records: Entries) -> None:
         """Writes records once more, in the open segment of their tenant; forgets those that cannot be."""
-        books, tenant = self._books, segment.id.tenant
-        keys, tags = tagged(books, records)
-        with books.lock:
-            # Those that are still there now: a later discard has a later epoch than their copies.
-            alive = np.flatnonzero(books.rows_at(segment.number, records, tags) >= 0)
-            if not len(alive):
-                return
-            epoch = books.next_epoch()
-            records, tags, keys = records[alive], tags[alive], [keys[index] for index in alive]
-            lengths = [int(length) for length in records["header"]["stored_length"]]
-            extent = books.segments.take(tenant, len(records), sum(map(pages_of, lengths)), epoch)
-        moved: Entries | None = None
-        if extent is not None:
-            with self._buffers.lend(sum(map(pages_of, lengths)) * PAGE) as memory:
-                whole, payloads = self._load(segment, records, lengths, memory)
-                copies = records[whole]
-                copies["epoch"] = epoch
-                moved = self._write(extent, copies, payloads, tags[whole], segment)
-        with books.lock:
-            rows = books.rows_at(segment.number, records, tags)
+        keys, tags = tagged(self._books, records)
+        try:
+            self._copy(segment, records, tags)
+        except OSError as error:  # no memory for it
+            self._trouble.note("move", error)
+        with self._books.lock:
+            rows = self._books.rows_at(segment.number, records, tags)
             lost = np.flatnonzero(rows >= 0)
-            books.take_out(rows[lost])
+            self._books.take_out(rows[lost])
             self._outbox.post(EventKind.REMOVED, [keys[index] for index in lost])
             self._evicted.inc(len(lost))
-        if moved is not None:
-            self._moved.inc(sum(map(len, payloads)))
 
-    def _load(
-        self, segment: Segment, records: Entries, lengths: list[int], memory: memoryview
-    ) -> tuple[list[int], list[memoryview]]:
+    def _copy(self, segment: Segment, records: Entries, tags: Tags) -> None:
+        """Those that could be copied are found in their new place afterwards."""
+        books, num_pages = self._books, sum(map(pages_of, _lengths(records)))
+        with self._buffers.lend(num_pages * PAGE) as memory:
+            with books.lock:
+                # Those that are still there now: a later discard has a later epoch than their copies.
+                alive = np.flatnonzero(books.rows_at(segment.number, records, tags) >= 0)
+                if not len(alive):
+                    return
+                epoch = books.next_epoch()
+                records, tags = records[alive], tags[alive]
+                num_pages = sum(map(pages_of, _lengths(records)))
+                extent = books.segments.take(segment.id.tenant, len(records), num_pages, epoch)
+            if extent is None:
+                return
+            whole, payloads = self._load(segment, records, memory)
+            copies = records[whole]
+            copies["epoch"] = epoch
+            if self._write(extent, copies, payloads, tags[whole], segment) is not None:
+                self._moved.inc(sum(map(len, payloads)))
+
+    def _load(self, segment: Segment, records: Entries, memory: memoryview) -> tuple[list[int], list[memoryview]]:
         """Indices and payloads of the records that are what was stored."""
         whole, payloads, at = [], [], 0
-        for index, length in enumerate(lengths):
+        for index, length in enumerate(_lengths(records)):
             pages = memory[at : at + pages_of(length) * PAGE]
             at += len(pages)
             header = parse_stored_header(header_bytes(records, index))
@@ -300,26 +307,18 @@ class Room:
         return True
 
 
-class _Limit:
-    """What may be used, given what the file system had free a moment ago. Call it under the lock."""
-
-    def __init__(self, room: Room, free_bytes: int) -> None:
-        self._room = room
-        self._free_bytes = free_bytes
-
-    def __call__(self) -> int:
-        room = self._room
-        used = room._books.segments.used_bytes
-        return min(room._capacity_bytes, used + self._free_bytes - room._reserve_bytes)
-
-
 def _parts(records: Entries) -> Iterator[Entries]:
     """Cut so that each is moved in one write."""
     start = nbytes = 0
-    for index, length in enumerate(records["header"]["stored_length"].tolist() if len(records) else []):
+    for index, length in enumerate(_lengths(records)):
         if index > start and (nbytes + length > _MOVE_BYTES or index - start == _MOVE_ENTRIES):
             yield records[start:index]
             start, nbytes = index, 0
         nbytes += length
     if start < len(records):
         yield records[start:]
+
+
+def _lengths(records: Entries) -> list[int]:
+    """Of the payloads as stored."""
+    return [int(length) for length in records["header"]["stored_length"]]

@@ -78,6 +78,8 @@ class SegmentFiles:
             with self._buffers.lend(PAGE) as page:
                 copy_bytes(page, pack_header(segment.id, epoch))
                 self._files.write(fd, [page], 0)
+            if self._sync is not SyncPolicy.NONE:
+                self._files.sync_folder(self._folder.path)
         except OSError:
             self._files.close(fd)
             self._files.remove(path)

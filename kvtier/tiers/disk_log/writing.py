@@ -58,6 +58,7 @@ class BlockWriter:
         outbox: Outbox,
         trouble: Trouble,
         new_bytes: Counter,
+        codec: Codec,
     ) -> None:
         self._books = books
         self._log = log
@@ -65,15 +66,16 @@ class BlockWriter:
         self._outbox = outbox
         self._trouble = trouble
         self._new_bytes = new_bytes
+        self._codec = codec
 
-    def store(self, part: Sequence[Work], codec: Codec) -> list[Outcome]:
+    def store(self, part: Sequence[Work]) -> list[Outcome]:
         """Writes claimed blocks of one tenant. An answer per block; nothing is raised. The claims are given back."""
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
         for work in part:
             index, claim, payload = work
             try:
-                header, stored = encode(claim.key, payload, codec)
+                header, stored = encode(claim.key, payload, self._codec)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))
@@ -83,17 +85,27 @@ class BlockWriter:
                 outcomes.append((index, WriteStatus.FULL))
             else:
                 ready.append((work, header, stored))
-        claims = [work[1] for work, _, _ in ready]
+        if ready:
+            status = self._try_to_append(
+                [w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready]
+            )
+            outcomes += [(work[0], status) for work, _, _ in ready]
+        return outcomes
+
+    def _try_to_append(
+        self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
+    ) -> WriteStatus | BaseException:
+        """What became of all of them; the claims are given back."""
         status: WriteStatus | BaseException
         try:
-            status = self._append(claims, [h for _, h, _ in ready], [s for _, _, s in ready]) if ready else None  # type: ignore[assignment]
+            status = self._append(claims, headers, payloads)
         except OSError as error:
             status = self._trouble.write_failed(error)
         except BaseException as error:
             status = error
         if status is not WriteStatus.STORED:
             self._release(claims)
-        return outcomes + [(work[0], status) for work, _, _ in ready]
+        return status
 
     def _append(
         self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
