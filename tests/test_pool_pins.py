@@ -249,9 +249,10 @@ def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
     """On its way to the disk: memory has taken its writer's word for the checksum."""
     with pin_rig(disk_dir=tmp_path) as (rig, _):
         rig.files.may_write.clear()
-        store(rig, range(2))  # keeps both writers busy
-        until(lambda: rig.files.writing.acquire(blocking=False))
-        until(lambda: rig.files.writing.acquire(blocking=False))
+        waiting = rig.core._ways[0]._waiting
+        for label in range(2):  # keeps both writers busy
+            store(rig, [label])
+            until(lambda label=label: waiting.is_writing({make_key(label)}))  # type: ignore[misc]
         slot = rig.core.prepare_place(RED, make_key("broken"), BLOCK_BYTES, 1)
         assert isinstance(slot, WriteSlot)
         assert rig.core.commit_places([slot], [12345]) == [WriteStatus.STORED]
