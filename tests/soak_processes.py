@@ -38,7 +38,7 @@ class Sample:
     slab_bytes: int
     """Resident in slabs; in a pool that shares no memory, 0: they count as other memory does."""
     descriptors: int
-    """But for slabs, which come and go with what is stored."""
+    """But for slabs and segments, which come and go with what is stored."""
     threads: int
 
 
@@ -94,7 +94,8 @@ class Pool:
             at_s=round(time.monotonic() - started_s, 2),
             memory_bytes=resident[False],
             slab_bytes=resident[True],
-            descriptors=sum("memfd:" not in target for target in descriptors),
+            # Slabs and segments are as many as memory and disk have room for. One that was removed must not stay open.
+            descriptors=sum("memfd:" not in t and not t.endswith(".segment") for t in descriptors),
             threads=int(threads),
         )
 
