@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -143,3 +144,27 @@ def split_frames(data: bytes) -> list[Fields]:
         assert len(data) >= end + payload_bytes
         data = data[end + payload_bytes :]
     return headers
+
+
+@contextlib.contextmanager
+def recorded_pool(path: Path, golden: dict[str, tuple[bytes, bytes]], times: int = 1) -> Iterator[list[bytes]]:
+    """A pool that is nothing but golden frames, for so many connections; what it was sent."""
+    received: list[bytes] = []
+
+    def serve() -> None:
+        for _ in range(times):
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(AssertionError):  # closed before the end
+                connection.settimeout(WAIT_S)
+                for request, answer in golden.values():
+                    received.append(receive_exactly(connection, len(request)))
+                    connection.sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield received
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

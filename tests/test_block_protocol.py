@@ -14,7 +14,18 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_exactly, receive_frame, receive_rest, session, split_frames
+from block_rig import (
+    GOLDEN,
+    HEADER,
+    KEY,
+    PAYLOAD,
+    receive_exactly,
+    receive_frame,
+    receive_rest,
+    recorded_pool,
+    session,
+    split_frames,
+)
 from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import Status, Usage, WriteStatus
@@ -56,21 +67,7 @@ def test_requests_sent_ahead_are_answered_in_order(rig: CoreRig) -> None:
 def test_the_client_sends_what_old_pools_know(tmp_path: Path) -> None:
     """The real client against a pool that is nothing but golden frames."""
     path = tmp_path / "pool.sock"
-    received: list[bytes] = []
-
-    def serve() -> None:
-        connection, _ = listening.accept()
-        with connection:
-            connection.settimeout(WAIT_S)
-            for request, answer in GOLDEN.values():
-                received.append(receive_exactly(connection, len(request)))
-                connection.sendall(answer)
-
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with recorded_pool(path, GOLDEN) as received:
         transport = SocketTransport(f"unix:{path}", TOKENS["red"], RED)
         keys = [KEY, make_key("absent")]
         into = [memoryview(bytearray(len(PAYLOAD))) for _ in keys]
@@ -80,7 +77,6 @@ def test_the_client_sends_what_old_pools_know(tmp_path: Path) -> None:
         assert into[0] == PAYLOAD
         assert transport.usage(WAIT_S) == Usage(1, len(PAYLOAD), 8 * MIB)
         assert transport.discard([KEY], WAIT_S) == 1
-        thread.join(WAIT_S)
         transport.close()
     assert received == [request for request, _ in GOLDEN.values()]
 

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from block_rig import GOLDEN, KEY, PAYLOAD, receive_exactly, receive_rest, session, split_frames
+from block_rig import GOLDEN, KEY, PAYLOAD, receive_exactly, receive_rest, recorded_pool, session, split_frames
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
@@ -77,30 +76,6 @@ def test_an_old_client_gets_the_answers_it_knows_from_a_pool_with_pins() -> None
             if verb != "hello":
                 client.sendall(request)
                 assert receive_exactly(client, len(answer)) == answer, verb
-
-
-@contextlib.contextmanager
-def recorded_pool(path: Path, golden: dict[str, tuple[bytes, bytes]], times: int = 1) -> Iterator[list[bytes]]:
-    """A pool that is nothing but golden frames, for so many connections; what it was sent."""
-    received: list[bytes] = []
-
-    def serve() -> None:
-        for _ in range(times):
-            connection, _ = listening.accept()
-            with connection, contextlib.suppress(AssertionError):  # closed before the end
-                connection.settimeout(WAIT_S)
-                for request, answer in golden.values():
-                    received.append(receive_exactly(connection, len(request)))
-                    connection.sendall(answer)
-
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield received
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
 
 
 def test_the_client_sends_what_pools_with_pins_know(tmp_path: Path) -> None:
