@@ -177,7 +177,7 @@ def encode_head(header: Mapping[str, object], payload_bytes: int = 0) -> bytes:
     return HeadEncoder().encode(header, payload_bytes)
 
 
-def decode_prelude(prelude: bytes | bytearray, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[int, int]:
+def decode_prelude(prelude: bytes | memoryview, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[int, int]:
     """Lengths of header and payload. `InvalidInputError` when the peer speaks something else, or too long."""
     magic, header_bytes, payload_bytes = _PRELUDE.unpack(prelude)
     if magic != _MAGIC:
@@ -187,7 +187,7 @@ def decode_prelude(prelude: bytes | bytearray, max_header_bytes: int = MAX_HEADE
     return header_bytes, payload_bytes
 
 
-def decode_header(packed: bytes | bytearray) -> Fields:
+def decode_header(packed: bytes | bytearray | memoryview) -> Fields:
     """The header's fields. `InvalidInputError` when this is no msgpack map, or one with too many items."""
     # Each takes a byte at least: a short header cannot have too many.
     hook = _counter() if len(packed) > _MAX_LISTS_AND_MAPS else None

@@ -61,12 +61,15 @@ class FrameSocket:
         :param payload: one-dimensional bytes, sent one after the other.
         :param descriptors: duplicated for the peer; Unix sockets only.
         """
-        payload_bytes = sum(map(len, payload))
-        self._send([self._heads.encode(header, payload_bytes), *payload], deadline, descriptors)
+        if payload or descriptors:
+            head = self._heads.encode(header, sum(map(len, payload)))
+            self._send([memoryview(part) for part in (head, *payload)], deadline, descriptors)
+        else:
+            self._send_message(self._heads.encode(header), deadline)
 
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
         """Sends bytes that are no frame: for peers who speak another protocol."""
-        self._send([data], deadline)
+        self._send_message(data, deadline)
 
     def wait(self) -> bool:
         """Blocks, however long, until a frame begins. False when the connection has ended instead."""
@@ -80,10 +83,12 @@ class FrameSocket:
         if self._start == self._stop and not self._look():
             self._need(PRELUDE_BYTES, deadline)
             self._note_delay()
-        self._need(PRELUDE_BYTES, deadline)
+        if self._stop - self._start < PRELUDE_BYTES:
+            self._need(PRELUDE_BYTES, deadline)
         header_bytes, payload_bytes = decode_prelude(self._take(PRELUDE_BYTES), max_header_bytes)
         if header_bytes <= _AHEAD_BYTES:
-            self._need(header_bytes, deadline)
+            if self._stop - self._start < header_bytes:
+                self._need(header_bytes, deadline)
             return decode_header(self._take(header_bytes)), payload_bytes
         packed = bytearray()
         while len(packed) < header_bytes:
@@ -128,11 +133,11 @@ class FrameSocket:
         """Whether a frame begins within the time that going to sleep and waking up would take."""
         self._asked_at = now = MONOTONIC()
         while self._spins and now - self._asked_at < _SPIN_S:
-            os.sched_yield()  # the peer may be waiting for this very core
             count = self._stream.poll(self._ahead)
             if count is not None:
                 self._start, self._stop = 0, count
                 return count > 0
+            os.sched_yield()  # the peer may be waiting for this very core
             now = MONOTONIC()
         return False
 
@@ -141,8 +146,6 @@ class FrameSocket:
 
     def _need(self, nbytes: int, deadline: float) -> None:
         """Receives until so many bytes are ahead."""
-        if self._stop - self._start >= nbytes:
-            return
         if len(self._ahead) - self._start < nbytes:
             rest = self._take(self._stop - self._start)
             self._ahead[: len(rest)] = rest
@@ -153,16 +156,23 @@ class FrameSocket:
                 raise ConnectionResetError("the peer closed the connection")
             self._stop += count
 
-    def _take(self, nbytes: int) -> bytes:
-        """The next bytes of what was received ahead."""
-        taken = bytes(self._ahead[self._start : self._start + nbytes])
-        self._start += nbytes
-        if self._start == self._stop:
+    def _take(self, nbytes: int) -> memoryview:
+        """The next bytes of what was received ahead; until more is received."""
+        start = self._start
+        stop = self._start = start + nbytes
+        if stop == self._stop:
             self._start = self._stop = 0
-        return taken
+        return self._ahead[start:stop]
 
-    def _send(self, parts: Sequence[_Buffer], deadline: float, descriptors: Sequence[int] = ()) -> None:
-        views = [memoryview(part) for part in parts if len(part)]
+    def _send_message(self, message: bytes, deadline: float) -> None:
+        """As most go: in one system call."""
+        view = memoryview(message)
+        sent = self._stream.send([view], 0)
+        if sent < len(view):
+            self._send([view[sent:]], deadline)
+
+    def _send(self, views: list[memoryview], deadline: float, descriptors: Sequence[int] = ()) -> None:
+        views = [view for view in views if len(view)]
         start = 0
         while start < len(views):
             count = self._stream.send(views, start, descriptors)

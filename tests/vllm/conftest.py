@@ -1,7 +1,9 @@
 """vLLM has an environment of its own, gigabytes of it: these tests run when they are asked for, and then never skip."""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,13 @@ collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
 
 if not collect_ignore_glob:
     sys.path.insert(0, str(HERE))
+
+    # vLLM leaves sockets and rendezvous files where temporary files go, also when it is not killed. Workers of
+    # pytest-xdist have the folder of their parent; pytest's own are kept where they were.
+    _litter = None
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = _litter = tempfile.mkdtemp(prefix="kvtier-")
 
     import tiny_llama
     from vllm_rig import CROWD_TOKENS, TOKENS, Answer, CachePool, Lab, make_crowd, make_prompts
@@ -45,3 +54,7 @@ if not collect_ignore_glob:
         """A cache pool for the tenants of `TOKENS`, with a Unix socket and a TCP port."""
         with CachePool(tmp_path, TOKENS) as running:
             yield running
+
+    def pytest_unconfigure() -> None:
+        if _litter is not None:
+            shutil.rmtree(_litter, ignore_errors=True)
