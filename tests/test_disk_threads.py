@@ -1,0 +1,166 @@
+"""Threads at one disk tier: a block that one writes, reads or moves while another wants it, or wants it gone."""
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
+from kvtier.keys import tenant_id
+from kvtier.metrics import Metrics
+from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.files import OsFiles
+
+
+@pytest.fixture
+def open_disk(tmp_path: Path) -> Iterator[Open]:
+    with reopening(tmp_path / "disk") as open_one:
+        yield open_one
+
+
+class Halting(OsFiles):
+    """Stops one operation on payloads in the middle until the test goes on."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__(direct=False)
+        self._op = op
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if offset:
+            self._halt("write")
+        super().write(fd, buffers, offset)
+
+    def remove(self, path: str) -> None:
+        self._halt("remove")
+        super().remove(path)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._halt("read")
+        return super().read(fd, buffers, offset)
+
+    def _halt(self, op: str) -> None:
+        if op == self._op and not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(20)
+
+
+def test_a_block_being_written_is_pending_and_can_be_discarded(tmp_path: Path, open_disk: Open) -> None:
+    files = Halting("write")
+    tier = open_disk(files=files)
+    with ThreadPoolExecutor(1) as executor:
+        writing = executor.submit(tier.write, [block("a"), block("other")])
+        assert files.reached.wait(20)
+        assert tier.lookup([make_key("a")]) == [Status.PENDING]
+        assert load(tier, "a") is None
+        assert tier.write([block("a")]) == [WriteStatus.EXISTS]
+        assert tier.discard([make_key("a")]) == 0
+        assert tier.lookup([make_key("a")]) == [Status.MISS]
+        assert tier.write([block("a")]) == [WriteStatus.STORED]
+        files.go_on.set()
+        assert writing.result(20) == [WriteStatus.STORED] * 2
+    assert loaded(tier, ["a", "other"]) == [True, True]
+    assert tier.usage().num_blocks == 2
+    tier = open_disk()
+    assert loaded(tier, ["a", "other"]) == [True, True]
+
+
+def test_what_was_discarded_while_it_was_written_stays_gone(open_disk: Open) -> None:
+    files = Halting("write")
+    tier = open_disk(files=files)
+    with ThreadPoolExecutor(1) as executor:
+        writing = executor.submit(tier.write, [block("a"), block("other")])
+        assert files.reached.wait(20)
+        tier.discard([make_key("a")])
+        files.go_on.set()
+        writing.result(20)
+    assert loaded(tier, ["a", "other"]) == [False, True]
+    assert loaded(open_disk(), ["a", "other"]) == [False, True]
+
+
+def test_a_block_discarded_while_it_is_read_is_right_or_a_miss(open_disk: Open) -> None:
+    metrics = Metrics()
+    files = Halting("read")
+    tier = open_disk(files=files, metrics=metrics)
+    tier.write([block("a")])
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(load, tier, "a")
+        assert files.reached.wait(20)
+        tier.discard([make_key("a")])
+        assert tier.usage().used_bytes == 0, "the file is gone although somebody reads it"
+        files.go_on.set()
+        assert reading.result(20) is None
+    assert value(metrics, "kvtier_corrupt_blocks_total") == 0
+    assert value(metrics, "kvtier_io_errors_total", op="read", error="ENOENT") == 0
+
+
+def test_a_block_moved_while_it_is_read_is_found_where_it_is_then(open_disk: Open) -> None:
+    files = Halting("read")
+    tier = open_disk(MIB, segment_bytes=64 * KIB, files=files)
+    files.reached.set()  # not the reads that follow
+    for i in range(60):
+        tier.write([block(i)])
+    labels = [i for i in range(60) if tier.lookup([make_key(i)]) == [Status.HIT]]
+    kept = labels[0]
+    for _ in range(3):
+        assert load(tier, kept) == block(kept)[1]
+    files.reached.clear()
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(load, tier, kept)
+        assert files.reached.wait(20)
+        before = tier.write_amplification()
+        for i in range(100, 140):
+            tier.write([block(i)])
+        assert tier.write_amplification() > before
+        assert tier.lookup([make_key(kept)]) == [Status.HIT]
+        files.go_on.set()
+        assert reading.result(20) == block(kept)[1]
+
+
+def test_close_waits_for_calls_in_flight(tmp_path: Path) -> None:
+    files = Halting("write")
+    tier = DiskTier.open(tmp_path / "disk", MIB, reserve_bytes=0, files=files)
+    with ThreadPoolExecutor(2) as executor:
+        writing = executor.submit(tier.write, [block("a")])
+        assert files.reached.wait(20)
+        closing = executor.submit(tier.close)
+        assert not closing.done()
+        files.go_on.set()
+        closing.result(20)
+        assert writing.result(20) == [WriteStatus.STORED]
+
+
+def test_readers_writers_and_discarders_of_several_tenants(open_disk: Open) -> None:
+    """Under eviction all the while: what is read is right, and what was discarded is found by nobody afterwards."""
+    tier = open_disk(MIB, segment_bytes=64 * KIB)
+    tenants = [tenant_id(name) for name in ("red", "blue", "green")]
+
+    def work(worker: int) -> None:
+        order = random.Random(worker)
+        tenant = tenants[worker % 3]
+        for _ in range(60):
+            batch = [order.randrange(80) for _ in range(5)]
+            keys = [make_key(i, tenant=tenant) for i in batch]
+            payloads = [make_payload((tenant, i), NBYTES) for i in batch]
+            tier.write(list(zip(keys, payloads, strict=True)))
+            found = read_blocks(tier, keys, NBYTES)
+            assert all(block in (None, payload) for block, payload in zip(found, payloads, strict=True))
+            if order.random() < 0.2:
+                tier.discard(keys[:2])
+            if order.random() < 0.02:
+                tier.purge(tenant)
+
+    with ThreadPoolExecutor(6) as executor:
+        for future in [executor.submit(work, worker) for worker in range(6)]:
+            future.result(60)
+    tier.check()
+    everything = [make_key(i, tenant=tenant) for tenant in tenants for i in range(80)]
+    before = tier.lookup(everything)
+    tier = open_disk(MIB, segment_bytes=64 * KIB)
+    assert tier.lookup(everything) == before
