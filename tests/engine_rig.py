@@ -204,7 +204,7 @@ class EngineRig:
         )
 
     def _stored(self) -> bool:
-        return self.hierarchy is None or not self.hierarchy._directory._batches
+        return self.hierarchy is None or not self.hierarchy._directory.is_moving
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -155,7 +155,7 @@ class Rig:
     def _idle(self) -> bool:
         self.hierarchy.poll()
         directory = self.hierarchy._directory
-        return not (directory._batches or directory._stores.num_blocks or directory._discards)
+        return not (directory.is_moving or directory._stores.num_blocks or directory._discards)
 
     def counter(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvtier_{name}_total", labels) or 0.0

@@ -68,7 +68,7 @@ class Scheduler:
         return until(lambda: next((r for r in self.step() if r.job_id == job_id), None))
 
     def settle(self) -> None:
-        until(lambda: self.step() or not self.directory._batches or None)
+        until(lambda: self.step() or not self.directory.is_moving or None)
         self.directory.check()
 
     def tiers_of(self, hashes: list[BlockKey]) -> list[str]:

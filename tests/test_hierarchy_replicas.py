@@ -83,7 +83,7 @@ class Engine:
 
     def save(self) -> None:
         self.result(self.directory.start_save(list(zip(KEYS, SAVED, strict=True))))
-        until(lambda: self.step() or not self.directory._batches or None)
+        until(lambda: self.step() or not self.directory.is_moving or None)
 
     def statuses(self) -> list[str]:
         ticket = self.directory.start_lookup(KEYS)

@@ -63,6 +63,16 @@ class BlockIndex:
             self._on_evict(prepared.evicted)
         return prepared.entry
 
+    def commit(self, entry: Entry[BlockKey]) -> None:
+        """All ranks have written the block to its slot: it can be read from now on."""
+        self.slots.commit(entry, nbytes=0)
+        self.note(HOST, [entry.key])
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """A job has used these blocks. From the last to the first, so that tails are evicted before heads."""
+        for key in reversed(keys):
+            self.slots.touch(key)
+
     def near_eviction(self, depth: int) -> list[BlockKey]:
         """Ready blocks that the next `depth` new ones would evict. O(depth)."""
         at_risk = depth - self.slots.num_free

@@ -1,6 +1,5 @@
-"""What the directory keeps of work under way. Scheduler thread only, like the directory itself."""
+"""Jobs of the directory: the blocks they move, how they end, and the bounds of all work under way."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -66,72 +65,15 @@ class JobResult:
     failed: frozenset[int]
     """Indexes into the job's blocks."""
     tiers: tuple[str, ...]
-    """Load: the tier each block came from, empty for a failed one. Save: nothing."""
-
-
-@dataclass(slots=True)
-class Job:
-    job_id: int
-    kind: Literal["load", "save"]
-    blocks: list[Block]
-    deadline: float
-    queued: deque[int]
-    """Load: indexes not given to the movers yet."""
-    tiers: list[str]
-    open: set[int] = field(default_factory=set)
-    """Batches that may still touch the job's device slots."""
-    ok: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Discard:
-    """A tier that is being emptied. Over when `open` is empty."""
-
-    tier: str
-    open: set[int]
-    """Ranks that have not answered."""
-
-
-@dataclass(slots=True)
-class Store:
-    """Blocks of the arenas on their way to a tier below. Over when `on_arena` is empty."""
-
-    entries: list[Entry[BlockKey]]
-    """Pinned."""
-    on_arena: set[int]
-    """Ranks that may still read the arena slots."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """What the movers were given. Over when `on_arena` is empty."""
-
-    batch_id: int
-    job: Job
-    indexes: list[int]
-    source: str
-    """Load: the tier to read. Save: nothing."""
-    entries: list[Entry[BlockKey]]
-    """Index entries of the blocks: pinned if ready, else being written."""
-    ok: list[bool]
-    on_device: set[int]
-    """Ranks that may still touch the device slots."""
-    on_arena: set[int]
-    """Ranks that may still touch the arena slots."""
-    seconds: float = 0.0
-    """Load: that the slowest rank has taken."""
-    cancelled: bool = False
-    """A rank gave up on the device copy."""
-    forget: bool = False
-    """The arenas were reset meanwhile: what it brings is not kept."""
-
-    def columns(self) -> tuple[list[bytes], list[int], list[int]]:
-        """Keys, arena slots and device slots, as messages want them."""
-        blocks = [self.job.blocks[index] for index in self.indexes]
-        return [h for h, _ in blocks], [e.slot for e in self.entries], [device_slot for _, device_slot in blocks]
+    """Load: the tier each block came from, empty for a failed one. Save: empty for all."""
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
     """`items` in lists of at most `size`."""
     for start in range(0, len(items), size):
         yield list(items[start : start + size])
+
+
+def columns(blocks: Sequence[Block], entries: Sequence[Entry[BlockKey]]) -> tuple[list[bytes], list[int], list[int]]:
+    """Keys, arena slots and device slots of blocks and their index entries, as messages want them."""
+    return [key for key, _ in blocks], [entry.slot for entry in entries], [device_slot for _, device_slot in blocks]
