@@ -21,7 +21,7 @@ from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
-from kvtier.tiers.holds import WriteSlot
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy

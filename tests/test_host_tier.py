@@ -10,8 +10,9 @@ from kvtier.events import Event, EventKind
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.holds import Lease, Pin, WriteSlot
+from kvtier.tiers.holds import Lease, Pin
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.memory import map_memory
 from kvtier.tiers.outbox import Outbox
 
@@ -259,7 +260,7 @@ def test_a_writer_whose_blocks_are_all_pinned_gets_the_room_of_others_of_its_cla
 
     own = [("own", i) for i in range(8)]
     assert {write(1, label) for label in own} == {WriteStatus.STORED}
-    while tier._memory._total_bytes < 1024 * KIB:
+    while tier._slots.memory._total_bytes < 1024 * KIB:
         write(2, tier.usage().num_blocks)
     pins = pin(tier, *own)
     read_blocks(tier, [block(i)[0] for i in range(8, 300)], 4 * KIB)  # what the other wrote was used later

@@ -19,8 +19,8 @@ from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.files import OsFiles
-from kvtier.tiers.holds import WriteSlot
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.wire import pool_pb2

@@ -16,7 +16,7 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.files import OsFiles
-from kvtier.tiers.holds import WriteSlot
+from kvtier.tiers.host_slots import WriteSlot
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, GatedFiles, core_rig, until
 
 KEY = make_key("a")

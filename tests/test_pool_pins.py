@@ -17,8 +17,9 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.testing.states import NUM_LABELS, Store, StoreStateMachine, batches, store_settings
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.holds import Pin, WriteSlot
+from kvtier.tiers.holds import Pin
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.wire.pins import PinStatus
 from kvtier_pool.settings import PinLimits, PoolSettings
 from pool_rig import (
@@ -302,7 +303,7 @@ def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
 
 
 def slabs(rig: CoreRig) -> list[object]:
-    return [slab for size_class in rig.core._memory._memory._classes.values() for slab in size_class.slabs()]
+    return [slab for size_class in rig.core._memory._slots.memory._classes.values() for slab in size_class.slabs()]
 
 
 def test_a_thread_that_is_gone_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

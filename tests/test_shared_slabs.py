@@ -11,9 +11,9 @@ from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, tier_state_machine
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.holds import SharedSlab, WriteSlot
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.slab import SLAB_STRIDE, slab_bytes, words_of
+from kvtier.tiers.host_slots import WriteSlot
+from kvtier.tiers.slab import SLAB_STRIDE, SharedSlab, slab_bytes, words_of
 from kvtier.wire.shared_memory import PLACE
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
@@ -295,7 +295,7 @@ def test_sizes_that_are_refused_leave_nothing_behind() -> None:
     slots = [tier.prepare(key_of(i), 100 * KIB) for i in range(20)]
     for i in range(1000):
         assert tier.prepare(key_of(("odd", i)), 200 * KIB + 64 * i) is WriteStatus.FULL
-    assert len(tier._memory._classes) == 1
+    assert len(tier._slots.memory._classes) == 1
     for slot in slots:
         if isinstance(slot, WriteSlot):
             tier.abort(slot)

@@ -1,8 +1,10 @@
-"""What callers hold of the host tier: leases, write slots, pins, places in memory that others map."""
+"""Blocks of a host tier held where they are: leases for who reads them here, places for who maps the memory, pins."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import StoreKey
+from kvtier.tiers.base import Status
+from kvtier.tiers.host_slots import HostSlots, give_back
 from kvtier.tiers.slab import Lane, Slab
 from kvtier.tiers.slot_index import Entry
 from kvtier.wire.shared_memory import PLACE
@@ -20,24 +22,6 @@ class Lease:
         """What was given to commit: by convention the stored form's (`kvtier.codec.checksum`)."""
         self._entry: Entry[StoreKey] | None = entry
         """None once released. Guarded by the tier's lock."""
-        self._lane = lane
-
-
-class WriteSlot:
-    """Room for one block, until `HostTier.commit` or `HostTier.abort`; lookups answer PENDING meanwhile."""
-
-    __slots__ = ("_entry", "_lane", "key", "slab_bytes", "slot", "view")
-
-    def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
-        self.key = key
-        self.view = view
-        """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
-        self.slot = entry.slot
-        """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
-        self.slab_bytes = lane.size_class.slab_of(entry).nbytes
-        """Of that slab, which cannot be dropped meanwhile."""
-        self._entry: Entry[StoreKey] | None = entry
-        """None once committed or aborted. Guarded by the tier's lock."""
         self._lane = lane
 
 
@@ -69,15 +53,6 @@ class Pin:
         return self._slab.nbytes
 
 
-class SharedSlab(NamedTuple):
-    """A slab that another process may map."""
-
-    descriptor: int
-    writable: bool
-    slot_bytes: int
-    num_slots: int
-
-
 class HeldPlaces:
     """Where blocks lie that another process is reading, until `HostTier.release_places`."""
 
@@ -95,3 +70,92 @@ class HeldPlaces:
     def num_held(self) -> int:
         """Blocks that are held, hits all of them."""
         return len(self.places) // PLACE.size
+
+
+class Holds:
+    """Takes holds and ends them. Any thread."""
+
+    def __init__(self, slots: HostSlots) -> None:
+        self._slots = slots
+
+    def acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[Lease | None]:
+        """See `HostTier.acquire`."""
+        leases: list[Lease | None] = []
+        with self._slots.lock:
+            for key in reversed(keys):
+                held = self._slots.hold(key, touch=touch)
+                if held is None:
+                    leases.append(None)
+                    continue
+                lane, entry = held
+                leases.append(Lease(lane.size_class.view(entry, entry.nbytes).toreadonly(), entry, lane))
+        leases.reverse()
+        return leases
+
+    def release(self, leases: Iterable[Lease | None]) -> None:
+        """See `HostTier.release`."""
+        with self._slots.lock:
+            for lease in leases:
+                if lease is not None and lease._entry is not None:
+                    lease._lane.index.unpin(lease._entry)
+                    lease._entry = None
+
+    def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> HeldPlaces:
+        """See `HostTier.acquire_places`."""
+        every: list[tuple[Lane, Entry[StoreKey]]] = []
+        places: list[bytes] = []
+        statuses = bytearray(len(keys))
+        with self._slots.lock:
+            for i in range(len(keys) - 1, -1, -1):
+                held = self._slots.hold(keys[i], nbytes=payload_bytes[i])
+                if held is None:
+                    continue
+                _, entry = held
+                every.append(held)
+                places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
+                statuses[i] = Status.HIT
+        places.reverse()
+        return HeldPlaces(every, bytes(statuses), b"".join(places))
+
+    def release_places(self, places: HeldPlaces) -> None:
+        """See `HostTier.release_places`."""
+        with self._slots.lock:
+            held, places._held = places._held, []
+            for lane, entry in held:
+                lane.index.unpin(entry)
+
+    def pin(self, keys: Sequence[StoreKey]) -> list[Pin | None]:
+        """See `HostTier.pin`."""
+        pins: list[Pin | None] = []
+        with self._slots.lock:
+            for key in reversed(keys):
+                held = self._slots.hold(key)
+                if held is None:
+                    pins.append(None)
+                    continue
+                lane, entry = held
+                slab = lane.size_class.slab_of(entry)
+                slab.num_pins += 1
+                pins.append(Pin(entry, slab))
+        pins.reverse()
+        return pins
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """See `HostTier.unpin`."""
+        with self._slots.lock:
+            for pin in pins:
+                entry, pin._entry = pin._entry, None
+                if entry is None:
+                    continue
+                lane = pin._slab.lane
+                pin._slab.num_pins -= 1
+                lane.index.unpin(entry)
+                if lane.retired:
+                    self._slots.memory.note_freed(lane, entry.slot)
+            dropped = self._slots.memory.take_dropped()
+        give_back(dropped)
+
+    def are_findable(self, pins: Sequence[Pin]) -> list[bool]:
+        """See `HostTier.are_findable`."""
+        with self._slots.lock:
+            return [p._entry is not None and p._slab.lane.index.find(p.key) is p._entry for p in pins]

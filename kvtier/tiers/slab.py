@@ -4,6 +4,7 @@ import math
 import os
 from array import array
 from collections import OrderedDict
+from typing import NamedTuple
 
 from kvtier.errors import InvariantError
 from kvtier.eviction import LRU
@@ -32,6 +33,15 @@ def slab_bytes(slot_bytes: int, num_slots: int, *, shared: bool) -> int:
     """Memory of a slab of `num_slots`: whole pages."""
     payload_bytes = slot_bytes * num_slots
     return round_up(words_of(payload_bytes, num_slots).stop if shared else payload_bytes, PAGE_BYTES)
+
+
+class SharedSlab(NamedTuple):
+    """A slab that another process may map."""
+
+    descriptor: int
+    writable: bool
+    slot_bytes: int
+    num_slots: int
 
 
 class Slab:
@@ -70,6 +80,18 @@ class Slab:
         self._generations[place] += 1
         self.words[place + 1] = self._generations[place]
         return self._generations[place]
+
+    def share(self, writer: int) -> SharedSlab | None:
+        """For a process that is to map it: to write there, if `writer` is whose slab it is, and else to read.
+
+        A descriptor of its own, which the caller closes; `OSError`: none to be had. None once given back, or where
+        the memory is this process's alone.
+        """
+        if self.descriptor is None:
+            return None
+        own = self.lane.writer == writer and not self.lane.retired
+        descriptor = os.dup(self.descriptor) if own else memfd.reopen_read_only(self.descriptor)
+        return SharedSlab(descriptor, own, self.lane.slot_bytes, self.num_slots)
 
     def give_back(self) -> None:
         """Shared memory goes back to the system at once, whoever maps it; other memory with its last view.

@@ -10,7 +10,7 @@ from kvtier.codec import HEADER_BYTES, Header, parse_header
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError
 from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.holds import WriteSlot
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.pool.groups import windows
 from kvtier.wire.arriving import ArrivingBlock, receive_blocks
 from kvtier.wire.block import (

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from kvtier.codec import checksum, header_from_checksum
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.holds import Lease, WriteSlot
+from kvtier.tiers.holds import Lease
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.host_slots import WriteSlot
 
 
 @dataclass(frozen=True, slots=True)

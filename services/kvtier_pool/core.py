@@ -14,9 +14,10 @@ from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.holds import HeldPlaces, SharedSlab, WriteSlot
+from kvtier.tiers.holds import HeldPlaces
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.slab import OWN_PROCESS
+from kvtier.tiers.host_slots import WriteSlot
+from kvtier.tiers.slab import OWN_PROCESS, SharedSlab
 from kvtier.wire.pins import PinStatus
 from kvtier_pool.cold_reads import Block, ColdReads, block_of
 from kvtier_pool.event_hub import EventHub, Subscription

@@ -11,8 +11,9 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 from kvtier.keys import StoreKey, TenantId
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.holds import HeldPlaces, SharedSlab, WriteSlot
-from kvtier.tiers.slab import SLAB_STRIDE
+from kvtier.tiers.holds import HeldPlaces
+from kvtier.tiers.host_slots import WriteSlot
+from kvtier.tiers.slab import SLAB_STRIDE, SharedSlab
 from kvtier_pool.core import PoolCore
 from kvtier_pool.metrics import PoolMetrics
 

@@ -4,7 +4,7 @@ from kvtier.codec import Header, parse_header
 from kvtier.errors import CorruptBlockError, InvalidInputError, LimitExceededError
 from kvtier.keys import StoreKey, TenantId
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.holds import WriteSlot
+from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.memory import copy_bytes
 from kvtier.wire.frames import Frame
 from kvtier_pool.core import PoolCore

@@ -1,0 +1,274 @@
+"""The slots of a host tier: which block is in which, and how a block gets one, keeps it, and loses it."""
+
+import logging
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import Counter
+
+from kvtier.clock import Clock
+from kvtier.errors import InvalidInputError, InvariantError
+from kvtier.events import EventKind
+from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.memory import round_up
+from kvtier.tiers.outbox import Outbox
+from kvtier.tiers.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Lane, SharedSlab, Slab
+from kvtier.tiers.slab_memory import Growth, SlabMemory
+from kvtier.tiers.slot_index import Entry
+
+_log = logging.getLogger(__name__)
+
+
+class WriteSlot:
+    """Room for one block, until `HostTier.commit` or `HostTier.abort`; lookups answer PENDING meanwhile."""
+
+    __slots__ = ("_entry", "_lane", "key", "slab_bytes", "slot", "view")
+
+    def __init__(self, key: StoreKey, view: memoryview, entry: Entry[StoreKey], lane: Lane) -> None:
+        self.key = key
+        self.view = view
+        """Exactly the payload's length, writable, content undefined. Do not use it after commit or abort."""
+        self.slot = entry.slot
+        """Which slab, and which place in it: `kvtier.tiers.slab.SLAB_STRIDE`."""
+        self.slab_bytes = lane.size_class.slab_of(entry).nbytes
+        """Of that slab, which cannot be dropped meanwhile."""
+        self._entry: Entry[StoreKey] | None = entry
+        """None once committed or aborted. Guarded by the tier's lock."""
+        self._lane = lane
+
+
+class HostSlots:
+    """Keys, slots and memory, behind one lock. Any thread. Events are posted here; the tier flushes them."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: SlabMemory,
+        outbox: Outbox,
+        *,
+        min_residency_s: float,
+        num_evicted: Counter,
+        clock: Clock,
+    ) -> None:
+        """
+        :param name: of the tier, for messages.
+        :param min_residency_s: see `HostTier`.
+        """
+        self._name, self._outbox, self._num_evicted = name, outbox, num_evicted
+        self._min_residency_s, self._clock = min_residency_s, clock
+        self.lock = threading.Lock()
+        """Held while slots change hands, never while memory is copied, made or given back."""
+        self.memory = memory
+        """Guarded by lock, but for making slabs."""
+        self._grown = threading.Condition(self.lock)
+        """Notified when a thread has finished making a slab."""
+        self._growing = False
+        """A thread is making a slab outside the lock. Guarded by lock."""
+        self._lane_of: dict[StoreKey, Lane] = {}
+        """Where each visible key is. Guarded by lock."""
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        statuses = [Status.MISS] * len(keys)
+        with self.lock:
+            lanes = map(self._lane_of.get, keys)
+            for i, (key, lane) in enumerate(zip(keys, lanes, strict=True)):
+                if lane is not None and (entry := lane.index.find(key)) is not None:
+                    statuses[i] = Status.HIT if entry.ready else Status.PENDING
+        return statuses
+
+    def hold(
+        self, key: StoreKey, *, touch: bool = True, nbytes: int | None = None
+    ) -> tuple[Lane, Entry[StoreKey]] | None:
+        """Pins a committed block where it is until `Lane.index.unpin`; None where there is none. Hold the lock.
+
+        :param touch: counts as a use.
+        :param nbytes: length that its payload must have.
+        """
+        lane = self._lane_of.get(key)
+        entry = lane.index.pin(key) if lane is not None else None
+        if lane is None or entry is None:
+            return None
+        if nbytes is not None and entry.nbytes != nbytes:
+            lane.index.unpin(entry)
+            return None
+        if touch:
+            lane.size_class.note_use(lane, entry)
+        return lane, entry
+
+    def prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
+        """Finds a slot, if need be by making a slab outside the lock; one thread makes slabs at a time."""
+        tenant = TenantId(key[:TENANT_ID_BYTES])
+        slot_bytes = max(SLOT_ALIGN_BYTES, round_up(nbytes, SLOT_ALIGN_BYTES))
+        if not self.memory.may_hold(slot_bytes):
+            return WriteStatus.FULL
+        while True:
+            with self.lock:
+                if (there := self._lane_of.get(key)) is not None:
+                    return _status_beside(there, key, writer)
+                lane = self.memory.lane(tenant, slot_bytes, writer)
+                if lane.index.num_free:
+                    return self._take_slot(lane, key, nbytes)
+                if self._growing:
+                    self._grown.wait()
+                    continue
+                growth, evicted = self.memory.grow(lane, young_s=self._young_s())
+                self._note_evicted(evicted)
+                if growth is None:
+                    return self._take_slot(lane, key, nbytes)
+                self._growing = True
+                dropped = self.memory.take_dropped()
+            if not self._grow(growth, dropped):
+                return WriteStatus.FULL
+
+    def finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
+        """Commits the slots that have a checksum, last to first, and aborts the others."""
+        stored: list[StoreKey] = []
+        now_s = self._clock()
+        with self.lock:
+            for slot in reversed(slots):
+                if slot not in checksums:
+                    self._abort(slot)
+                    continue
+                entry, slot._entry = slot._entry, None
+                if entry is None:
+                    raise InvalidInputError("write slot was committed or aborted before")
+                lane = slot._lane
+                if lane.index.commit(entry, nbytes=len(slot.view), checksum=checksums[slot], now_s=now_s):
+                    lane.size_class.note_use(lane, entry)  # of its slab, too: else others', read once, would outlive it
+                    stored.append(slot.key)
+            stored.reverse()
+            self._outbox.post(EventKind.STORED, stored)
+
+    def abort(self, slot: WriteSlot) -> None:
+        """Gives the slot back unwritten; does nothing when it was committed or aborted before."""
+        with self.lock:
+            self._abort(slot)
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        """How many could be read until now."""
+        with self.lock:
+            found = [key for key in keys if self._forget(key)]
+            self._outbox.post(EventKind.REMOVED, found)
+            dropped = self.memory.take_dropped()
+        give_back(dropped)
+        return len(found)
+
+    def retire_writer(self, writer: int) -> None:
+        """See `HostTier.retire_writer`."""
+        with self.lock:
+            self.memory.retire(writer)
+            dropped = self.memory.take_dropped()
+        give_back(dropped)
+
+    def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
+        """See `HostTier.open_slab`."""
+        with self.lock:
+            slab = self.memory.find(tenant, number)
+            return slab.share(writer) if slab is not None else None
+
+    def near_eviction(self, share: float) -> list[StoreKey]:
+        """See `HostTier.near_eviction`."""
+        with self.lock:
+            full = [lane.index for lane in self.memory.full_lanes()]
+            at_risk = [(index, math.ceil(index.num_slots * share) - index.num_free) for index in full]
+            return [key for index, most in at_risk if most > 0 for key in index.coldest(most)]
+
+    def usage(self, tenant: TenantId | None = None) -> Usage:
+        """Of all, or of one tenant; bytes are those of payloads that can be read."""
+        with self.lock:
+            indexes = [lane.index for lane in self.memory.lanes(tenant)]
+            capacity_bytes = self.memory.capacity_bytes
+            return Usage(sum(i.num_ready for i in indexes), sum(i.ready_bytes for i in indexes), capacity_bytes)
+
+    def clear(self) -> None:
+        """Forgets everything; memory that is held lives until its view is gone."""
+        with self.lock:
+            self.memory.clear()
+            self._lane_of.clear()
+            self._outbox.post(EventKind.CLEARED)
+
+    def check(self) -> None:
+        """Raises `InvariantError`."""
+        with self.lock:
+            self.memory.check(being_made=self._growing)
+            if sum(len(lane.index) for lane in self.memory.lanes()) != len(self._lane_of):
+                raise InvariantError(f"tier {self._name}: keys and lanes disagree")
+            if any(lane.index.find(key) is None for key, lane in self._lane_of.items()):
+                raise InvariantError(f"tier {self._name}: a key is not in its lane")
+
+    def _take_slot(self, lane: Lane, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
+        """A free slot of the lane, or that of its coldest block. Locked."""
+        outcome = lane.index.prepare(key, young_s=self._young_s())
+        if isinstance(outcome, WriteStatus):
+            return outcome
+        if outcome.evicted is not None:
+            self._note_evicted([outcome.evicted])
+        self._lane_of[key] = lane
+        lane.size_class.renew(outcome.entry)
+        return WriteSlot(key, lane.size_class.view(outcome.entry, nbytes), outcome.entry, lane)
+
+    def _note_evicted(self, keys: Sequence[StoreKey]) -> None:
+        """Their slots belong to others already. Locked."""
+        for key in keys:
+            del self._lane_of[key]
+        self._num_evicted.inc(len(keys))
+        self._outbox.post(EventKind.REMOVED, keys)
+
+    def _young_s(self) -> float:
+        """Blocks committed after this time stay."""
+        return self._clock() - self._min_residency_s if self._min_residency_s else math.inf
+
+    def _grow(self, growth: Growth, dropped: Sequence[Slab]) -> bool:
+        """Makes the slab that `prepare` has accounted for; False when there is no memory. Unlocked."""
+        slab = None
+        try:
+            give_back(dropped)
+            slab = self.memory.make(growth)
+        except (OSError, MemoryError):
+            _log.exception("tier %s: no memory for a slab; lower its capacity", self._name)
+        finally:
+            with self.lock:
+                self._growing = False
+                self._grown.notify_all()
+                if slab is None:
+                    self.memory.cancel(growth)
+                else:
+                    self.memory.add(slab)
+        return slab is not None
+
+    def _abort(self, slot: WriteSlot) -> None:
+        entry, slot._entry = slot._entry, None
+        if entry is not None:
+            if slot._lane.index.find(slot.key) is entry:
+                self._lane_of.pop(slot.key, None)
+            slot._lane.index.abort(entry)
+
+    def _forget(self, key: StoreKey) -> bool:
+        """Drops a key from its lane; True when it was readable. Locked."""
+        lane = self._lane_of.pop(key, None)
+        if lane is None:
+            return False
+        entry = lane.index.find(key)
+        found = lane.index.discard(key) and entry is not None and entry.ready
+        if lane.retired and entry is not None:
+            self.memory.note_freed(lane, entry.slot)
+        return found
+
+
+def give_back(slabs: Iterable[Slab]) -> None:
+    """To the system. Hold no lock: it takes a while."""
+    for slab in slabs:
+        try:
+            slab.give_back()
+        except OSError:
+            _log.exception("memory of a slab cannot be given back before its last map is gone")
+
+
+def _status_beside(lane: Lane, key: StoreKey, writer: int) -> WriteStatus:
+    """What `writer` hears who would write a block that is there, or is being written."""
+    entry = lane.index.find(key)
+    if entry is not None and not entry.ready and lane.writer not in (OWN_PROCESS, writer):
+        return WriteStatus.THROTTLED  # another client may have been stopped: nobody knows when it will be there
+    return WriteStatus.EXISTS
