@@ -98,11 +98,11 @@ class DrivenConnector(KvtierConnector):
     def hold(self, request: Request, num_tokens: int) -> None:
         """From now on, our host memory has the first blocks of this request."""
         side = self._on_scheduler()
-        assert side._half is not None
+        assert side._work is not None
         size = side._size
-        hashes = RequestKeys(request, side._half.hashers["red"], salt=request.cache_salt).first(num_tokens // size)
+        hashes = RequestKeys(request, side._work.hashers["red"], salt=request.cache_salt).first(num_tokens // size)
         assert len(hashes) == num_tokens // size
-        directory = side._half.directory
+        directory = side._work.directory
         directory.start_save(list(zip(hashes, range(len(hashes)), strict=True)))
         deadline = MONOTONIC() + _PATIENCE_S
         while leading_hits(directory.poll_lookup(directory.start_lookup(hashes)) or []) < len(hashes):
@@ -112,12 +112,12 @@ class DrivenConnector(KvtierConnector):
     def _exchange(self) -> None:
         """What the worker of an engine would do in a step."""
         side = self._on_scheduler()
-        assert side._half is not None
-        for message in side._half.directory.take_messages():
+        assert side._work is not None
+        for message in side._work.directory.take_messages():
             self._mover.submit(message)
         self._mover.wait(0.05)
         # By the directory itself: it is no step of vLLM's that these saves belong to.
-        side._half.directory.deliver(0, self._mover.poll())
+        side._work.directory.deliver(0, self._mover.poll())
         side._note_results()
 
     def _note_new(self, request: Request) -> None:
@@ -165,4 +165,4 @@ class HandshakeConnector(KvtierConnector):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self.pp_aware_metadata = metadata
         super().set_xfer_handshake_metadata_pp_aware(metadata)
-        assert self._on_scheduler()._half is not None, "not connected"
+        assert self._on_scheduler()._work is not None, "not connected"

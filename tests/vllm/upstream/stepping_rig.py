@@ -271,10 +271,10 @@ class Engine:
 
     def hashes(self, request_id: str, num_tokens: int | None = None) -> list[bytes]:
         """Keys of the full blocks of its prompt, or of its first so many tokens."""
-        half = self.connector._scheduler._half  # type: ignore[attr-defined]
+        work = self.connector._scheduler._work  # type: ignore[attr-defined]
         request = self.requests[request_id]
         num_tokens = request.num_prompt_tokens if num_tokens is None else num_tokens
-        keys = RequestKeys(request, half.hashers["red"], salt=request.cache_salt)
+        keys = RequestKeys(request, work.hashers["red"], salt=request.cache_salt)
         return [bytes(key) for key in keys.first(num_tokens // BLOCK)]
 
     def forget_device(self) -> None:

@@ -56,7 +56,7 @@ def test_a_failed_load_leaves_nothing_in_the_prefix_cache(start: Start, told: bo
     failing = engine.ask(1, NUM_TOKENS)
     disk.broken = set(engine.hashes(failing)[1:])
     side = engine.connector._scheduler  # type: ignore[attr-defined]
-    engine.until(lambda: engine.received[failing] > 0 if told else failing in side._ended, "it has failed")
+    engine.until(lambda: engine.received[failing] > 0 if told else failing in side._work.loads.ended, "it has failed")
     engine.abort(failing)
     engine.finish()
     disk.broken = set()

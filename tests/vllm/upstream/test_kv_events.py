@@ -54,7 +54,7 @@ class Wire(EventPublisher):
     def _places(self, tier: str) -> set[Place]:
         """Of all blocks that requests have named, those that the tier has."""
         assert self.engine is not None
-        directory = self.engine.connector._scheduler._half.directory  # type: ignore[attr-defined]
+        directory = self.engine.connector._scheduler._work.directory  # type: ignore[attr-defined]
         if tier not in directory.watch().tiers:
             return set()
         return {
@@ -232,5 +232,5 @@ def test_without_listeners_nothing_is_noted(start: Start) -> None:
     engine.ask(1, 100)
     engine.finish()
     assert engine.connector.take_events() == []
-    half = engine.connector._scheduler._half  # type: ignore[attr-defined]
-    assert half.directory._index.content_changes is None
+    work = engine.connector._scheduler._work  # type: ignore[attr-defined]
+    assert work.directory._index.content_changes is None

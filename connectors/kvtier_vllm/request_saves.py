@@ -1,0 +1,77 @@
+"""Which blocks of requests are saved, and with which step: as they become full, and what is left when requests end."""
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from kvtier.clock import Clock
+from kvtier.hierarchy import Block
+from kvtier_vllm.groups import KVGroups
+from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
+
+_PATIENCE_S = 5.0
+"""How long an engine without requests goes on for blocks that no tier takes."""
+
+
+class RequestSaves:
+    """Chooses blocks; the directory saves them. Scheduler thread only; nothing blocks."""
+
+    def __init__(
+        self, blocks: RequestBlocks, groups: KVGroups, *, tokens_per_block: int, save_answers: bool, clock: Clock
+    ) -> None:
+        """:param save_answers: also blocks with generated tokens."""
+        self._blocks, self._groups, self._size = blocks, groups, tokens_per_block
+        self._save_answers, self._clock = save_answers, clock
+        self._kv: KVCacheManager | None = None
+        self.unsaved: list[Block] = []
+        """Blocks of requests that have ended: saved by a step with room for them, unless one writes to them before."""
+        self._last_saved_at = clock()
+        """Or when nothing was left to save."""
+
+    def bind(self, kv: KVCacheManager) -> None:
+        """Nothing is saved while requests run until it is known which device blocks they have."""
+        self._kv = kv
+
+    @property
+    def is_worth_a_step(self) -> bool:
+        """Whether to go on for what is unsaved: a tier that hangs must not keep an idle engine busy."""
+        return bool(self.unsaved) and self._clock() < self._last_saved_at + _PATIENCE_S
+
+    def choose(self, computed: Iterable[tuple[KnownRequest, int]], written: set[int], room: int) -> list[Block]:
+        """As many blocks as there is room for. The others wait on the device: no better place, as long as they last.
+
+        :param computed: requests of the step, and how many of their tokens are computed after it.
+        :param written: device blocks that it writes to.
+        """
+        unsaved = [block for block in self.unsaved if block[1] % self._groups.num_blocks not in written]
+        blocks, self.unsaved = unsaved[:room], unsaved[room:]
+        for known, num_tokens in computed:
+            blocks += self._newly_full(known, num_tokens, (room - len(blocks)) // self._groups.num_groups)
+        if blocks or not self.unsaved:
+            self._last_saved_at = self._clock()
+        return blocks
+
+    def leave(self, known: KnownRequest, tables: Sequence[Sequence[int]]) -> None:
+        """The request has ended; its device blocks, by KV group, are vLLM's, but hold its KV until they are reused."""
+        # Tokens whose KV is there: all but the last one, which was not put into the model.
+        request = known.request
+        num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
+        self.unsaved += self._blocks.of(known, tables, range(known.num_saved, num_full))
+
+    def _num_to_keep(self, request: Request, num_tokens: int) -> int:
+        """Full blocks among so many tokens that are to be saved."""
+        kept = num_tokens if self._save_answers else min(num_tokens, request.num_prompt_tokens)
+        return kept // self._size
+
+    def _newly_full(self, known: KnownRequest, num_tokens: int, limit: int) -> list[Block]:
+        """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed, the next few."""
+        if known.params.no_store or self._kv is None:
+            return []
+        # Under asynchronous scheduling, tokens are computed before anybody here knows them.
+        num_full = self._num_to_keep(known.request, min(num_tokens, known.request.num_tokens))
+        num_full = min(num_full, known.num_saved + limit)
+        if num_full <= known.num_saved:
+            return []
+        span, known.num_saved = range(known.num_saved, num_full), num_full
+        return self._blocks.of(known, self._kv.get_block_ids(known.request.request_id), span)
