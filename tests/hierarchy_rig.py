@@ -113,7 +113,7 @@ class Rig:
             tiers=tiers,
             inventory=inventory or InventoryLog([tenant], namespace),
         )
-        directory = Directory(
+        self.directory = Directory(
             namespaces=[namespace],
             num_slots=num_slots,
             local_tiers=[local.name] if local else [],
@@ -123,7 +123,7 @@ class Rig:
             clock=clock,
             on_answer=self.mover.nudge,
         )
-        self.hierarchy = Hierarchy(directory, self.mover, AlwaysFetch(), self.metrics, settle_s=settle_s)
+        self.hierarchy = Hierarchy(self.directory, self.mover, AlwaysFetch(), self.metrics, settle_s=settle_s)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[BlockStatus]:
         ticket = self.hierarchy.start_lookup(keys)

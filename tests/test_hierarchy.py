@@ -11,6 +11,7 @@ from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memo
 from kvtier.block_pool import BlockPool
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
+from kvtier.hierarchy.messages import Cancelled, Copied, Discarded, Loaded, Stored, ToDirectory, encode
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys, tenant_id
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
@@ -104,6 +105,19 @@ def test_a_block_that_cannot_be_read_fails_alone(pool: HostTier) -> None:
 def test_a_load_of_unknown_blocks_fails_at_once() -> None:
     rig = Rig()
     assert rig.load(chain(3), range(3)).failed == {0, 1, 2}
+    rig.close()
+
+
+def test_an_answer_that_nobody_asked_for_is_logged_and_ends_nothing(
+    pool: HostTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, hashes = Rig(pool), chain(2)
+    answers: list[ToDirectory] = [Loaded(77, b"\1", 0.1), Cancelled(77), Copied(77, b"\1"), Stored(77), Discarded(77)]
+    rig.directory.deliver(0, [encode(answer) for answer in answers])
+    assert caplog.text.count("which nobody asked for") == len(answers)
+    rig.save(hashes, range(2))
+    assert rig.tiers_of(hashes) == ["host"] * 2
+    rig.settle()
     rig.close()
 
 

@@ -251,7 +251,7 @@ class Directory:
             message = decode(data)
             if isinstance(message, Inventory):
                 self._index.apply(rank, message)
-            elif isinstance(message, Discarded):
+            elif isinstance(message, Discarded) and message.batch_id in self._discards:
                 self._end_discard(message.batch_id, rank)
             elif isinstance(message, Loaded) and message.batch_id in self._loads:
                 self._loads.loaded(rank, message)
