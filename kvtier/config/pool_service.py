@@ -13,6 +13,7 @@ from kvtier.config.fields import (
     Bytes,
     CodecName,
     Count,
+    DirectIoName,
     ListenAddress,
     Seconds,
     Section,
@@ -69,6 +70,8 @@ class PoolServiceConfig(Section):
     each tenant has up to that much preallocated."""
     disk_sync: SyncName = "none"
     """What outlives a loss of power, `none`, `sealed` or `batch`: see `sync` in `[disk]`."""
+    disk_direct_io: DirectIoName = "auto"
+    """Whether blocks go past the page cache, `auto`, `on` or `off`: see `direct_io` in `[disk]`."""
     redis_url: str | None = None
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
