@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from disk_rig import place_of, segments, used_bytes
 from kvtier.codec import HEADER_BYTES, Codec, parse_stored_header
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import TENANT, make_packable_payload
@@ -23,6 +24,7 @@ from kvtier.testing.contract import MakeTier, TierContract, make_key, make_paylo
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log import trouble
 from kvtier.tiers.disk_log.folder import MARKER
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.files import FileLayer, OsFiles, supports_direct
@@ -143,6 +145,10 @@ def loaded(tier: DiskTier, labels: Sequence[object]) -> list[bool]:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(name, {"tier": "disk", **labels}) or 0.0
+
+
+def states(metrics: Metrics) -> list[float]:
+    return [value(metrics, "kvtier_tier_state", state=state.value) for state in TierState]
 
 
 def header_of(folder: Path, label: object) -> bytes:
@@ -384,16 +390,35 @@ class TestFailingWrites:
 
     def test_one_after_another_make_the_tier_read_only(self, open_disk: Open, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics()
+        events: list[Event] = []
         files = FaultyFiles(OsFiles(direct=False))
-        tier = open_disk(files=files, metrics=metrics)
+        tier = open_disk(files=files, metrics=metrics, on_event=events.append)
         tier.write([block("a")])
+        assert (tier.state, states(metrics)) == (TierState.WRITABLE, [1, 0, 0])
         files.fail_next("write", errno.EIO, times=1000)
         assert {tier.write([block(i)])[0] for i in range(40)} == {WriteStatus.FAILED}
+        assert (tier.state, states(metrics)) == (TierState.READ_ONLY, [0, 1, 0])
+        assert [event.kind for event in events] == [EventKind.STORED, EventKind.READ_ONLY]
+        assert events[-1] == Event(EventKind.READ_ONLY, "disk")
         assert tier.write([block("a")]) == [WriteStatus.EXISTS]
         assert load(tier, "a") == block("a")[1]
         assert value(metrics, "kvtier_tier_degraded_total", state="read_only") == 1
         assert value(metrics, "kvtier_io_errors_total", op="write", error="EIO") < 20, "it was left alone"
         assert "is read-only" in caplog.text
+
+    def test_that_work_again_make_it_writable(self, open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trouble, "_PAUSE_S", 0.01)
+        metrics = Metrics()
+        kinds: list[EventKind] = []
+        files = FaultyFiles(OsFiles(direct=False))
+        tier = open_disk(files=files, metrics=metrics, on_event=lambda event: kinds.append(event.kind))
+        files.fail_next("create", errno.ENOSPC, times=10)
+        labels = itertools.count()
+        deadline = time.monotonic() + 20
+        while tier.write([block(next(labels))]) != [WriteStatus.STORED]:
+            assert time.monotonic() < deadline
+        assert kinds == [EventKind.READ_ONLY, EventKind.STORED, EventKind.WRITABLE]
+        assert (tier.state, states(metrics)) == (TierState.WRITABLE, [1, 0, 0])
 
     def test_of_a_footer_cost_nothing(self, tmp_path: Path, open_disk: Open) -> None:
         files = FaultyFiles(OsFiles(direct=False))
@@ -466,11 +491,15 @@ class TestFailingReads:
             tier.write([block(i)])
         files.fail_next("read", errno.EIO, times=1000)
         assert loaded(tier, range(70)) == [False] * 70
-        assert EventKind.CLEARED in [event.kind for event in events]
+        kinds = [event.kind for event in events]
+        assert (kinds.count(EventKind.CLEARED), kinds.count(EventKind.OFF)) == (1, 1)
+        assert (tier.state, states(metrics)) == (TierState.OFF, [0, 0, 1])
         assert tier.lookup([make_key(i) for i in range(80)]) == [Status.MISS] * 80
         assert value(metrics, "kvtier_tier_degraded_total", state="off") == 1
         assert "is off" in caplog.text
         assert tier.write([block("new")]) == [WriteStatus.FAILED]
+        tier._trouble.wrote()  # one that was under way
+        assert tier.state is TierState.OFF
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("what", ["FIFO", "link", "folder"])

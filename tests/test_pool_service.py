@@ -1,6 +1,8 @@
 """The pool service and its client, over real sockets: one in this process, others in their own."""
 
 import contextlib
+import errno
+import itertools
 import os
 import re
 import signal
@@ -27,8 +29,11 @@ from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.tiers import disk
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.disk_log import trouble
+from kvtier.tiers.files import OsFiles
 from kvtier.tiers.pool import grpc_transport
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTier
@@ -342,6 +347,68 @@ def test_events_health_and_reflection(address: str, channel: grpc.Channel) -> No
     with pytest.raises(grpc.RpcError) as error:
         list(info(iter([request]), timeout=WAIT_S))
     assert code_of(error) is grpc.StatusCode.UNAUTHENTICATED
+
+
+class BrokenFiles(OsFiles):
+    """Takes no bytes while it is `full`."""
+
+    full = False
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, buffers, offset)
+
+
+def test_a_failing_disk_is_in_the_stream_in_usage_and_in_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = BrokenFiles(direct=False)
+    monkeypatch.setattr(disk, "OsFiles", lambda direct: files)
+    monkeypatch.setattr(trouble, "_PAUSE_S", 0.01)
+    metadata = (("authorization", "Bearer " + TOKENS["red"]),)
+    labels = itertools.count()
+    with (
+        pool_rig.running_pool(disk_dir=tmp_path / "disk", disk_bytes=64 * MIB, disk_reserve_bytes=0) as addresses,
+        grpc.insecure_channel(addresses.grpc[0]) as channel,
+        contextlib.closing(connect(addresses.grpc[0])) as tier,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        usage = channel.unary_unary(SERVICE + "Usage")
+        stream = channel.unary_stream(SERVICE + "Events")(b"", metadata=metadata, timeout=WAIT_S)
+
+        def state() -> int:
+            of_memory, of_disk = pool_pb2.UsageResponse.FromString(usage(b"", metadata=metadata)).tiers
+            assert of_memory.state == pool_pb2.TierUsage.WRITABLE
+            return of_disk.state
+
+        def heard(kind: int) -> bool:
+            """Writes until the stream tells of it."""
+            answer = executor.submit(_hear, stream, kind)
+            while not answer.done():
+                tier.write([(make_key(next(labels)), b"x")])
+            return answer.result()
+
+        assert heard(pool_pb2.Event.STORED)
+        assert state() == pool_pb2.TierUsage.WRITABLE
+        files.full = True
+        assert heard(pool_pb2.Event.READ_ONLY)
+        assert state() == pool_pb2.TierUsage.READ_ONLY
+        with urllib.request.urlopen(f"http://{addresses.http}/metrics") as answer:
+            assert 'kvtier_tier_state{state="read_only",tier="disk"} 1.0' in answer.read().decode()
+        files.full = False
+        assert heard(pool_pb2.Event.WRITABLE)
+        assert state() == pool_pb2.TierUsage.WRITABLE
+        stream.cancel()
+
+
+def _hear(stream: Iterator[bytes], kind: int) -> bool:
+    """Reads on until there is an event of this kind about the disk."""
+    for message in stream:
+        events = [e for e in pool_pb2.EventBatch.FromString(message).events if (e.kind, e.tier) == (kind, "disk")]
+        if events:
+            return kind == pool_pb2.Event.STORED or not any(event.keys for event in events)
+    return False
 
 
 def test_event_streams_beyond_the_limit_are_refused_and_places_come_back(address: str) -> None:

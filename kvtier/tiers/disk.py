@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.codec import Codec, Header
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.events import EventKind, EventSink, ignore_event
+from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
@@ -65,7 +65,8 @@ class DiskTier:
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
-    but for a try every few seconds; when one read after another does, it is off: everything misses.
+    but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
+    and in `state`.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
     the victim's file is gone. Reads hold no victim back.
@@ -90,10 +91,10 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._metrics = metrics
         self._on_event = on_event
-        self._trouble = Trouble(name, metrics, logging.getLogger(__name__))
         self._executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
+        self._trouble = Trouble(name, metrics, self._outbox, logging.getLogger(__name__))
         self._books = Books()
         buffers = Buffers(2 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._books, buffers, self._trouble, options.sync)
@@ -190,6 +191,11 @@ class DiskTier:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def state(self) -> TierState:
+        """What its medium lets it do at this moment; changes are events, too."""
+        return self._trouble.state
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Tier.lookup`. Answers from memory."""
