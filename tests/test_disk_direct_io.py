@@ -103,19 +103,22 @@ def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         DiskTier.open(tmp_path / "disk", MIB, direct_io=DirectIo.ON)
 
 
-def test_a_full_file_system_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "status"), [(errno.ENOSPC, WriteStatus.FULL), (errno.EIO, WriteStatus.FAILED)])
+def test_a_disk_that_takes_nothing_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: WriteStatus
+) -> None:
     key, payload = make_key("a"), make_payload("a", NBYTES)
     choices = list(DirectIo) if supports_direct(str(tmp_path)) else [DirectIo.AUTO, DirectIo.OFF]
     tier = DiskTier.open(tmp_path / "disk", MIB, reserve_bytes=0)
     tier.write([(key, payload)])
     tier.close()
 
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
     for wanted in choices:
         tier = DiskTier.open(tmp_path / "disk", MIB, reserve_bytes=0, direct_io=wanted)
         assert read_blocks(tier, [key], NBYTES) == [payload]
-        assert tier.write([(make_key("b"), payload)]) == [WriteStatus.FULL]
+        assert tier.write([(make_key("b"), payload)]) == [status]
         tier.close()

@@ -23,7 +23,8 @@ _SCRATCH_BYTES, _DEPTH = 2 << 20, 4
 _ROUNDS, _BUDGET_S = 4, 0.08
 _MUCH = 1.25
 """So many times as long is slower; less is noise."""
-_NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""What somebody has to mend before anything can be stored, rather than a disk that is full or fails."""
 
 
 class DirectIo(enum.Enum):
@@ -60,8 +61,8 @@ class ReadTimes:
 def goes_direct(folder: str, wanted: DirectIo) -> bool:
     """What a tier in this folder, which it owns, is to do. Logs why.
 
-    Raises `ConfigError` when it must be direct and cannot, `OSError` when no file can be written for other reasons
-    than a lack of space. A measurement that fails is none.
+    Raises `ConfigError` when it must be direct and cannot, `OSError` when the folder may not be written. A measurement
+    that fails is none.
     """
     if wanted is DirectIo.OFF:
         return False
@@ -129,9 +130,9 @@ def _allowed(folder: str) -> bool:
     try:
         return supports_direct(folder)
     except OSError as error:
-        if error.errno not in _NO_SPACE_ERRNOS:
+        if error.errno in _NOT_ALLOWED_ERRNOS:
             raise
-    try:  # a full disk is read all the same
+    try:  # a disk that takes nothing is read all the same
         os.close(OsFiles(direct=True).open(os.path.join(folder, MARKER)))
     except OSError:
         return False
