@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +17,13 @@ from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
-from kvtier.tiers.disk_log.appending import SegmentLog
+from kvtier.tiers.disk_log.appending import SMALLEST_SEGMENT_BYTES, SegmentLog
 from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.buffers import Buffers
 from kvtier.tiers.disk_log.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk_log.folder import DiskFolder
 from kvtier.tiers.disk_log.forgetting import Forgetter
-from kvtier.tiers.disk_log.format import PAGE
+from kvtier.tiers.disk_log.moving import Mover
 from kvtier.tiers.disk_log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk_log.recovery import recover
 from kvtier.tiers.disk_log.room import Room
@@ -37,9 +37,6 @@ from kvtier.tiers.outbox import Outbox
 _Answer = TypeVar("_Answer")
 _READ_ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
-_SEGMENTS_AT_LEAST = 16
-"""A small capacity has smaller segments: they are what eviction takes away at once."""
-_SMALLEST_SEGMENT = 4 * PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +89,15 @@ class DiskTier:
         self._metrics = metrics
         self._on_event = on_event
         self._executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
+        self._write_executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
+        """Of its own: a read is not to wait behind all of a large batch that is being written."""
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
         self._trouble = Trouble(name, metrics, self._outbox, logging.getLogger(__name__))
         self._books = Books()
         buffers = Buffers(2 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._books, buffers, self._trouble, options.sync)
-        self._room = Room(
+        mover = Mover(
             self._books,
             self._files,
             buffers,
@@ -106,19 +105,25 @@ class DiskTier:
             self._trouble,
             metrics,
             name=name,
-            capacity_bytes=capacity_bytes,
-            reserve_bytes=options.reserve_bytes,
             write_amplification=options.write_amplification,
         )
-        segment_bytes = _segment_bytes(options.segment_bytes, capacity_bytes)
-        self._log = SegmentLog(self._books, self._files, self._room, segment_bytes)
+        self._room = Room(
+            self._books,
+            self._files,
+            mover,
+            self._outbox,
+            self._trouble,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=options.reserve_bytes,
+        )
+        self._log = SegmentLog(self._books, self._files, self._room, options.segment_bytes, capacity_bytes)
         self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
         self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
         new_bytes = metrics.disk_bytes.labels(name, "new")
         self._writer = BlockWriter(
             self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, options.codec
         )
-        self._part_bytes = segment_bytes // 4
+        self._part_bytes = self._log.wanted_bytes(1) // 4
 
     @classmethod
     def open(
@@ -211,7 +216,7 @@ class DiskTier:
             left: Sequence[int] = range(len(keys))
             for _ in range(_READ_ROUNDS):
                 wanted = self._find(keys, into, left)
-                answers = [a for part in self._run(self._reader.read, runs_of(wanted)) for a in part]
+                answers = [a for part in _run(self._executor, self._reader.read, runs_of(wanted)) for a in part]
                 for answer in answers:
                     if answer.problem is None:
                         statuses[answer.wanted.index] = Status.HIT
@@ -233,7 +238,7 @@ class DiskTier:
             statuses = [WriteStatus.EXISTS] * len(items)
             work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
             errors: list[BaseException] = []
-            for part in self._run(self._writer.store, parts_of(work, self._part_bytes)):
+            for part in _run(self._write_executor, self._writer.store, parts_of(work, self._part_bytes)):
                 for index, status in part:
                     if isinstance(status, WriteStatus):
                         statuses[index] = status
@@ -300,21 +305,16 @@ class DiskTier:
         if self._on_event is not ignore_event:
             for keys in found.events():
                 self._outbox.post(EventKind.STORED, keys)
-        while True:
-            with self._books.lock:
-                segments = self._books.segments
-                victim = segments.victim() if segments.used_bytes > self._capacity_bytes else None
-                tenants = {segment.id.tenant for segment in segments}
-            if victim is None:
-                break
-            if not self._room.evict(victim):
-                raise OSError(f"segment {victim.number} exceeds the capacity and cannot be removed")
-        for tenant in tenants:
+        for segment in found.unfinished:
+            self._room.finish(segment)
+        self._room.fit()
+        for tenant in {segment.id.tenant for segment in list(self._books.segments)}:
             self._room.drop_dead(tenant)
         self._outbox.flush()
 
     def _release(self) -> None:
         self._executor.shutdown()
+        self._write_executor.shutdown()
         self._files.close()
         self._folder.close()
 
@@ -347,15 +347,15 @@ class DiskTier:
                 self._trouble.note("read", answer.problem)
             else:
                 bad.append(answer)
-        for answer in bad:
-            wanted, problem = answer.wanted, answer.problem
-            if not self._forgetter.drop(wanted.header.key, wanted.segment, wanted.page):
-                again.append(wanted.index)
-            elif isinstance(problem, OSError):
-                if self._trouble.read_failed(problem):
-                    self._switch_off()
-            else:
-                self._trouble.corrupt(problem)
+        places = [(a.wanted.header.key, a.wanted.segment, a.wanted.page) for a in bad]
+        dropped = self._forgetter.drop(places) if places else []
+        for answer, is_dropped in zip(bad, dropped, strict=True):
+            if not is_dropped:
+                again.append(answer.wanted.index)
+            elif not isinstance(answer.problem, OSError):
+                self._trouble.corrupt(answer.problem)
+            elif self._trouble.read_failed(answer.problem, answer.wanted.segment):
+                self._switch_off()
         return again
 
     def _switch_off(self) -> None:
@@ -370,26 +370,23 @@ class DiskTier:
             statuses = self._books.statuses(keys, tags)
         return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
 
-    def _run(self, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
-        """Runs `task` once per argument on the I/O threads; all of them are done on return."""
-        futures = [self._executor.submit(task, argument) for argument in arguments]
-        wait(futures)
-        return [future.result() for future in futures]
+
+def _run(executor: Executor, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
+    """Runs `task` once per argument on the I/O threads; all of them are done on return."""
+    futures = [executor.submit(task, argument) for argument in arguments]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _check(capacity_bytes: int, options: DiskOptions) -> None:
     if (
-        capacity_bytes < _SMALLEST_SEGMENT
+        capacity_bytes < SMALLEST_SEGMENT_BYTES
         or options.reserve_bytes < 0
         or options.num_threads < 1
-        or options.segment_bytes < _SMALLEST_SEGMENT
+        or options.segment_bytes < SMALLEST_SEGMENT_BYTES
         or not 1 <= options.write_amplification < math.inf
     ):
         raise InvalidInputError(
-            f"disk tier of {capacity_bytes} bytes, {options}: needs {_SMALLEST_SEGMENT} bytes, segments of as "
+            f"disk tier of {capacity_bytes} bytes, {options}: needs {SMALLEST_SEGMENT_BYTES} bytes, segments of as "
             "many, a thread, and a write amplification from 1"
         )
-
-
-def _segment_bytes(wanted: int, capacity_bytes: int) -> int:
-    return max(_SMALLEST_SEGMENT, min(wanted, capacity_bytes // _SEGMENTS_AT_LEAST)) // PAGE * PAGE

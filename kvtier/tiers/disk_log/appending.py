@@ -1,27 +1,31 @@
 """Appending to the log: room in a tenant's open segment, or in a new one."""
 
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from kvtier.keys import TenantId
 from kvtier.tiers.base import ReadableBuffer
 from kvtier.tiers.disk_log.books import Books
-from kvtier.tiers.disk_log.format import NONCE_BYTES, PAGE, Entries, Kind, SegmentId
+from kvtier.tiers.disk_log.format import PAGE, Entries, Kind
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages
+
+_SEGMENTS_AT_LEAST = 16
+"""A small capacity has smaller segments, shared by its tenants: they are what eviction takes away at once."""
+SMALLEST_SEGMENT_BYTES = 4 * PAGE
 
 
 class SegmentLog:
     """The end of the log, of all tenants. Any thread."""
 
-    def __init__(self, books: Books, files: SegmentFiles, room: Room, segment_bytes: int) -> None:
-        """:param segment_bytes: of a new segment, unless one extent needs more."""
+    def __init__(self, books: Books, files: SegmentFiles, room: Room, segment_bytes: int, capacity_bytes: int) -> None:
+        """:param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less."""
         self._books = books
         self._files = files
         self._room = room
         self._segment_bytes = segment_bytes
+        self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
         """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
 
@@ -59,10 +63,12 @@ class SegmentLog:
         payloads: Sequence[ReadableBuffer],
         epochs: Sequence[int],
         kinds: Sequence[Kind],
+        *,
+        sync_forgets: bool = True,
     ) -> Entries:
         """See `SegmentFiles.write`. After an error the extent has been given back."""
         try:
-            return self._files.write(extent, headers, payloads, epochs, kinds)
+            return self._files.write(extent, headers, payloads, epochs, kinds, sync_forgets=sync_forgets)
         except BaseException:
             self._abandon(extent)
             raise
@@ -74,7 +80,7 @@ class SegmentLog:
     def seal(self, segment: Segment | None) -> None:
         """What `settle` or `Books.to_seal` gave."""
         if segment is not None:
-            self._files.seal(segment)
+            self._room.finish(segment)
 
     def retire_all(self) -> None:
         """Seals what can be sealed: nobody writes any more."""
@@ -84,7 +90,7 @@ class SegmentLog:
                     self._books.segments.retire(segment.id.tenant)
             sealing = [s for s in self._books.segments if self._books.to_seal(s) is not None]
         for segment in sealing:
-            self._files.seal(segment)
+            self._room.finish(segment)
 
     def _abandon(self, extent: Extent) -> None:
         """What could not be written leaves a gap; the segment takes no more, since its place may be bad."""
@@ -100,25 +106,21 @@ class SegmentLog:
         with books.lock:
             full = books.segments.retire(tenant)
             to_seal = books.to_seal(full) if full is not None else None
+            share_bytes = self.wanted_bytes(books.segments.num_tenants + (tenant not in books.segments))
         self.seal(to_seal)
-        for wanted in (self._segment_bytes, 0):
+        if not payload_pages:
+            pages = segment_pages(SMALLEST_SEGMENT_BYTES, num_entries, 0)
+            if pages is not None and self._room.set_aside_for_forgets(pages * PAGE):
+                return self._room.make(tenant, pages, num_entries, 0, epoch)
+        for wanted in (share_bytes, 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
             if pages is not None and self._room.set_aside(pages * PAGE):
                 break
         else:
             return None
-        made: Segment | None = None
-        try:
-            with books.lock:
-                number, now = books.segments.next_number(), books.epoch
-            segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), pages)
-            self._files.make(segment, now)
-            made = segment
-        finally:
-            with books.lock:
-                if made is None:
-                    books.segments.set_aside(-pages * PAGE)
-                else:
-                    books.segments.add(made, from_aside=True)
-                    extent = books.segments.take(tenant, num_entries, payload_pages, epoch)
-        return extent
+        return self._room.make(tenant, pages, num_entries, payload_pages, epoch)
+
+    def wanted_bytes(self, num_tenants: int) -> int:
+        """Of a segment of one of so many tenants: their open ones together are not to crowd out what is stored."""
+        share = self._capacity_bytes // (_SEGMENTS_AT_LEAST * num_tenants) // PAGE * PAGE
+        return max(SMALLEST_SEGMENT_BYTES, min(self._segment_bytes // PAGE * PAGE, share))

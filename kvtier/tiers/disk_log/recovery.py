@@ -35,6 +35,8 @@ class Recovery:
     """Segments of which nothing could be read; they are gone now."""
     num_torn: int = 0
     """Records that were being written when the process ended."""
+    unfinished: list[Segment] = field(default_factory=list)
+    """Segments that are to be sealed now."""
     live: list[tuple[Entries, npt.NDArray[np.bool_]]] = field(default_factory=list)
     """Entries of each segment, and which of them are found from now on."""
 
@@ -46,7 +48,7 @@ class Recovery:
 
 
 def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Executor) -> Recovery:
-    """Fills the books, which nobody uses yet, from the folder. Segments without a footer get one.
+    """Fills the books, which nobody uses yet, from the folder.
 
     Raises `ConfigError` for a segment of a newer version, before anything is changed, and `OSError`.
     """
@@ -74,9 +76,7 @@ def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Exe
             found.num_torn += content.num_torn
             gathered.append(adopt(content, books))
     found.live = decide(gathered, books)
-    for segment in [g.segment for g in gathered if not g.segment.sealed]:
-        segment.in_flight += 1
-        files.seal(segment)
+    found.unfinished = [s for s in (books.to_seal(g.segment) for g in gathered) if s is not None]
     return found
 
 
@@ -126,7 +126,7 @@ def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.ND
     """
     if not gathered:
         return []
-    purged = _purges(gathered)
+    books.purges_written = purged = _purges(gathered)
     tags = np.concatenate([g.tags for g in gathered])
     epochs = np.concatenate([g.entries["epoch"] for g in gathered])
     kinds = np.concatenate([g.entries["kind"] for g in gathered])
@@ -143,7 +143,7 @@ def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.ND
     for g in gathered:
         mine = there[start : start + len(g.entries)]
         start += len(g.entries)
-        g.segment.num_live = int(mine.sum())
+        books.segments.count(g.segment, int(mine.sum()))
         live.append(records_of(g.entries[mine], g.tags[mine], g.segment.number))
         which.append((g.entries, mine))
     books.index.insert(np.concatenate([np.empty(0, RECORD), *live]))

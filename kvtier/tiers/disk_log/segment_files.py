@@ -15,6 +15,7 @@ from kvtier.tiers.disk_log.format import (
     Entries,
     Kind,
     footer_pages,
+    head_pages,
     make_entries,
     pack_extent_head,
     pack_footer,
@@ -93,8 +94,13 @@ class SegmentFiles:
         payloads: Sequence[ReadableBuffer],
         epochs: Sequence[int],
         kinds: Sequence[Kind],
+        *,
+        sync_forgets: bool = True,
     ) -> Entries:
-        """One extent in one write: head, then payloads. The entries as they stand there."""
+        """One extent in one write: head, then payloads. The entries as they stand there.
+
+        :param sync_forgets: tombstones are synced, unless the policy is to sync nothing.
+        """
         page, pages = extent.payload_page, []
         for payload in payloads:
             pages.append(page)
@@ -115,7 +121,7 @@ class SegmentFiles:
                     at += len(buffers[-1])
             with self.descriptors.use(extent.segment.number, self.path(extent.segment)) as fd:
                 self._files.write(fd, buffers, extent.page * PAGE)
-                forgets = any(kind is not Kind.RECORD for kind in kinds)
+                forgets = sync_forgets and any(kind is not Kind.RECORD for kind in kinds)
                 if self._sync is SyncPolicy.BATCH or (forgets and self._sync is SyncPolicy.SEALED):
                     self._files.sync(fd)
         return entries
@@ -139,10 +145,7 @@ class SegmentFiles:
                 segment.in_flight -= 1
             return
         with self._books.lock:
-            self._books.segments.shrink(segment, end)
-            segment.next_page = end
-            segment.sealed = True
-            segment.landed = []
+            self._books.segments.sealed(segment, end)
             segment.in_flight -= 1
         if self._sync is not SyncPolicy.NONE:
             self._syncer.submit(self._sync_sealed, segment)
@@ -155,6 +158,25 @@ class SegmentFiles:
             return concatenated(landed)
         with self.descriptors.use(segment.number, self.path(segment)) as fd:
             return self.reader.entries(fd, segment.id, segment.num_pages)
+
+    def compact(self, segment: Segment, forgets: Entries) -> int:
+        """Leaves these tombstones and nothing else of a segment; its pages then. Nobody writes to it; readers miss.
+
+        They are written over what it had first, with a footer of their own, then the file is cut behind them: until
+        that has happened, its old footer counts, and what was overwritten is found out by its checksums.
+        """
+        head, num_pages = head_pages(len(forgets)), 1 + head_pages(len(forgets)) + footer_pages(len(forgets))
+        forgets = forgets.copy()
+        forgets["page"] = 0
+        with self._buffers.lend((num_pages - 1) * PAGE) as pages:
+            copy_bytes(pages, pack_extent_head(segment.id, 1, head, forgets))
+            copy_bytes(pages[head * PAGE :], pack_footer(segment.id, 1 + head, forgets))
+            with self.descriptors.use(segment.number, self.path(segment)) as fd:
+                self._files.write(fd, [pages], PAGE)
+                if self._sync is not SyncPolicy.NONE:
+                    self._files.sync(fd)
+                self._files.truncate(fd, num_pages * PAGE)
+        return num_pages
 
     def read(self, number: int, pieces: Sequence[memoryview], page: int) -> int:
         """See `FileLayer.read`."""

@@ -1,8 +1,8 @@
 """Which segments there are, how full they are, and which one goes first. Bookkeeping only."""
 
-from collections import Counter
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kvtier.tiers.disk_log.format import (
     footer_pages,
     head_pages,
 )
+from kvtier.tiers.disk_log.lowest import Lowest
 
 NO_EPOCH = 2**64 - 1
 """Later than any."""
@@ -27,6 +28,8 @@ class Segment:
     """A file of the log. Everything but `id` is guarded by the tier's lock."""
 
     __slots__ = (
+        "compacted",
+        "doomed",
         "evicting",
         "id",
         "in_flight",
@@ -39,6 +42,8 @@ class Segment:
         "num_pages",
         "retired",
         "sealed",
+        "stuck_until_s",
+        "unlisted",
     )
 
     def __init__(self, segment: SegmentId, num_pages: int) -> None:
@@ -65,6 +70,14 @@ class Segment:
         """Has its footer, and never changes again."""
         self.evicting = False
         """Somebody is about to remove it."""
+        self.compacted = False
+        """It has tombstones and nothing else, in as few pages as can be."""
+        self.doomed = False
+        """It holds what must not come back: whoever is the last to write to it removes it."""
+        self.unlisted = False
+        """Its file may have records that the index does not: it is being removed, or a write to it has failed."""
+        self.stuck_until_s = -math.inf
+        """It could not be removed a moment ago; until then, others are tried first."""
 
     @property
     def number(self) -> int:
@@ -74,6 +87,11 @@ class Segment:
         """Whether an extent and, later, the footer still fit."""
         needed = head_pages(num_entries) + payload_pages + footer_pages(self.num_entries + num_entries)
         return not self.retired and self.next_page + needed <= self.num_pages
+
+    @property
+    def spare_pages(self) -> int:
+        """What cutting it would give back."""
+        return 0 if self.sealed else self.num_pages - self.next_page - footer_pages(self.num_entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +108,70 @@ class Extent:
         return self.page + self.head_pages
 
 
+@dataclass(slots=True)
+class _OfTenant:
+    """Segments of one tenant. At least one."""
+
+    segments: dict[int, Segment] = field(default_factory=dict)
+    """By number, oldest first."""
+    open: Segment | None = None
+    """The one that takes extents."""
+    nbytes: int = 0
+    num_live: int = 0
+    epochs: Lowest = field(default_factory=Lowest)
+    """`min_epoch` of those that have records."""
+    empty: Lowest = field(default_factory=Lowest)
+    """`last_forget` of those that have no live record."""
+    num_unlisted: int = 0
+
+
 class SegmentSet:
-    """All segments of a folder. Not thread-safe: the tier's lock guards all of it."""
+    """All segments of a folder. Not thread-safe: the tier's lock guards all of it.
+
+    What is asked under that lock costs the same however many segments a tenant has, but for `__iter__` and `check`.
+    """
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
-        self._of: dict[TenantId, dict[int, Segment]] = {}
-        """By tenant and number, oldest first. No tenant without a segment."""
-        self._open: dict[TenantId, Segment] = {}
-        """The one that takes extents."""
-        self._bytes_of: Counter[TenantId] = Counter()
+        self._of: dict[TenantId, _OfTenant] = {}
+        self._file_bytes = 0
         self._set_aside_bytes = 0
-        """For files about to be made."""
+        """For files about to be made, and of files that cannot be read."""
         self._next_number = 1
 
     @property
     def used_bytes(self) -> int:
         """Disk space of all files, those about to be made included."""
-        return self._bytes_of.total() + self._set_aside_bytes
+        return self._file_bytes + self._set_aside_bytes
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._of)
 
     def bytes_of(self, tenant: TenantId) -> int:
-        return self._bytes_of[tenant]
+        return self._of[tenant].nbytes if tenant in self._of else 0
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
 
+    def __contains__(self, tenant: TenantId) -> bool:
+        """Whether the tenant has a segment."""
+        return tenant in self._of
+
     def find(self, number: int) -> Segment | None:
         return self._segments.get(number)
 
-    def of(self, tenant: TenantId) -> list[Segment]:
-        """Oldest first."""
-        return list(self._of.get(tenant, {}).values())
-
     def num_blocks_of(self, tenant: TenantId) -> int:
-        return sum(segment.num_live for segment in self._of.get(tenant, {}).values())
+        return self._of[tenant].num_live if tenant in self._of else 0
+
+    def is_open(self, segment: Segment) -> bool:
+        """Whether it takes extents."""
+        return self._of[segment.id.tenant].open is segment
+
+    def end_of(self, tenant: TenantId) -> tuple[int, int]:
+        """Number and page before which lies all of the tenant that has a place by now."""
+        of = self._of.get(tenant)
+        return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
 
     def next_number(self) -> int:
         """For a new segment. Never given again."""
@@ -134,7 +182,7 @@ class SegmentSet:
         return number
 
     def not_before(self, number: int) -> None:
-        """Numbers up to this one are taken, by segments or by other files."""
+        """Numbers up to this one are taken."""
         self._next_number = max(self._next_number, number + 1)
 
     def set_aside(self, nbytes: int) -> None:
@@ -142,81 +190,185 @@ class SegmentSet:
         self._set_aside_bytes += nbytes
 
     def add(self, segment: Segment, *, from_aside: bool) -> None:
-        """A file that is there. A new one, whose space was set aside, takes extents from now on."""
+        """A file that is there. A new one, whose space was set aside, takes extents from now on, unless retired."""
         nbytes = segment.num_pages * PAGE
-        self._segments[segment.number] = segment
-        self._of.setdefault(segment.id.tenant, {})[segment.number] = segment
-        self._bytes_of[segment.id.tenant] += nbytes
+        of = self._of.setdefault(segment.id.tenant, _OfTenant())
+        self._segments[segment.number] = of.segments[segment.number] = segment
+        of.nbytes += nbytes
+        of.num_live += segment.num_live
+        self._file_bytes += nbytes
+        self._note(of, segment)
         if from_aside:
             self._set_aside_bytes -= nbytes
-            self._open[segment.id.tenant] = segment
+            if not segment.retired:
+                of.open = segment
 
     def take(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """Room for a head and payloads in the tenant's open segment; None when it has none.
 
         :param epoch: the smallest that a record in it has.
         """
-        segment = self._open.get(tenant)
+        of = self._of.get(tenant)
+        segment = of.open if of is not None else None
         if segment is None or segment.evicting or not segment.takes(num_entries, payload_pages):
             return None
+        return self.extend(segment, num_entries, payload_pages, epoch)
+
+    def extend(self, segment: Segment, num_entries: int, payload_pages: int, epoch: int) -> Extent:
+        """`take`, of a certain segment that has room."""
         head = head_pages(num_entries)
         extent = Extent(segment, segment.next_page, head, head + payload_pages)
         segment.next_page += extent.num_pages
         segment.num_entries += num_entries
         segment.in_flight += 1
         segment.min_epoch = min(segment.min_epoch, epoch)
+        self._note(self._of[segment.id.tenant], segment)
         return extent
+
+    def count(self, segment: Segment, change: int) -> None:
+        """So many records more are found in it."""
+        of = self._of[segment.id.tenant]
+        segment.num_live += change
+        of.num_live += change
+        self._note(of, segment)
+
+    def note_forget(self, segment: Segment, epoch: int) -> None:
+        """A tombstone of this epoch is in it."""
+        segment.last_forget = max(segment.last_forget, epoch)
+        self._note(self._of[segment.id.tenant], segment)
+
+    def first_epoch(self, tenant: TenantId, but: Segment | None = None) -> tuple[int, int]:
+        """The smallest of any record of the tenant, dead ones included, and the segment's number; not in `but`."""
+        of = self._of.get(tenant)
+        found = of.epochs.first(lambda number: but is not None and number == but.number) if of is not None else None
+        return found if found is not None else (NO_EPOCH, 0)
+
+    def first_empty(self, tenant: TenantId, *, open_too: bool) -> Segment | None:
+        """Of those without a live record that nobody writes to or removes: the one whose tombstones are the oldest.
+
+        :param open_too: the one that takes extents counts.
+        """
+        of = self._of.get(tenant)
+        found = (
+            of.empty.first(lambda number: not self.is_unused(of.segments[number], open_too=open_too)) if of else None
+        )
+        return self._segments[found[1]] if found is not None else None
+
+    @staticmethod
+    def is_unused(segment: Segment, *, open_too: bool) -> bool:
+        """Whether it has no live record, and nobody writes to it, or removes it, or tried to in vain."""
+        busy = segment.num_live or segment.in_flight or segment.evicting or segment.stuck_until_s > -math.inf
+        return not busy and (segment.retired or open_too)
 
     def retire(self, tenant: TenantId) -> Segment | None:
         """The tenant's open segment takes no more; None when there was none."""
-        segment = self._open.pop(tenant, None)
-        if segment is not None:
-            segment.retired = True
+        of = self._of.get(tenant)
+        segment = of.open if of is not None else None
+        if of is not None and segment is not None:
+            segment.retired, of.open = True, None
         return segment
 
     def shrink(self, segment: Segment, num_pages: int) -> None:
         """Its file was cut."""
-        self._bytes_of[segment.id.tenant] -= (segment.num_pages - num_pages) * PAGE
+        nbytes = (segment.num_pages - num_pages) * PAGE
+        self._of[segment.id.tenant].nbytes -= nbytes
+        self._file_bytes -= nbytes
         segment.num_pages = num_pages
 
-    def victim(self, tried: Container[int] = ()) -> Segment | None:
-        """The oldest segment that may go, of the tenant that has most; marked, so that nobody else gets it.
-
-        :param tried: numbers of those that could not be removed a moment ago.
-        """
-        for tenant, _ in self._bytes_of.most_common():
-            for segment in self._of.get(tenant, {}).values():
-                if not segment.in_flight and not segment.evicting and segment.number not in tried:
-                    return self.mark(segment)
+    def victim(self, now_s: float) -> Segment | None:
+        """The oldest segment that may go and has more than tombstones, of the tenant that has most."""
+        for of in sorted(self._of.values(), key=lambda of: -of.nbytes):
+            for segment in of.segments.values():
+                busy = segment.in_flight or segment.evicting or segment.compacted
+                if not busy and segment.stuck_until_s <= now_s:
+                    return segment
         return None
+
+    def has_unlisted(self, tenant: TenantId) -> bool:
+        """Whether there may be records of the tenant on disk that the index does not have."""
+        return tenant in self._of and self._of[tenant].num_unlisted > 0
+
+    def set_unlisted(self, segment: Segment, unlisted: bool) -> None:
+        """Whether its file may have records that the index does not."""
+        self._of[segment.id.tenant].num_unlisted += unlisted - segment.unlisted
+        segment.unlisted = unlisted
+
+    def sealed(self, segment: Segment, num_pages: int) -> None:
+        """Its footer says what it has, and its file is cut behind that."""
+        self.shrink(segment, num_pages)
+        segment.next_page, segment.sealed, segment.landed = num_pages, True, []
+        self.set_unlisted(segment, unlisted=False)
 
     def mark(self, segment: Segment) -> Segment:
         """The caller is about to remove it."""
         segment.evicting = True
-        if self._open.get(segment.id.tenant) is segment:
+        self.set_unlisted(segment, unlisted=True)
+        if self.is_open(segment):
             self.retire(segment.id.tenant)
         return segment
 
+    def stuck(self, segment: Segment, until_s: float) -> None:
+        """It could not be removed."""
+        segment.evicting, segment.stuck_until_s = False, until_s
+
+    def compacted(self, segment: Segment, num_pages: int, num_entries: int) -> None:
+        """A segment that was to be removed has nothing but tombstones now, and so many pages."""
+        of = self._of[segment.id.tenant]
+        self.sealed(segment, num_pages)
+        of.epochs.drop(segment.number)
+        segment.num_entries, segment.min_epoch, segment.compacted = num_entries, NO_EPOCH, True
+        segment.evicting, segment.stuck_until_s = False, -math.inf
+
     def gone(self, segment: Segment) -> None:
         """Its file is no longer there."""
-        tenant = segment.id.tenant
-        del self._segments[segment.number]
-        del self._of[tenant][segment.number]
-        self._bytes_of[tenant] -= segment.num_pages * PAGE
-        if not self._of[tenant]:
-            del self._of[tenant], self._bytes_of[tenant]
+        of = self._of[segment.id.tenant]
+        of.nbytes -= segment.num_pages * PAGE
+        self._file_bytes -= segment.num_pages * PAGE
+        self.set_unlisted(segment, unlisted=False)
+        del self._segments[segment.number], of.segments[segment.number]
+        of.epochs.drop(segment.number)
+        of.empty.drop(segment.number)
+        if not of.segments:
+            del self._of[segment.id.tenant]
 
     def check(self, num_records: int) -> None:
         """Raises `InvariantError` when the books do not add up."""
         if sum(segment.num_live for segment in self) != num_records:
             raise InvariantError(f"disk segments: live records are miscounted, the index has {num_records}")
-        if self._bytes_of.total() != sum(segment.num_pages for segment in self) * PAGE:
+        if self._file_bytes != sum(segment.num_pages for segment in self) * PAGE:
             raise InvariantError("disk segments: their bytes are miscounted")
         for segment in self:
             if segment.next_page > segment.num_pages or segment.num_live < 0 or segment.in_flight < 0:
                 raise InvariantError(f"disk segment {segment.number}: {segment.next_page} of {segment.num_pages} pages")
-        if any(segment.retired for segment in self._open.values()):
+        for of in self._of.values():
+            self._check(of)
+
+    @staticmethod
+    def _check(of: _OfTenant) -> None:
+        segments = of.segments.values()
+        if of.open is not None and of.open.retired:
             raise InvariantError("disk segments: a retired one takes extents")
+        sums = sum(segment.num_live for segment in segments), sum(segment.num_pages for segment in segments) * PAGE
+        if sums != (of.num_live, of.nbytes):
+            raise InvariantError("disk segments: those of a tenant are miscounted")
+        first = min((segment.min_epoch for segment in segments), default=NO_EPOCH)
+        known = of.epochs.first()
+        if (known[0] if known is not None else NO_EPOCH) != first or len(of.empty) != sum(
+            not s.num_live for s in segments
+        ):
+            raise InvariantError("disk segments: epochs or empty ones of a tenant are not known")
+        if of.num_unlisted != sum(segment.unlisted for segment in segments):
+            raise InvariantError("disk segments: those with more than the index has are miscounted")
+
+    @staticmethod
+    def _note(of: _OfTenant, segment: Segment) -> None:
+        """Keeps what is known of all segments of a tenant up to date."""
+        if segment.min_epoch != NO_EPOCH:
+            of.epochs.put(segment.number, segment.min_epoch)
+        if segment.num_live:
+            of.empty.drop(segment.number)
+        else:
+            of.empty.put(segment.number, segment.last_forget)
 
 
 def segment_pages(wanted_bytes: int, num_entries: int, payload_pages: int) -> int | None:

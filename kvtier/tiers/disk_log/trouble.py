@@ -18,8 +18,19 @@ _PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno
 EUCLEAN and EBADMSG (a file system that is broken), or something else that lies in its place."""
 _WRITES_IN_A_ROW, _PAUSE_S = 8, 5.0
 """So many failed writes make the tier read-only; after a pause one write tries again."""
-_READS_IN_A_ROW = 64
-"""So many failed reads switch it off: what is left of such a drive is not worth waiting for."""
+_SEGMENTS_IN_A_ROW = 8
+"""So many segments of which reads fail, and none in between that works, switch it off: what is left of such a drive is
+not worth waiting for. One of them alone is a bad region, or a file that somebody has removed."""
+_MEDIUM_ERRNOS = (
+    errno.EIO,
+    errno.ENODATA,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+    errno.ENODEV,
+)
+"""What a drive or its file system says that fails, rather than one that has something else in a file's place."""
 
 
 class Trouble:
@@ -35,8 +46,8 @@ class Trouble:
         self._quiet = QuietLog(log, clock=clock)
         self._writes = CircuitBreaker(_WRITES_IN_A_ROW, _PAUSE_S, clock)
         self._lock = threading.Lock()
-        self._failed_reads = 0
-        """In a row. Guarded by _lock."""
+        self._failing: set[int] = set()
+        """Segments of which a read failed since one last worked. Guarded by _lock."""
         self._state = TierState.WRITABLE
         """Changed under _lock, with its event and gauge."""
         metrics.set_state(name, self._state)
@@ -71,22 +82,22 @@ class Trouble:
 
     def read(self) -> None:
         """A read has worked, whatever it brought."""
-        if self._failed_reads:  # unlocked: a stale value costs a lock or a count, nothing else
+        if self._failing:  # unlocked: a stale value costs a lock or a count, nothing else
             with self._lock:
-                self._failed_reads = 0
+                self._failing.clear()
 
-    def read_failed(self, error: OSError) -> bool:
+    def read_failed(self, error: OSError, segment: int) -> bool:
         """True when the tier is to be switched off for it."""
         self.note("read", error)
-        if is_passing(error):
+        if error.errno not in _MEDIUM_ERRNOS:
             return False
         with self._lock:
-            self._failed_reads += 1
-            off = self._failed_reads == _READS_IN_A_ROW and self._change(TierState.OFF)
+            self._failing.add(segment)
+            off = len(self._failing) >= _SEGMENTS_IN_A_ROW and self._change(TierState.OFF)
         if off:
             self._log.error(
-                "tier %s is off: %d reads failed in a row, the last one with: %s; look after the drive, then restart",
-                self._name, _READS_IN_A_ROW, error,
+                "tier %s is off: reads of %d segments in a row failed, the last one with: %s; look after the drive, "
+                "then restart", self._name, _SEGMENTS_IN_A_ROW, error,
             )  # fmt: skip
         return off
 
