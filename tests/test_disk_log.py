@@ -2,8 +2,10 @@
 
 import errno
 import hashlib
+import os
 import random
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -222,10 +224,99 @@ class TestStart:
         for i in range(3):
             with opened(folder) as tier:
                 tier.write([block(i)])
-        files = FaultyFiles(OsFiles(direct=False))
-        files.fail_next("read", errno.EIO)
-        with opened(folder, files=files, num_threads=1) as tier:
-            assert tier.lookup([make_key(i) for i in range(3)]).count(Status.HIT) == 2
+        bad = BadPages(segments(folder)[1], lambda offset: True)
+        with opened(folder, files=bad) as tier:
+            assert [tier.lookup([make_key(i)])[0] for i in range(3)] == [Status.HIT, Status.MISS, Status.HIT]
+            tier.write([block(3)])
+        assert there(folder, range(4)) == [True, False, True, True], "who was told of a miss, may have discarded it"
+
+    @pytest.mark.parametrize("where", ["header", "footer"])
+    @pytest.mark.parametrize("times", [1, 10**6])
+    def test_a_page_that_cannot_be_read_brings_nothing_back(self, tmp_path: Path, where: str, times: int) -> None:
+        """Of a segment with tombstones: what they forgot is in another."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block(i) for i in range(20)])
+        with opened(folder) as tier:
+            tier.discard([make_key(i) for i in range(10)])
+            tier.write([block(i) for i in range(20, 25)])
+        path = segments(folder)[-1]
+        place = 0 if where == "header" else path.stat().st_size - PAGE
+        expected = [False] * 10 + [True] * 15
+        with opened(folder, files=BadPages(path, lambda offset: offset == place, times)) as tier:
+            assert [tier.lookup([make_key(i)])[0] is Status.HIT for i in range(25)] == expected
+        assert there(folder, range(25)) == expected
+
+    def test_a_bad_region_costs_what_is_in_it(self, tmp_path: Path) -> None:
+        """Of a segment without a footer: heads behind the region are found."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            for i in range(20):
+                tier.write([block(i)])
+            copy = killed(folder, tmp_path / "copy")
+        path, start, _ = place_of(copy, make_key(7))
+        with opened(copy, files=BadPages(path, lambda offset: start - PAGE <= offset < start + 2 * PAGE)) as tier:
+            found = [tier.lookup([make_key(i)])[0] is Status.HIT for i in range(20)]
+        assert found == [i != 7 for i in range(20)]
+
+    def test_names_like_ours_do_not_stop_it(self, tmp_path: Path) -> None:
+        """Files of others that are called like segments: short ones, ones that begin with zeros, the last number."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block("a")])
+        others = {
+            "00000002.segment": b"mine",
+            "0000abcd.segment": bytes(PAGE) + b"an image" * 1000,
+            "ffffffff.segment": b"mine" * PAGE,
+        }
+        for name, content in others.items():
+            (folder / name).write_bytes(content)
+        metrics = Metrics()
+        with opened(folder, metrics=metrics) as tier:
+            assert tier.write([block("b")]) == [WriteStatus.STORED]
+        assert counted(metrics, "kvtier_foreign_files_total") == 3
+        assert {name: (folder / name).read_bytes() for name in others} == others
+        assert there(folder, "ab") == [True, True]
+
+    def test_epochs_from_beyond_are_not_believed(self, tmp_path: Path) -> None:
+        """Or nothing could be later than they."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block("a")])
+            tier._books.epoch = 2**64 - 3
+            tier.write([block("b")])
+        with opened(folder) as tier:
+            assert tier.write([block("c")]) == [WriteStatus.STORED]
+            assert tier.discard([make_key("c")]) == 1
+
+    def test_a_forked_process_does_not_keep_the_folder(self, tmp_path: Path) -> None:
+        child = -1
+        try:
+            with opened(tmp_path / "disk"):
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+            with opened(tmp_path / "disk") as tier:
+                assert tier.write([block("a")]) == [WriteStatus.STORED]
+        finally:
+            if child > 0:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+class BadPages(OsFiles):
+    """Reads of some pages of one file fail, so many times."""
+
+    def __init__(self, path: Path, is_bad: Callable[[int], bool], times: int = 10**6) -> None:
+        super().__init__(direct=False)
+        self._inode, self._is_bad, self._left = path.stat().st_ino, is_bad, times
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        pages = range(offset, offset + sum(map(len, buffers)), PAGE)
+        if self._left and os.fstat(fd).st_ino == self._inode and any(map(self._is_bad, pages)):
+            self._left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, buffers, offset)
 
 
 def flip_in_header(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Whether a disk tier goes past the page cache: as it was told, or as a short measurement at start says."""
 
 import enum
-import errno
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.tiers.disk_log.folder import MARKER
+from kvtier.tiers.disk_log.trouble import NOT_ALLOWED_ERRNOS
 from kvtier.tiers.files import PROBE, FileLayer, OsFiles, supports_direct
 from kvtier.tiers.memory import map_memory
 
@@ -23,8 +23,6 @@ _SCRATCH_BYTES, _DEPTH = 2 << 20, 4
 _ROUNDS, _BUDGET_S = 4, 0.08
 _MUCH = 1.25
 """So many times as long is slower; less is noise."""
-_NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What somebody has to mend before anything can be stored, rather than a disk that is full or fails."""
 
 
 class DirectIo(enum.Enum):
@@ -130,7 +128,7 @@ def _allowed(folder: str) -> bool:
     try:
         return supports_direct(folder)
     except OSError as error:
-        if error.errno in _NOT_ALLOWED_ERRNOS:
+        if error.errno in NOT_ALLOWED_ERRNOS:
             raise
     try:  # a disk that takes nothing is read all the same
         os.close(OsFiles(direct=True).open(os.path.join(folder, MARKER)))

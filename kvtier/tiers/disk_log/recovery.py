@@ -1,6 +1,5 @@
 """The start: what segments hold, whose newest copies count, what discards have forgotten, and a footer for each."""
 
-import errno
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -18,11 +17,9 @@ from kvtier.tiers.disk_log.index import RECORD, Records, Tags
 from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import NO_EPOCH, Segment
-from kvtier.tiers.disk_log.trouble import is_passing
+from kvtier.tiers.disk_log.trouble import NOT_ALLOWED_ERRNOS, is_passing
 
 _log = logging.getLogger(__name__)
-_NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What somebody has to mend, rather than a drive that has lost a segment."""
 
 
 @dataclass(slots=True)
@@ -59,10 +56,11 @@ def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Exe
     contents = list(zip(listing.numbers, looks, strict=True))
     gathered: list[Gathered] = []
     for number, content in contents:
-        books.segments.not_before(number)
         if isinstance(content, Foreign):
             found.num_foreign += 1
-        elif isinstance(content, Damaged):
+            continue
+        books.segments.not_before(number)
+        if isinstance(content, Damaged):
             found.num_damaged += not content.empty
             _log.log(
                 logging.INFO if content.empty else logging.WARNING,
@@ -99,7 +97,7 @@ def _look(folder: DiskFolder, files: SegmentFiles, number: int) -> Found | Damag
             "empty the folder, or name another"
         ) from error
     except OSError as error:
-        if is_passing(error) or error.errno in _NOT_ALLOWED_ERRNOS:
+        if is_passing(error) or error.errno in NOT_ALLOWED_ERRNOS:
             raise
         return Damaged(f"it cannot be read: {error}", empty=False)
 

@@ -16,6 +16,8 @@ _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """What has nothing to do with the file. After any other error it cannot be read again: EIO, ENODATA (a bad sector),
 EUCLEAN and EBADMSG (a file system that is broken), or something else that lies in its place."""
+NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""What somebody has to mend, rather than a drive that has lost something."""
 _WRITES_IN_A_ROW, _PAUSE_S = 8, 5.0
 """So many failed writes make the tier read-only; after a pause one write tries again."""
 _SEGMENTS_IN_A_ROW = 8
