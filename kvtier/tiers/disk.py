@@ -116,7 +116,14 @@ class DiskTier:
             capacity_bytes=capacity_bytes,
             reserve_bytes=options.reserve_bytes,
         )
-        self._log = SegmentLog(self._books, self._files, self._room, options.segment_bytes, capacity_bytes)
+        self._log = SegmentLog(
+            self._books,
+            self._files,
+            self._room,
+            options.segment_bytes,
+            capacity_bytes,
+            seal_behind=options.num_threads > 1,
+        )
         self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
         self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
         new_bytes = metrics.disk_bytes.labels(name, "new")
@@ -165,7 +172,7 @@ class DiskTier:
             (`kvtier bench codec`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
-        :param num_threads: reads and writes on their way at once. One gives half the bandwidth of most disks.
+        :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
         """
         options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads)
         _check(capacity_bytes, options)
@@ -286,14 +293,16 @@ class DiskTier:
             return self._books.index.nbytes
 
     def check(self) -> None:
-        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
-        with self._gate, self._books.lock:
-            self._books.check(self._capacity_bytes)
+        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that. Waits for seals."""
+        with self._gate:
+            self._log.wait()
+            with self._books.lock:
+                self._books.check(self._capacity_bytes)
 
     def close(self) -> None:
         """See `Tier.close`. Seals what is open; the blocks stay on disk for the next `open`."""
         if self._gate.close():
-            self._log.retire_all()
+            self._log.close()
             self._release()
 
     def _start(self) -> None:

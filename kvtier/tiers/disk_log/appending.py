@@ -1,7 +1,8 @@
 """Appending to the log: room in a tenant's open segment, or in a new one."""
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvtier.keys import TenantId
 from kvtier.tiers.base import ReadableBuffer
@@ -15,12 +16,28 @@ _SEGMENTS_AT_LEAST = 16
 """A small capacity has smaller segments, shared by its tenants: they are what eviction takes away at once."""
 SMALLEST_SEGMENT_BYTES = 4 * PAGE
 
+_SEALS_BEHIND = 2
+"""Segments that wait to be sealed, which nobody can evict meanwhile. More are sealed by those who have filled them."""
+
 
 class SegmentLog:
     """The end of the log, of all tenants. Any thread."""
 
-    def __init__(self, books: Books, files: SegmentFiles, room: Room, segment_bytes: int, capacity_bytes: int) -> None:
-        """:param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less."""
+    def __init__(
+        self,
+        books: Books,
+        files: SegmentFiles,
+        room: Room,
+        segment_bytes: int,
+        capacity_bytes: int,
+        *,
+        seal_behind: bool,
+    ) -> None:
+        """
+        :param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less.
+        :param seal_behind: full segments are sealed by a thread of their own: cutting a file takes as long as writing
+            20 MiB to it. False: by those who have filled them, so that one thread does all, always in the same order.
+        """
         self._books = books
         self._files = files
         self._room = room
@@ -28,6 +45,8 @@ class SegmentLog:
         self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
         """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-seal") if seal_behind else None
+        self._seals_behind = threading.Semaphore(_SEALS_BEHIND)
 
     def reserve(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """Room at the end of the tenant's log; None when there is none. `OSError`.
@@ -79,11 +98,26 @@ class SegmentLog:
 
     def seal(self, segment: Segment | None) -> None:
         """What `settle` or `Books.to_seal` gave."""
-        if segment is not None:
+        if segment is None:
+            return
+        if self._sealer is not None and self._seals_behind.acquire(blocking=False):
+            self._sealer.submit(self._seal_behind, segment)
+        else:
             self._room.finish(segment)
 
+    def wait(self) -> None:
+        """Until all is sealed that was to be by now."""
+        if self._sealer is not None:
+            self._sealer.submit(int).result()
+
+    def close(self) -> None:
+        """Seals what is open. Nobody writes any more."""
+        if self._sealer is not None:
+            self._sealer.shutdown()
+        self.retire_all()
+
     def retire_all(self) -> None:
-        """Seals what can be sealed: nobody writes any more."""
+        """Seals what can be sealed of what is open."""
         with self._books.lock:
             for segment in self._books.segments:
                 if not segment.sealed and not segment.retired:
@@ -91,6 +125,12 @@ class SegmentLog:
             sealing = [s for s in self._books.segments if self._books.to_seal(s) is not None]
         for segment in sealing:
             self._room.finish(segment)
+
+    def _seal_behind(self, segment: Segment) -> None:
+        try:
+            self._room.finish(segment)
+        finally:
+            self._seals_behind.release()
 
     def _abandon(self, extent: Extent) -> None:
         """What could not be written leaves a gap; the segment takes no more, since its place may be bad."""

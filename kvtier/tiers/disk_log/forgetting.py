@@ -63,7 +63,7 @@ class Forgetter:
         for tenant, of_tenant in _by_tenant(forgotten).items():
             if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
                 self._evict(segments)
-            self._room.drop_dead(tenant)
+            self._drop_dead(tenant)
         return len(gone)
 
     def forget_late(self, tenant: TenantId, claims: Sequence[Claim], segment: int) -> None:
@@ -126,8 +126,15 @@ class Forgetter:
                 books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
         else:
             self._evict(pages)
-        self._room.drop_dead(tenant)
+        self._drop_dead(tenant)
         return sum(len(part) for parts in pages.values() for part in parts)
+
+    def _drop_dead(self, tenant: TenantId) -> None:
+        with self._books.lock:
+            nothing_left = not self._books.segments.num_blocks_of(tenant)
+        if nothing_left:
+            self._log.wait()  # what is being sealed can be removed then
+        self._room.drop_dead(tenant)
 
     def _tell_of(self, pages: Mapping[int, Sequence[npt.NDArray[np.uint32]]]) -> None:
         """Events for records that were taken out, by segment."""

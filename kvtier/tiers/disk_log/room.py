@@ -153,8 +153,11 @@ class Room:
             doomed = segment.doomed and not segment.in_flight and not segment.evicting
             if doomed:
                 self._books.segments.mark(segment)
+            empty = not segment.num_live
         if doomed:
             self.evict(segment)
+        elif empty:
+            self.drop_dead(segment.id.tenant)
 
     def tell_of(self, segment: Segment, pages: npt.NDArray[np.uint32]) -> None:
         """Events for records at these pages, which were taken out. None where the footer cannot be read."""
