@@ -132,8 +132,8 @@ class DiskConfig(Section):
     codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
     segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
-    """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once, and
-    each tenant has up to that much preallocated."""
+    """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once. With
+    several tenants, files are smaller by themselves."""
     sync: SyncName = "none"
     """What outlives a loss of power (`docs/disk-format.md`); a killed process loses nothing it acknowledged anyway.
     `sealed` syncs full files in the background, `batch` all that is acknowledged, at most of the drive's speed."""

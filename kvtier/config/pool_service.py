@@ -66,8 +66,8 @@ class PoolServiceConfig(Section):
     disk_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
     disk_segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
-    """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once, and
-    each tenant has up to that much preallocated."""
+    """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once. With
+    several tenants, files are smaller by themselves."""
     disk_sync: SyncName = "none"
     """What outlives a loss of power, `none`, `sealed` or `batch`: see `sync` in `[disk]`."""
     disk_direct_io: DirectIoName = "auto"

@@ -66,7 +66,8 @@ class DiskTier:
     and in `state`.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
-    the victim's file is gone. Reads hold no victim back.
+    the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
+    removed, takes no writes until they can.
 
     Any thread. Large batches are read and written in parallel by a few I/O threads.
     """
@@ -130,7 +131,7 @@ class DiskTier:
         self._writer = BlockWriter(
             self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, options.codec
         )
-        self._part_bytes = self._log.wanted_bytes(1) // 4
+        self._part_bytes = self._log.segment_bytes // 4
 
     @classmethod
     def open(
@@ -163,7 +164,7 @@ class DiskTier:
         :param reserve_bytes: free space that the tier leaves to others on the file system; below it, the
             tier shrinks. Too small, and neighbours see a full disk.
         :param segment_bytes: size of a segment, at most a sixteenth of the capacity. Small: more files and footers.
-            Large: eviction takes more at once, and each tenant has up to that much of preallocated room.
+            Large: eviction takes more at once. Several tenants have smaller ones, a sixteenth of their fair share.
         :param sync: what outlives a loss of power; a killed process loses nothing it acknowledged, whatever this is.
         :param direct_io: whether payloads go past the page cache, where they would be kept twice. `AUTO` measures for
             less than 0.1 s, in a scratch file of 2 MiB.

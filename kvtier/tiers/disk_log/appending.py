@@ -10,10 +10,8 @@ from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.format import PAGE, Entries, Kind
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
-from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages
+from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages, share_bytes
 
-_SEGMENTS_AT_LEAST = 16
-"""A small capacity has smaller segments, shared by its tenants: they are what eviction takes away at once."""
 SMALLEST_SEGMENT_BYTES = 4 * PAGE
 
 _SEALS_BEHIND = 2
@@ -41,7 +39,10 @@ class SegmentLog:
         self._books = books
         self._files = files
         self._room = room
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = max(
+            SMALLEST_SEGMENT_BYTES, min(segment_bytes // PAGE * PAGE, share_bytes(capacity_bytes, 1))
+        )
+        """Of the largest, but for those that one extent makes larger."""
         self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
         """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
@@ -146,21 +147,16 @@ class SegmentLog:
         with books.lock:
             full = books.segments.retire(tenant)
             to_seal = books.to_seal(full) if full is not None else None
-            share_bytes = self.wanted_bytes(books.segments.num_tenants + (tenant not in books.segments))
+            wanted_bytes = books.segments.wanted_bytes(tenant, self._capacity_bytes)
         self.seal(to_seal)
         if not payload_pages:
             pages = segment_pages(SMALLEST_SEGMENT_BYTES, num_entries, 0)
             if pages is not None and self._room.set_aside_for_forgets(pages * PAGE):
                 return self._room.make(tenant, pages, num_entries, 0, epoch)
-        for wanted in (share_bytes, 0):
+        for wanted in (max(SMALLEST_SEGMENT_BYTES, min(self.segment_bytes, wanted_bytes)), 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
             if pages is not None and self._room.set_aside(pages * PAGE):
                 break
         else:
             return None
         return self._room.make(tenant, pages, num_entries, payload_pages, epoch)
-
-    def wanted_bytes(self, num_tenants: int) -> int:
-        """Of a segment of one of so many tenants: their open ones together are not to crowd out what is stored."""
-        share = self._capacity_bytes // (_SEGMENTS_AT_LEAST * num_tenants) // PAGE * PAGE
-        return max(SMALLEST_SEGMENT_BYTES, min(self._segment_bytes // PAGE * PAGE, share))

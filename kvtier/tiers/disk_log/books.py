@@ -12,7 +12,8 @@ from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk_log.format import Entries, Kind, keys_of
 from kvtier.tiers.disk_log.index import RECORD, RecordIndex, Records, Rows, Tags, tags_of
-from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment, SegmentSet
+from kvtier.tiers.disk_log.segment_set import SegmentSet
+from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment
 
 
 class Claim:
@@ -207,7 +208,7 @@ class Books:
         """Raises `InvariantError` when the books do not add up. O(records)."""
         self.index.check()
         self.segments.check(len(self.index))
-        if self.segments.used_bytes > capacity_bytes:
+        if self.segments.used_bytes > capacity_bytes and not any(segment.is_stuck for segment in self.segments):
             raise InvariantError(f"disk segments: {self.segments.used_bytes} bytes in use exceed the capacity")
         num_claimed = sum(epochs.total() for epochs in self._claimed.values())
         if not set(self.pending.values()) <= self.claims or num_claimed != len(self.claims):

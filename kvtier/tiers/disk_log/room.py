@@ -1,11 +1,12 @@
 """Making room: whole segments go, oldest first, and what was read since it was written is moved, within bounds."""
 
+import errno
+import logging
 import secrets
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.clock import MONOTONIC
 from kvtier.events import EventKind
 from kvtier.keys import TenantId
 from kvtier.tiers.disk_log.books import Books, tagged
@@ -16,9 +17,10 @@ from kvtier.tiers.disk_log.segments import Extent, Segment
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.outbox import Outbox
 
+_log = logging.getLogger(__name__)
 _MOST_FORGET_BYTES = 64 << 10
-_STUCK_S = 30.0
-"""A segment that could not be removed is left alone for so long."""
+_MOST_STUCK = 3
+"""Segments that could not be removed, before a call gives up: what is in them is not found any more."""
 
 
 class Room:
@@ -47,25 +49,23 @@ class Room:
 
     def set_aside(self, nbytes: int) -> bool:
         """Counts room for a file as used, evicting what must go; False when there is not enough. `OSError`."""
-        while True:
+        num_stuck = 0
+        while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
             with self._books.lock:
                 limit, segments = self._limit(free_bytes), self._books.segments
                 if nbytes > limit:
-                    break
+                    return self._no_room(nbytes, limit)
                 if segments.used_bytes + nbytes <= limit:
                     segments.set_aside(nbytes)
                     return True
                 victim = self._victim()
             if victim is not None:
-                self._give_up(victim)
+                num_stuck += not self._give_up(victim)
             elif not self._drop_all_dead():
                 return False
-        self._trouble.warn(
-            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
-            f"since {self._reserve_bytes:,} bytes of the file system are left to others"
-        )
-        return False
+        # A failed write like others: a file system that has become read-only is left alone before all is hidden.
+        raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
 
     def set_aside_for_forgets(self, nbytes: int) -> bool:
         """Likewise, without evicting anything: there is always some room that only tombstones may take."""
@@ -88,21 +88,24 @@ class Room:
                 if segments.used_bytes + nbytes <= limit or nbytes > limit:
                     return
                 victim = self._victim()
-            if victim is None:
+            if victim is None or not self._give_up(victim, keep=True):
                 return
-            self._give_up(victim, keep=True)
 
     def fit(self) -> None:
         """At the start: evicts what exceeds the capacity. What cannot be removed stays. Raises nothing."""
+        num_stuck = 0
         while True:
             with self._books.lock:
                 surplus = self._books.segments.used_bytes - self._capacity_bytes
-                victim = self._victim() if surplus > 0 else None
+                victim = self._victim() if surplus > 0 and num_stuck < _MOST_STUCK else None
             if victim is None:
                 break
-            self._give_up(victim)
+            num_stuck += not self._give_up(victim)
         if surplus > 0:
-            self._trouble.warn(f"{surplus:,} bytes above the capacity cannot be removed: nothing is written until then")
+            _log.warning(
+                "%d bytes above the capacity cannot be removed: nothing is written to the disk tier before they are",
+                surplus,
+            )
 
     def make(self, tenant: TenantId, num_pages: int, num_entries: int, payload_pages: int, epoch: int) -> Extent:
         """The first extent of a new segment, the tenant's open one, whose room was set aside.
@@ -192,23 +195,30 @@ class Room:
         used = self._books.segments.used_bytes
         return min(self._capacity_bytes - self._forget_bytes, used + free_bytes - self._reserve_bytes)
 
+    def _no_room(self, nbytes: int, limit: int) -> bool:
+        """False, and a warning."""
+        self._trouble.warn(
+            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
+            f"since {self._reserve_bytes:,} bytes of the file system are left to others"
+        )
+        return False
+
     def _victim(self) -> Segment | None:
         """Under the lock: what is to give room, for `_give_up`."""
         segments = self._books.segments
-        victim = segments.victim(MONOTONIC())
-        if victim is None:
-            return None
-        if segments.is_open(victim) and victim.spare_pages > 0:  # all that its tenant has: nobody loses by a cut
-            segments.retire(victim.id.tenant)
-            return self._books.to_seal(victim)
-        return segments.mark(victim)
+        roomiest = segments.roomiest(self._capacity_bytes)
+        if roomiest is not None:  # nobody loses anything by a cut
+            segments.retire(roomiest.id.tenant)
+            return self._books.to_seal(roomiest)
+        victim = segments.victim()
+        return segments.mark(victim) if victim is not None else None
 
-    def _give_up(self, victim: Segment, *, keep: bool = False) -> None:
-        """Cuts what `_victim` gave, or removes it."""
+    def _give_up(self, victim: Segment, *, keep: bool = False) -> bool:
+        """Cuts what `_victim` gave, or removes it; False when it is still there as a whole."""
         if victim.evicting:
-            self.evict(victim, keep=keep)
-        else:
-            self.finish(victim)
+            return self.evict(victim, keep=keep)
+        self.finish(victim)
+        return True
 
     def _entries(self, segment: Segment) -> Entries | None:
         """None when they cannot be read."""
@@ -247,16 +257,21 @@ class Room:
             if num_pages:
                 self._books.segments.compacted(segment, num_pages, len(forgets) if forgets is not None else 0)
             else:
-                self._books.segments.stuck(segment, MONOTONIC() + _STUCK_S)
+                self._books.segments.stuck(segment)
         if not num_pages:
             self._trouble.warn(f"segment {segment.number} stays: tombstones in it are needed, and cannot be kept alone")
         return num_pages > 0
 
     def _remove(self, segment: Segment) -> bool:
-        if not self._files.remove(segment):
+        try:
+            gone = self._files.remove(segment)
+        except OSError:  # counted and logged
             with self._books.lock:
-                self._books.segments.stuck(segment, MONOTONIC() + _STUCK_S)
+                self._books.segments.stuck(segment)
             return False
         with self._books.lock:
-            self._books.segments.gone(segment)
+            if gone:
+                self._books.segments.gone(segment)
+            else:
+                self._books.segments.emptied(segment)
         return True

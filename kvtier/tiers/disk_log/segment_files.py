@@ -1,6 +1,7 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
 import enum
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -184,31 +185,43 @@ class SegmentFiles:
             return self._files.read(fd, pieces, page * PAGE)
 
     def remove(self, segment: Segment) -> bool:
-        """False, counted and logged, when the file is still there. Nobody writes to it; who reads it misses.
+        """False when the file is still there, with nothing in it. Nobody writes to it; who reads it misses.
 
-        The file is cut before it is unlinked: its space is free although somebody may have it open.
+        The file is cut before it is unlinked: its space is free although somebody may have it open. `OSError` when
+        neither works; failures are counted and logged.
         """
-        path = self.path(segment)
+        return self._take_away(segment.number)
+
+    def drop(self, number: int) -> None:
+        """Removes a file that is no segment of the books; what cannot be is counted as used. Raises nothing."""
         try:
-            with self.descriptors.use(segment.number, path) as fd:
+            self._take_away(number)
+        except OSError:  # counted and logged
+            nbytes = os.stat(self._folder.segment_path(number), follow_symlinks=False).st_size
+            with self._books.lock:
+                self._books.segments.set_aside(pages_of(nbytes) * PAGE)
+
+    def _take_away(self, number: int) -> bool:
+        path, is_cut = self._folder.segment_path(number), False
+        try:
+            with self.descriptors.use(number, path) as fd:
                 self._files.truncate(fd, 0)
+            is_cut = True
         except FileNotFoundError:
             pass
         except OSError as error:
             self._trouble.note("remove", error)
-        self.descriptors.forget(segment.number)
+        self.descriptors.forget(number)
         try:
             self._files.remove(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             self._trouble.note("remove", error)
+            if not is_cut:
+                raise
             return False
         return True
-
-    def drop(self, number: int) -> None:
-        """Unlinks a file that is no segment of the books. `OSError`."""
-        self._files.remove(self._folder.segment_path(number))
 
     def close(self) -> None:
         """Waits for syncs under way, then closes all files. Raises nothing."""
