@@ -17,6 +17,7 @@ from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierPro
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.per_tenant import PerTenant
@@ -152,6 +153,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         codec=Codec.parse(config.disk.codec),
         segment_bytes=int(config.disk.segment_bytes),
         sync=SyncPolicy.parse(config.disk.sync),
+        direct_io=DirectIo.parse(config.disk.direct_io),
         name=DISK,
         on_event=on_event,
         metrics=metrics,

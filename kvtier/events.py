@@ -1,4 +1,4 @@
-"""What a tier tells the world about its content."""
+"""What a tier tells the world about its content, and about itself."""
 
 import enum
 from collections.abc import Callable
@@ -7,20 +7,40 @@ from dataclasses import dataclass
 from kvtier.keys import StoreKey
 
 
+class TierState(enum.Enum):
+    """What the medium of a tier lets it do."""
+
+    WRITABLE = "writable"
+    """Everything."""
+    READ_ONLY = "read_only"
+    """Writes fail, and are tried every few seconds. What is there is read."""
+    OFF = "off"
+    """Reads fail: all is a miss until the tier's process starts again."""
+
+
 class EventKind(enum.Enum):
     STORED = "stored"
     REMOVED = "removed"
     CLEARED = "cleared"
+    WRITABLE = TierState.WRITABLE.value
+    """The tier takes blocks again."""
+    READ_ONLY = TierState.READ_ONLY.value
+    """It takes none for now."""
+    OFF = TierState.OFF.value
+    """It has nothing, of which CLEARED tells, and takes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change of a tier's content. `keys` is empty for `CLEARED`: everything is gone."""
+    """One change of a tier's content, or of its state. `keys` is empty where it is about the tier as a whole."""
 
     kind: EventKind
     tier: str
     keys: tuple[StoreKey, ...] = ()
 
+
+ABOUT_TIERS = frozenset(EventKind) - {EventKind.STORED, EventKind.REMOVED}
+"""Kinds that are about a tier as a whole: everything is gone, or its state has changed."""
 
 EventSink = Callable[[Event], None]
 """Receives events in the order of the changes, called without any lock held; must not block."""

@@ -1,4 +1,4 @@
-"""Counters of the tiers, handed over explicitly: nothing is registered by an import.
+"""Counters and states of the tiers, handed over explicitly: nothing is registered by an import.
 
 The hierarchy and the services have counters of their own beside them, on the same registry.
 
@@ -6,7 +6,9 @@ Names follow Prometheus: `_total` counts since the start of the process, `_secon
 Labels never carry tenants, keys or paths, so the number of series stays small.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvtier.events import TierState
 
 _BATCH_BUCKETS_S = (5e-6, 2e-5, 1e-4, 5e-4, 2e-3, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0)
 
@@ -81,6 +83,12 @@ class Metrics:
             ["tier", "state"],
             registry=self.registry,
         )
+        self.tier_state = Gauge(
+            "kvtier_tier_state",
+            "1 for what a tier's medium lets it do (writable, read_only, off), 0 for the others",
+            ["tier", "state"],
+            registry=self.registry,
+        )
         self.io_errors = Counter(
             "kvtier_io_errors",
             "Failed operations of a tier's medium by error name (ENOSPC, EIO, ...); each became a miss or a lost write",
@@ -93,3 +101,8 @@ class Metrics:
             ["tier"],
             registry=self.registry,
         )
+
+    def set_state(self, tier: str, state: TierState) -> None:
+        """Sets `tier_state`. A scrape at the same moment may see the one before, or none."""
+        for other in TierState:
+            self.tier_state.labels(tier, other.value).set(other is state)

@@ -1,14 +1,35 @@
 """What tests know of a disk tier's folder: where a block lies, how many are there."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.keys import StoreKey
+from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_log.buffers import Buffers
 from kvtier.tiers.disk_log.folder import list_folder
 from kvtier.tiers.disk_log.format import PAGE, Kind, keys_of
 from kvtier.tiers.disk_log.scan import Found, SegmentReader
 from kvtier.tiers.disk_log.survey import survey
 from kvtier.tiers.files import OsFiles
+
+
+@contextmanager
+def opened(folder: Path, capacity_bytes: int = 4 << 20, **options: object) -> Iterator[DiskTier]:
+    """A tier that is checked and closed at the end."""
+    options.setdefault("reserve_bytes", 0)
+    tier = DiskTier.open(folder, capacity_bytes, **options)  # type: ignore[arg-type]
+    try:
+        yield tier
+        tier.check()
+    finally:
+        tier.close()
+
+
+def killed(folder: Path, copy: Path) -> Path:
+    """The folder as a process would leave it that is killed now: nothing is sealed."""
+    return Path(shutil.copytree(folder, copy))
 
 
 def segments(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 from aside_rig import BLOCK_BYTES, MIB, Heard, staged, start
 from disk_rig import damage
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload
 from kvtier.tiers.aside import AsideTier
@@ -132,6 +132,25 @@ def test_news_are_applied_in_order() -> None:
     reader.end()
     reader.take(4, taken[0][1])
     assert heard.events[-1].kind is EventKind.CLEARED, "late news of a process that is gone are ignored"
+
+
+def test_the_state_of_a_tier_is_that_of_its_process() -> None:
+    desk, heard, metrics = NewsDesk(Metrics()), Heard(), Metrics()
+    reader = NewsReader(heard, metrics)
+
+    def states() -> list[float | None]:
+        value = metrics.registry.get_sample_value
+        return [value("kvtier_tier_state", {"tier": "disk", "state": state.value}) for state in TierState]
+
+    kinds = [EventKind.READ_ONLY, EventKind.WRITABLE, EventKind.OFF]
+    for kind, expected in zip(kinds, ([0, 1, 0], [1, 0, 0], [0, 0, 1]), strict=True):
+        desk.on_event(Event(kind, "disk"))
+        reader.take(*desk.take())
+        assert states() == expected
+    reader.end()
+    assert states() == [1, 0, 0], "the next process begins anew"
+    kinds += [EventKind.CLEARED, EventKind.WRITABLE]
+    assert [event.kind for event in heard.events] == kinds
 
 
 def test_garbled_news_are_refused() -> None:

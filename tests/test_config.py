@@ -168,6 +168,8 @@ def test_the_password_of_the_redis_comes_from_elsewhere() -> None:
         ("pool_service", "socket_mode", 660, "write them in octal, such as 0o660"),
         ("pool_service", "socket_mode", 440, "write them in octal"),
         ("pool_service", "listen", ["grpc:127.0.0.1:0"], "host:port or unix:/path"),
+        ("pool_service", "disk_direct_io", "maybe", "'auto', 'on' or 'off'"),
+        ("disk", "direct_io", True, "'auto', 'on' or 'off'"),
         ("pool_service", "max_pin_s", -1, "greater than or equal to 0"),
         ("pool_service", "pin_share", 1.1, "less than or equal to 1"),
         ("pool_service", "pin_share", "nan", "pool_service.pin_share"),

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 from disk_rig import segments
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.codec import Codec
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, read_blocks, tier_state_machine
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log import trouble
 from kvtier.tiers.files import OsFiles, supports_direct
 
 
@@ -26,6 +28,10 @@ from kvtier.tiers.files import OsFiles, supports_direct
 def open_disk(tmp_path: Path) -> Iterator[Open]:
     with reopening(tmp_path / "disk") as open_one:
         yield open_one
+
+
+def states(metrics: Metrics) -> list[float]:
+    return [value(metrics, "kvtier_tier_state", state=state.value) for state in TierState]
 
 
 class TestFailingWrites:
@@ -75,16 +81,35 @@ class TestFailingWrites:
 
     def test_one_after_another_make_the_tier_read_only(self, open_disk: Open, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics()
+        events: list[Event] = []
         files = FaultyFiles(OsFiles(direct=False))
-        tier = open_disk(files=files, metrics=metrics)
+        tier = open_disk(files=files, metrics=metrics, on_event=events.append)
         tier.write([block("a")])
+        assert (tier.state, states(metrics)) == (TierState.WRITABLE, [1, 0, 0])
         files.fail_next("write", errno.EIO, times=1000)
         assert {tier.write([block(i)])[0] for i in range(40)} == {WriteStatus.FAILED}
+        assert (tier.state, states(metrics)) == (TierState.READ_ONLY, [0, 1, 0])
+        assert [event.kind for event in events] == [EventKind.STORED, EventKind.READ_ONLY]
+        assert events[-1] == Event(EventKind.READ_ONLY, "disk")
         assert tier.write([block("a")]) == [WriteStatus.EXISTS]
         assert load(tier, "a") == block("a")[1]
         assert value(metrics, "kvtier_tier_degraded_total", state="read_only") == 1
         assert value(metrics, "kvtier_io_errors_total", op="write", error="EIO") < 20, "it was left alone"
         assert "is read-only" in caplog.text
+
+    def test_that_work_again_make_it_writable(self, open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trouble, "_PAUSE_S", 0.01)
+        metrics = Metrics()
+        kinds: list[EventKind] = []
+        files = FaultyFiles(OsFiles(direct=False))
+        tier = open_disk(files=files, metrics=metrics, on_event=lambda event: kinds.append(event.kind))
+        files.fail_next("create", errno.ENOSPC, times=10)
+        labels = itertools.count()
+        deadline = time.monotonic() + 20
+        while tier.write([block(next(labels))]) != [WriteStatus.STORED]:
+            assert time.monotonic() < deadline
+        assert kinds == [EventKind.READ_ONLY, EventKind.STORED, EventKind.WRITABLE]
+        assert (tier.state, states(metrics)) == (TierState.WRITABLE, [1, 0, 0])
 
     def test_of_a_footer_cost_nothing(self, tmp_path: Path, open_disk: Open) -> None:
         files = FaultyFiles(OsFiles(direct=False))
@@ -152,16 +177,20 @@ class TestFailingReads:
         metrics = Metrics()
         events: list[Event] = []
         files = FaultyFiles(OsFiles(direct=False))
-        tier = open_disk(files=files, metrics=metrics, on_event=events.append)
+        tier = open_disk(files=files, metrics=metrics, on_event=events.append, segment_bytes=64 * KIB)
         for i in range(80):
             tier.write([block(i)])
         files.fail_next("read", errno.EIO, times=1000)
         assert loaded(tier, range(70)) == [False] * 70
-        assert EventKind.CLEARED in [event.kind for event in events]
+        kinds = [event.kind for event in events]
+        assert (kinds.count(EventKind.CLEARED), kinds.count(EventKind.OFF)) == (1, 1)
+        assert (tier.state, states(metrics)) == (TierState.OFF, [0, 0, 1])
         assert tier.lookup([make_key(i) for i in range(80)]) == [Status.MISS] * 80
         assert value(metrics, "kvtier_tier_degraded_total", state="off") == 1
         assert "is off" in caplog.text
         assert tier.write([block("new")]) == [WriteStatus.FAILED]
+        tier._trouble.wrote()  # one that was under way
+        assert tier.state is TierState.OFF
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("what", ["FIFO", "link", "folder"])

@@ -50,8 +50,8 @@ class TestFolder:
 
     def test_is_free_after_a_refused_start(self, tmp_path: Path) -> None:
         class Broken(OsFiles):
-            def remove(self, path: str) -> None:
-                raise OSError(errno.EIO, "broken", path)
+            def open(self, path: str, *, writable: bool = True) -> int:
+                raise OSError(errno.EACCES, "not yours", path)
 
         tier = DiskTier.open(tmp_path, MIB, reserve_bytes=0)
         tier.write([block(i) for i in range(40)])

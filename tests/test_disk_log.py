@@ -2,18 +2,19 @@
 
 import errno
 import hashlib
+import os
 import random
 import shutil
+import signal
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
-from disk_rig import contents, flip, num_blocks, overwrite, place_of, places, segments, used_bytes
+from disk_rig import contents, flip, killed, num_blocks, opened, overwrite, place_of, places, segments, used_bytes
 from kvtier.codec import HEADER_DTYPE, Codec, encode_header, parse_stored_header, well_formed
 from kvtier.errors import ConfigError, CorruptBlockError
 from kvtier.keys import StoreKey, tenant_id
@@ -38,28 +39,12 @@ def block(label: object) -> tuple[StoreKey, bytes]:
     return make_key(label), make_payload(label, NBYTES)
 
 
-@contextmanager
-def opened(folder: Path, capacity_bytes: int = 4 * MIB, **options: object) -> Iterator[DiskTier]:
-    options.setdefault("reserve_bytes", 0)
-    tier = DiskTier.open(folder, capacity_bytes, **options)  # type: ignore[arg-type]
-    try:
-        yield tier
-        tier.check()
-    finally:
-        tier.close()
-
-
 def there(folder: Path, labels: Sequence[object], metrics: Metrics | None = None) -> list[bool]:
     """What a start finds, by what can be read; and never anything wrong."""
     with opened(folder, metrics=metrics) as tier:
         found = read_blocks(tier, [make_key(i) for i in labels], NBYTES)
     assert all(payload in (None, block(i)[1]) for i, payload in zip(labels, found, strict=True))
     return [payload is not None for payload in found]
-
-
-def killed(folder: Path, tier: DiskTier, copy: Path) -> Path:
-    """The folder as a process would leave it that is killed now: nothing is sealed."""
-    return Path(shutil.copytree(folder, copy))
 
 
 def counted(metrics: Metrics, name: str) -> float:
@@ -126,7 +111,7 @@ class TestFormat:
             head = disk_format.pack_extent_head(SegmentId(1, TENANT, bytes(16)), 4, 2, fake)
             tier.write([(make_key("trap"), head + b"evil".ljust(PAGE, b"\0"))])
             tier.write([block("after")])
-            killed(tmp_path / "disk", tier, tmp_path / "copy")
+            killed(tmp_path / "disk", tmp_path / "copy")
         path = segments(tmp_path / "copy")[0]
         flip(path, PAGE + 100)  # the head of the trap's extent: the scan looks for the next one
         with opened(tmp_path / "copy") as tier:
@@ -139,7 +124,7 @@ class TestStart:
         with opened(folder, segment_bytes=64 * KIB) as tier:
             for i in range(20):
                 tier.write([block((i, j)) for j in range(3)])
-            killed(folder, tier, tmp_path / "copy")
+            killed(folder, tmp_path / "copy")
         labels = [(i, j) for i in range(20) for j in range(3)]
         metrics = Metrics()
         assert there(folder, labels, metrics) == [True] * 60
@@ -161,9 +146,9 @@ class TestStart:
         folder = tmp_path / "disk"
         with opened(folder) as tier:
             tier.write([block("a")])
-            killed(folder, tier, tmp_path / "before")
+            killed(folder, tmp_path / "before")
             tier.write([block("b"), block("c")])
-            killed(folder, tier, tmp_path / "after")
+            killed(folder, tmp_path / "after")
         before, after = (segments(tmp_path / name)[0].read_bytes() for name in ("before", "after"))
         _, start, _ = place_of(tmp_path / "after", make_key("b"))
         start -= PAGE
@@ -239,10 +224,99 @@ class TestStart:
         for i in range(3):
             with opened(folder) as tier:
                 tier.write([block(i)])
-        files = FaultyFiles(OsFiles(direct=False))
-        files.fail_next("read", errno.EIO)
-        with opened(folder, files=files, num_threads=1) as tier:
-            assert tier.lookup([make_key(i) for i in range(3)]).count(Status.HIT) == 2
+        bad = BadPages(segments(folder)[1], lambda offset: True)
+        with opened(folder, files=bad) as tier:
+            assert [tier.lookup([make_key(i)])[0] for i in range(3)] == [Status.HIT, Status.MISS, Status.HIT]
+            tier.write([block(3)])
+        assert there(folder, range(4)) == [True, False, True, True], "who was told of a miss, may have discarded it"
+
+    @pytest.mark.parametrize("where", ["header", "footer"])
+    @pytest.mark.parametrize("times", [1, 10**6])
+    def test_a_page_that_cannot_be_read_brings_nothing_back(self, tmp_path: Path, where: str, times: int) -> None:
+        """Of a segment with tombstones: what they forgot is in another."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block(i) for i in range(20)])
+        with opened(folder) as tier:
+            tier.discard([make_key(i) for i in range(10)])
+            tier.write([block(i) for i in range(20, 25)])
+        path = segments(folder)[-1]
+        place = 0 if where == "header" else path.stat().st_size - PAGE
+        expected = [False] * 10 + [True] * 15
+        with opened(folder, files=BadPages(path, lambda offset: offset == place, times)) as tier:
+            assert [tier.lookup([make_key(i)])[0] is Status.HIT for i in range(25)] == expected
+        assert there(folder, range(25)) == expected
+
+    def test_a_bad_region_costs_what_is_in_it(self, tmp_path: Path) -> None:
+        """Of a segment without a footer: heads behind the region are found."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            for i in range(20):
+                tier.write([block(i)])
+            copy = killed(folder, tmp_path / "copy")
+        path, start, _ = place_of(copy, make_key(7))
+        with opened(copy, files=BadPages(path, lambda offset: start - PAGE <= offset < start + 2 * PAGE)) as tier:
+            found = [tier.lookup([make_key(i)])[0] is Status.HIT for i in range(20)]
+        assert found == [i != 7 for i in range(20)]
+
+    def test_names_like_ours_do_not_stop_it(self, tmp_path: Path) -> None:
+        """Files of others that are called like segments: short ones, ones that begin with zeros, the last number."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block("a")])
+        others = {
+            "00000002.segment": b"mine",
+            "0000abcd.segment": bytes(PAGE) + b"an image" * 1000,
+            "ffffffff.segment": b"mine" * PAGE,
+        }
+        for name, content in others.items():
+            (folder / name).write_bytes(content)
+        metrics = Metrics()
+        with opened(folder, metrics=metrics) as tier:
+            assert tier.write([block("b")]) == [WriteStatus.STORED]
+        assert counted(metrics, "kvtier_foreign_files_total") == 3
+        assert {name: (folder / name).read_bytes() for name in others} == others
+        assert there(folder, "ab") == [True, True]
+
+    def test_epochs_from_beyond_are_not_believed(self, tmp_path: Path) -> None:
+        """Or nothing could be later than they."""
+        folder = tmp_path / "disk"
+        with opened(folder) as tier:
+            tier.write([block("a")])
+            tier._books.epoch = 2**64 - 3
+            tier.write([block("b")])
+        with opened(folder) as tier:
+            assert tier.write([block("c")]) == [WriteStatus.STORED]
+            assert tier.discard([make_key("c")]) == 1
+
+    def test_a_forked_process_does_not_keep_the_folder(self, tmp_path: Path) -> None:
+        child = -1
+        try:
+            with opened(tmp_path / "disk"):
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+            with opened(tmp_path / "disk") as tier:
+                assert tier.write([block("a")]) == [WriteStatus.STORED]
+        finally:
+            if child > 0:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+class BadPages(OsFiles):
+    """Reads of some pages of one file fail, so many times."""
+
+    def __init__(self, path: Path, is_bad: Callable[[int], bool], times: int = 10**6) -> None:
+        super().__init__(direct=False)
+        self._inode, self._is_bad, self._left = path.stat().st_ino, is_bad, times
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        pages = range(offset, offset + sum(map(len, buffers)), PAGE)
+        if self._left and os.fstat(fd).st_ino == self._inode and any(map(self._is_bad, pages)):
+            self._left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, buffers, offset)
 
 
 def flip_in_header(folder: Path) -> None:
@@ -359,7 +433,7 @@ def test_a_packed_block_of_an_attacker_is_dropped(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     with opened(folder, codec=Codec.LZ4) as tier:
         tier.write([(key, payload)])
-        killed(folder, tier, tmp_path / "copy")
+        killed(folder, tmp_path / "copy")
     folder = tmp_path / "copy"
     path, offset, nbytes = place_of(folder, key)
     data = bytearray(path.read_bytes())
@@ -384,7 +458,7 @@ class TestForgetting:
         with opened(folder, segment_bytes=64 * KIB) as tier:
             tier.write([block(i) for i in range(8)])
             assert tier.discard([make_key(i) for i in (1, 3)]) == 2
-            killed(folder, tier, tmp_path / "copy")
+            killed(folder, tmp_path / "copy")
             for i in range(100, 160):
                 tier.write([block(i)])
         expected = [i not in (1, 3) for i in range(8)]
@@ -399,7 +473,7 @@ class TestForgetting:
                 tier.discard([make_key("a")])
             tier.write([block("a")])
             tier.discard([make_key("b")])
-            killed(folder, tier, tmp_path / "copy")
+            killed(folder, tmp_path / "copy")
         assert there(folder, "ab") == there(tmp_path / "copy", "ab") == [True, False]
 
     def test_a_purge_takes_one_tenant_and_its_files(self, tmp_path: Path) -> None:
@@ -411,7 +485,7 @@ class TestForgetting:
             assert tier.purge(BLUE) == 30
             assert tier.purge(BLUE) == 0
             assert tier.usage_of(BLUE).used_bytes == 0
-            killed(folder, tier, tmp_path / "copy")
+            killed(folder, tmp_path / "copy")
             assert tier.lookup([key for key, _ in blue]) == [Status.MISS] * 30
         assert {contents(path).segment.tenant for path in segments(folder)} == {TENANT}
         assert there(tmp_path / "copy", range(30)) == [True] * 30
@@ -425,7 +499,7 @@ class TestForgetting:
             files.fail_next("remove", errno.EIO, times=100)
             files.fail_next("truncate", errno.EIO, times=100)
             tier.purge(TENANT)
-            copy = killed(folder, tier, tmp_path / "copy")
+            copy = killed(folder, tmp_path / "copy")
         assert len(segments(copy)) > 2
         assert there(copy, range(30)) == [False] * 30
 
@@ -437,7 +511,7 @@ class TestForgetting:
             files.fail_next("write", errno.EIO, times=2)
             assert tier.discard([make_key(0)]) == 1
             assert tier.lookup([make_key(0)]) == [Status.MISS]
-            copy = killed(folder, tier, tmp_path / "copy")
+            copy = killed(folder, tmp_path / "copy")
         assert there(copy, [0])[0] is False
 
     def test_copies_that_were_moved_are_forgotten_too(self, tmp_path: Path) -> None:
@@ -449,7 +523,7 @@ class TestForgetting:
             assert tier.lookup([make_key(0)]) == [Status.HIT]
             assert tier.write_amplification() > 1
             tier.discard([make_key(0)])
-            copy = killed(folder, tier, tmp_path / "copy")
+            copy = killed(folder, tmp_path / "copy")
         assert there(copy, [0]) == there(folder, [0]) == [False]
 
 

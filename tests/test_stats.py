@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvtier.bench.blocks import Rotation, keys_of
 from kvtier.bench.pool_process import pool_process
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.events import TierState
 from kvtier.gauges import TierGauges
 from kvtier.hierarchy import HierarchyMetrics
 from kvtier.metrics import Metrics
@@ -107,6 +108,7 @@ def test_an_engine() -> None:
     tiers.path_bytes.labels("shm", "read").inc(2e9)
     tiers.io_errors.labels("pool", "read", "BreakerOpen").inc(3)
     tiers.corrupt_blocks.labels("disk").inc()
+    tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
     TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
     facts = facts_of(page_of(registry))
@@ -116,6 +118,7 @@ def test_an_engine() -> None:
     assert (pool.read_hits, pool.read_misses, pool.read_bytes_per_s) == (28, 2, 4e9)
     assert (pool.errors, pool.breaker_open, pool.used_bytes) == ({"read BreakerOpen": 3}, True, None)
     assert (disk.held_blocks, disk.used_bytes, disk.capacity_bytes, disk.breaker_open) == (3, 30, 100, None)
+    assert (pool.state, disk.state) == (None, "read_only")
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
     assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
@@ -126,6 +129,7 @@ def test_a_pipe_gets_every_word() -> None:
     registry = CollectorRegistry()
     tiers = Metrics(registry)
     EngineMetrics(registry)
+    tiers.set_state("disk", TierState.OFF)
     names = ("memory", "disk", "redis", "pool")
     for tier in names:
         tiers.tier_blocks.labels(tier, "read", "hit").inc(123_456_789)
@@ -145,6 +149,7 @@ def test_a_pipe_gets_every_word() -> None:
     assert ["read", *["1,023.4 GiB"] * 4] in rows
     assert ["full", *["50%"] * 4] in rows
     assert [row[0] for row in rows if row[-1] == "open"] == ["breaker"]
+    assert "disk is off: its medium fails" in answer.stdout
     assert "…" not in answer.stdout
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 

@@ -15,6 +15,7 @@ from kvtier.config.fields import (
     Bytes,
     CodecName,
     Count,
+    DirectIoName,
     PoolAddress,
     Seconds,
     Section,
@@ -131,11 +132,15 @@ class DiskConfig(Section):
     codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
     segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
-    """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once, and
-    each tenant has up to that much preallocated."""
+    """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once. With
+    several tenants, files are smaller by themselves."""
     sync: SyncName = "none"
     """What outlives a loss of power (`docs/disk-format.md`); a killed process loses nothing it acknowledged anyway.
     `sealed` syncs full files in the background, `batch` all that is acknowledged, at most of the drive's speed."""
+    direct_io: DirectIoName = "auto"
+    """Whether payloads go past the page cache (O_DIRECT), which would keep them a second time. `auto`: where the file
+    system can, unless a read of 2 MiB at start is much slower so; the log says what was measured. `on` refuses a file
+    system that cannot; `off` suits network file systems that are slow so, and takes memory from everybody else."""
 
 
 class PoolConfig(Section):

@@ -26,6 +26,8 @@ CodecName = Literal["raw", "lz4"]
 
 SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk_log.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
+DirectIoName = Literal["auto", "on", "off"]
+"""A `kvtier.tiers.disk_log.direct_io.DirectIo`: whether a disk tier goes past the page cache."""
 
 
 def _checked_address(text: str) -> str:

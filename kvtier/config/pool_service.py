@@ -13,6 +13,7 @@ from kvtier.config.fields import (
     Bytes,
     CodecName,
     Count,
+    DirectIoName,
     ListenAddress,
     Seconds,
     Section,
@@ -65,10 +66,12 @@ class PoolServiceConfig(Section):
     disk_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV and costs more time than a fast drive does."""
     disk_segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
-    """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once, and
-    each tenant has up to that much preallocated."""
+    """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once. With
+    several tenants, files are smaller by themselves."""
     disk_sync: SyncName = "none"
     """What outlives a loss of power, `none`, `sealed` or `batch`: see `sync` in `[disk]`."""
+    disk_direct_io: DirectIoName = "auto"
+    """Whether blocks go past the page cache, `auto`, `on` or `off`: see `direct_io` in `[disk]`."""
     redis_url: str | None = None
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""

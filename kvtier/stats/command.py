@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import KvtierError, UnavailableError
+from kvtier.events import TierState
 from kvtier.stats.facts import Facts, PathFacts, TierFacts, facts_of
 from kvtier.stats.samples import fetch, metrics_url
 
@@ -107,6 +108,8 @@ def _print(console: Console, place: str, facts: Facts) -> None:
         if counts:
             console.print(f"{title}: {_counts(counts)}")
     for tier, of_tier in facts.tiers.items():
+        if of_tier.state not in (None, TierState.WRITABLE.value):
+            console.print(f"[red]{tier} is {of_tier.state}: its medium fails[/red]")
         if of_tier.errors:
             console.print(f"[yellow]errors of {tier}: {_counts(of_tier.errors)}[/yellow]")
     for words, count in facts.trouble.items():

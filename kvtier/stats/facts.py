@@ -57,6 +57,8 @@ class TierFacts:
     errors: dict[str, float]
     """By operation and name of the error."""
     breaker_open: bool | None
+    state: str | None
+    """What its medium lets it do: writable, read_only, off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         return _quotient(samples.total("kvtier_tier_bytes_total", tier=tier, op=op), seconds)
 
     breaker = samples.value("kvtier_breaker_open", tier=tier)
+    states = [state for state, on in samples.by("kvtier_tier_state", "state", tier=tier).items() if on]
     errors = {
         f"{op} {error}": count
         for op in samples.by("kvtier_io_errors_total", "op", tier=tier)
@@ -182,6 +185,7 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         evicted_blocks=samples.value("kvtier_tier_evicted_blocks_total", tier=tier),
         errors=errors,
         breaker_open=None if breaker is None else bool(breaker),
+        state=states[0] if len(states) == 1 else None,
     )
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,32 +13,30 @@ import numpy as np
 
 from kvtier.codec import Codec, Header
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.events import EventKind, EventSink, ignore_event
+from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
-from kvtier.tiers.disk_log.appending import SegmentLog
+from kvtier.tiers.disk_log.appending import SMALLEST_SEGMENT_BYTES, SegmentLog
 from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.buffers import Buffers
+from kvtier.tiers.disk_log.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk_log.folder import DiskFolder
 from kvtier.tiers.disk_log.forgetting import Forgetter
-from kvtier.tiers.disk_log.format import PAGE
+from kvtier.tiers.disk_log.moving import Mover
 from kvtier.tiers.disk_log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk_log.recovery import recover
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles, SyncPolicy
 from kvtier.tiers.disk_log.trouble import Trouble, is_passing
 from kvtier.tiers.disk_log.writing import BlockWriter, parts_of
-from kvtier.tiers.files import FileLayer, OsFiles, supports_direct
+from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.outbox import Outbox
 
 _Answer = TypeVar("_Answer")
 _READ_ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
-_SEGMENTS_AT_LEAST = 16
-"""A small capacity has smaller segments: they are what eviction takes away at once."""
-_SMALLEST_SEGMENT = 4 * PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,12 @@ class DiskTier:
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
-    but for a try every few seconds; when one read after another does, it is off: everything misses.
+    but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
+    and in `state`.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
-    the victim's file is gone. Reads hold no victim back.
+    the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
+    removed, takes no writes until they can.
 
     Any thread. Large batches are read and written in parallel by a few I/O threads.
     """
@@ -89,14 +89,16 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._metrics = metrics
         self._on_event = on_event
-        self._trouble = Trouble(name, metrics, logging.getLogger(__name__))
         self._executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
+        self._write_executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
+        """Of its own: a read is not to wait behind all of a large batch that is being written."""
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
+        self._trouble = Trouble(name, metrics, self._outbox, logging.getLogger(__name__))
         self._books = Books()
         buffers = Buffers(2 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._books, buffers, self._trouble, options.sync)
-        self._room = Room(
+        mover = Mover(
             self._books,
             self._files,
             buffers,
@@ -104,19 +106,32 @@ class DiskTier:
             self._trouble,
             metrics,
             name=name,
-            capacity_bytes=capacity_bytes,
-            reserve_bytes=options.reserve_bytes,
             write_amplification=options.write_amplification,
         )
-        segment_bytes = _segment_bytes(options.segment_bytes, capacity_bytes)
-        self._log = SegmentLog(self._books, self._files, self._room, segment_bytes)
+        self._room = Room(
+            self._books,
+            self._files,
+            mover,
+            self._outbox,
+            self._trouble,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=options.reserve_bytes,
+        )
+        self._log = SegmentLog(
+            self._books,
+            self._files,
+            self._room,
+            options.segment_bytes,
+            capacity_bytes,
+            seal_behind=options.num_threads > 1,
+        )
         self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
         self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
         new_bytes = metrics.disk_bytes.labels(name, "new")
         self._writer = BlockWriter(
             self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, options.codec
         )
-        self._part_bytes = segment_bytes // 4
+        self._part_bytes = self._log.segment_bytes // 4
 
     @classmethod
     def open(
@@ -131,6 +146,7 @@ class DiskTier:
         reserve_bytes: int = 2**30,
         segment_bytes: int = 64 * 2**20,
         sync: SyncPolicy = SyncPolicy.NONE,
+        direct_io: DirectIo = DirectIo.AUTO,
         codec: Codec = Codec.RAW,
         write_amplification: float = 1.3,
         num_threads: int = 4,
@@ -144,25 +160,27 @@ class DiskTier:
         :param capacity_bytes: disk space for all files.
         :param on_event: called from the threads that use the tier, and with the keys found here; must
             not call `close`.
-        :param files: file operations; by default the real ones, with O_DIRECT where the file system can.
+        :param files: file operations instead of the real ones.
         :param reserve_bytes: free space that the tier leaves to others on the file system; below it, the
             tier shrinks. Too small, and neighbours see a full disk.
         :param segment_bytes: size of a segment, at most a sixteenth of the capacity. Small: more files and footers.
-            Large: eviction takes more at once, and each tenant has up to that much of preallocated room.
+            Large: eviction takes more at once. Several tenants have smaller ones, a sixteenth of their fair share.
         :param sync: what outlives a loss of power; a killed process loses nothing it acknowledged, whatever this is.
+        :param direct_io: whether payloads go past the page cache, where they would be kept twice. `AUTO` measures for
+            less than 0.1 s, in a scratch file of 2 MiB.
         :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
             saves a fifth of the space of bf16 KV, and time where the drive gives less than about 0.5 GB/s
             (`kvtier bench codec`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
-        :param num_threads: reads and writes on their way at once. One gives half the bandwidth of most disks.
+        :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
         """
         options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads)
         _check(capacity_bytes, options)
         folder = DiskFolder.open(Path(directory))
         tier: DiskTier | None = None
         try:
-            layer = files if files is not None else OsFiles(direct=supports_direct(folder.path))
+            layer = files if files is not None else OsFiles(direct=goes_direct(folder.path, direct_io))
             tier = cls(
                 folder,
                 layer,
@@ -187,6 +205,11 @@ class DiskTier:
     def name(self) -> str:
         return self._name
 
+    @property
+    def state(self) -> TierState:
+        """What its medium lets it do at this moment; changes are events, too."""
+        return self._trouble.state
+
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Tier.lookup`. Answers from memory."""
         tags = self._books.tags(keys)
@@ -201,7 +224,7 @@ class DiskTier:
             left: Sequence[int] = range(len(keys))
             for _ in range(_READ_ROUNDS):
                 wanted = self._find(keys, into, left)
-                answers = [a for part in self._run(self._reader.read, runs_of(wanted)) for a in part]
+                answers = [a for part in _run(self._executor, self._reader.read, runs_of(wanted)) for a in part]
                 for answer in answers:
                     if answer.problem is None:
                         statuses[answer.wanted.index] = Status.HIT
@@ -223,7 +246,7 @@ class DiskTier:
             statuses = [WriteStatus.EXISTS] * len(items)
             work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
             errors: list[BaseException] = []
-            for part in self._run(self._writer.store, parts_of(work, self._part_bytes)):
+            for part in _run(self._write_executor, self._writer.store, parts_of(work, self._part_bytes)):
                 for index, status in part:
                     if isinstance(status, WriteStatus):
                         statuses[index] = status
@@ -271,14 +294,16 @@ class DiskTier:
             return self._books.index.nbytes
 
     def check(self) -> None:
-        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
-        with self._gate, self._books.lock:
-            self._books.check(self._capacity_bytes)
+        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that. Waits for seals."""
+        with self._gate:
+            self._log.wait()
+            with self._books.lock:
+                self._books.check(self._capacity_bytes)
 
     def close(self) -> None:
         """See `Tier.close`. Seals what is open; the blocks stay on disk for the next `open`."""
         if self._gate.close():
-            self._log.retire_all()
+            self._log.close()
             self._release()
 
     def _start(self) -> None:
@@ -290,21 +315,16 @@ class DiskTier:
         if self._on_event is not ignore_event:
             for keys in found.events():
                 self._outbox.post(EventKind.STORED, keys)
-        while True:
-            with self._books.lock:
-                segments = self._books.segments
-                victim = segments.victim() if segments.used_bytes > self._capacity_bytes else None
-                tenants = {segment.id.tenant for segment in segments}
-            if victim is None:
-                break
-            if not self._room.evict(victim):
-                raise OSError(f"segment {victim.number} exceeds the capacity and cannot be removed")
-        for tenant in tenants:
+        for segment in found.unfinished:
+            self._room.finish(segment)
+        self._room.fit()
+        for tenant in {segment.id.tenant for segment in list(self._books.segments)}:
             self._room.drop_dead(tenant)
         self._outbox.flush()
 
     def _release(self) -> None:
         self._executor.shutdown()
+        self._write_executor.shutdown()
         self._files.close()
         self._folder.close()
 
@@ -337,15 +357,15 @@ class DiskTier:
                 self._trouble.note("read", answer.problem)
             else:
                 bad.append(answer)
-        for answer in bad:
-            wanted, problem = answer.wanted, answer.problem
-            if not self._forgetter.drop(wanted.header.key, wanted.segment, wanted.page):
-                again.append(wanted.index)
-            elif isinstance(problem, OSError):
-                if self._trouble.read_failed(problem):
-                    self._switch_off()
-            else:
-                self._trouble.corrupt(problem)
+        places = [(a.wanted.header.key, a.wanted.segment, a.wanted.page) for a in bad]
+        dropped = self._forgetter.drop(places) if places else []
+        for answer, is_dropped in zip(bad, dropped, strict=True):
+            if not is_dropped:
+                again.append(answer.wanted.index)
+            elif not isinstance(answer.problem, OSError):
+                self._trouble.corrupt(answer.problem)
+            elif self._trouble.read_failed(answer.problem, answer.wanted.segment):
+                self._switch_off()
         return again
 
     def _switch_off(self) -> None:
@@ -360,26 +380,23 @@ class DiskTier:
             statuses = self._books.statuses(keys, tags)
         return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
 
-    def _run(self, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
-        """Runs `task` once per argument on the I/O threads; all of them are done on return."""
-        futures = [self._executor.submit(task, argument) for argument in arguments]
-        wait(futures)
-        return [future.result() for future in futures]
+
+def _run(executor: Executor, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
+    """Runs `task` once per argument on the I/O threads; all of them are done on return."""
+    futures = [executor.submit(task, argument) for argument in arguments]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _check(capacity_bytes: int, options: DiskOptions) -> None:
     if (
-        capacity_bytes < _SMALLEST_SEGMENT
+        capacity_bytes < SMALLEST_SEGMENT_BYTES
         or options.reserve_bytes < 0
         or options.num_threads < 1
-        or options.segment_bytes < _SMALLEST_SEGMENT
+        or options.segment_bytes < SMALLEST_SEGMENT_BYTES
         or not 1 <= options.write_amplification < math.inf
     ):
         raise InvalidInputError(
-            f"disk tier of {capacity_bytes} bytes, {options}: needs {_SMALLEST_SEGMENT} bytes, segments of as "
+            f"disk tier of {capacity_bytes} bytes, {options}: needs {SMALLEST_SEGMENT_BYTES} bytes, segments of as "
             "many, a thread, and a write amplification from 1"
         )
-
-
-def _segment_bytes(wanted: int, capacity_bytes: int) -> int:
-    return max(_SMALLEST_SEGMENT, min(wanted, capacity_bytes // _SEGMENTS_AT_LEAST)) // PAGE * PAGE

@@ -1,5 +1,6 @@
 """The few file operations that the disk tier needs; a seam where tests put a failing disk."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -10,6 +11,8 @@ from kvtier.tiers.memory import PAGE_BYTES, map_memory
 
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _NO_DIRECT_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP)
+PROBE = "kvtier-probe"
+"""A file that is there for a moment, when a folder is tried out."""
 _MOST_BUFFERS = 1024
 """IOV_MAX of Linux."""
 
@@ -123,9 +126,11 @@ class OsFiles:
 
 
 def supports_direct(directory: str) -> bool:
-    """Tries O_DIRECT with a file of one page. Raises `OSError` when no file can be written at all."""
-    path, files = os.path.join(directory, f"probe-{os.getpid()}"), OsFiles(direct=True)
+    """Tries O_DIRECT with a file of one page, in a folder of the caller's. `OSError` when no file can be written."""
+    path, files = os.path.join(directory, PROBE), OsFiles(direct=True)
     try:
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed here
+            os.unlink(path)
         fd = files.create(path, PAGE_BYTES)
         try:
             files.write(fd, [map_memory(PAGE_BYTES, prefault=True)], 0)

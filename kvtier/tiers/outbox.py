@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from kvtier.events import Event, EventKind, EventSink
+from kvtier.events import ABOUT_TIERS, Event, EventKind, EventSink
 from kvtier.keys import StoreKey
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Outbox:
     def post(self, kind: EventKind, keys: Iterable[StoreKey] = ()) -> None:
         """Queues one event, unless it is about no key at all."""
         event = Event(kind, self._tier, tuple(keys))
-        if event.keys or kind is EventKind.CLEARED:
+        if event.keys or kind in ABOUT_TIERS:
             with self._lock:
                 self._events.append(event)
 

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/wire/pool.proto\x12\x0ekvtier.pool.v1\",\n\x04Keys\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"5\n\rLookupRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"\"\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"8\n\x0bReadRequest\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.kvtier.pool.v1.ReadGroup\"F\n\tReadGroup\x12\"\n\x04keys\x18\x01 \x01(\x0b\x32\x14.kvtier.pool.v1.Keys\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"/\n\x06\x46rames\x12%\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x15.kvtier.pool.v1.Frame\"d\n\x05\x46rame\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.kvtier.pool.v1.BlockStatus\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"!\n\rWriteResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"6\n\x0e\x44iscardRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"(\n\x0f\x44iscardResponse\x12\x15\n\rnum_discarded\x18\x01 \x01(\x04\"B\n\nPinRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"Y\n\x0bPinResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"(\n\x06Status\x12\x08\n\x04MISS\x10\x00\x12\n\n\x06PINNED\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\"4\n\x0cUnpinRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"%\n\rUnpinResponse\x12\x14\n\x0cnum_unpinned\x18\x01 \x01(\x04\"\x0e\n\x0cUsageRequest\"9\n\rUsageResponse\x12(\n\x05tiers\x18\x01 \x03(\x0b\x32\x19.kvtier.pool.v1.TierUsage\"o\n\tTierUsage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cused_percent\x18\x05 \x01(\r\"\x0f\n\rEventsRequest\"A\n\nEventBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.kvtier.pool.v1.Event\x12\x0c\n\x04lost\x18\x02 \x01(\x04\"\x91\x01\n\x05\x45vent\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.kvtier.pool.v1.Event.Kind\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\"\n\x04keys\x18\x03 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\",\n\x04Kind\x12\n\n\x06STORED\x10\x00\x12\x0b\n\x07REMOVED\x10\x01\x12\x0b\n\x07\x43LEARED\x10\x02*-\n\x0b\x42lockStatus\x12\x08\n\x04MISS\x10\x00\x12\x07\n\x03HIT\x10\x01\x12\x0b\n\x07PENDING\x10\x02*J\n\x0bWriteStatus\x12\n\n\x06STORED\x10\x00\x12\n\n\x06\x45XISTS\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\x12\r\n\tTHROTTLED\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\x32\xaf\x04\n\x04Pool\x12G\n\x06Lookup\x12\x1d.kvtier.pool.v1.LookupRequest\x1a\x1e.kvtier.pool.v1.LookupResponse\x12=\n\x04Read\x12\x1b.kvtier.pool.v1.ReadRequest\x1a\x16.kvtier.pool.v1.Frames0\x01\x12@\n\x05Write\x12\x16.kvtier.pool.v1.Frames\x1a\x1d.kvtier.pool.v1.WriteResponse(\x01\x12J\n\x07\x44iscard\x12\x1e.kvtier.pool.v1.DiscardRequest\x1a\x1f.kvtier.pool.v1.DiscardResponse\x12>\n\x03Pin\x12\x1a.kvtier.pool.v1.PinRequest\x1a\x1b.kvtier.pool.v1.PinResponse\x12\x44\n\x05Unpin\x12\x1c.kvtier.pool.v1.UnpinRequest\x1a\x1d.kvtier.pool.v1.UnpinResponse\x12\x44\n\x05Usage\x12\x1c.kvtier.pool.v1.UsageRequest\x1a\x1d.kvtier.pool.v1.UsageResponse\x12\x45\n\x06\x45vents\x12\x1d.kvtier.pool.v1.EventsRequest\x1a\x1a.kvtier.pool.v1.EventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/wire/pool.proto\x12\x0ekvtier.pool.v1\",\n\x04Keys\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"5\n\rLookupRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"\"\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"8\n\x0bReadRequest\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.kvtier.pool.v1.ReadGroup\"F\n\tReadGroup\x12\"\n\x04keys\x18\x01 \x01(\x0b\x32\x14.kvtier.pool.v1.Keys\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"/\n\x06\x46rames\x12%\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x15.kvtier.pool.v1.Frame\"d\n\x05\x46rame\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.kvtier.pool.v1.BlockStatus\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"!\n\rWriteResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"6\n\x0e\x44iscardRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"(\n\x0f\x44iscardResponse\x12\x15\n\rnum_discarded\x18\x01 \x01(\x04\"B\n\nPinRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"Y\n\x0bPinResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"(\n\x06Status\x12\x08\n\x04MISS\x10\x00\x12\n\n\x06PINNED\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\"4\n\x0cUnpinRequest\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"%\n\rUnpinResponse\x12\x14\n\x0cnum_unpinned\x18\x01 \x01(\x04\"\x0e\n\x0cUsageRequest\"9\n\rUsageResponse\x12(\n\x05tiers\x18\x01 \x03(\x0b\x32\x19.kvtier.pool.v1.TierUsage\"\xce\x01\n\tTierUsage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cused_percent\x18\x05 \x01(\r\x12.\n\x05state\x18\x06 \x01(\x0e\x32\x1f.kvtier.pool.v1.TierUsage.State\"-\n\x05State\x12\x0c\n\x08WRITABLE\x10\x00\x12\r\n\tREAD_ONLY\x10\x01\x12\x07\n\x03OFF\x10\x02\"\x0f\n\rEventsRequest\"A\n\nEventBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.kvtier.pool.v1.Event\x12\x0c\n\x04lost\x18\x02 \x01(\x04\"\xb7\x01\n\x05\x45vent\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.kvtier.pool.v1.Event.Kind\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\"\n\x04keys\x18\x03 \x03(\x0b\x32\x14.kvtier.pool.v1.Keys\"R\n\x04Kind\x12\n\n\x06STORED\x10\x00\x12\x0b\n\x07REMOVED\x10\x01\x12\x0b\n\x07\x43LEARED\x10\x02\x12\x0c\n\x08WRITABLE\x10\x03\x12\r\n\tREAD_ONLY\x10\x04\x12\x07\n\x03OFF\x10\x05*-\n\x0b\x42lockStatus\x12\x08\n\x04MISS\x10\x00\x12\x07\n\x03HIT\x10\x01\x12\x0b\n\x07PENDING\x10\x02*J\n\x0bWriteStatus\x12\n\n\x06STORED\x10\x00\x12\n\n\x06\x45XISTS\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\x12\r\n\tTHROTTLED\x10\x03\x12\n\n\x06\x46\x41ILED\x10\x04\x32\xaf\x04\n\x04Pool\x12G\n\x06Lookup\x12\x1d.kvtier.pool.v1.LookupRequest\x1a\x1e.kvtier.pool.v1.LookupResponse\x12=\n\x04Read\x12\x1b.kvtier.pool.v1.ReadRequest\x1a\x16.kvtier.pool.v1.Frames0\x01\x12@\n\x05Write\x12\x16.kvtier.pool.v1.Frames\x1a\x1d.kvtier.pool.v1.WriteResponse(\x01\x12J\n\x07\x44iscard\x12\x1e.kvtier.pool.v1.DiscardRequest\x1a\x1f.kvtier.pool.v1.DiscardResponse\x12>\n\x03Pin\x12\x1a.kvtier.pool.v1.PinRequest\x1a\x1b.kvtier.pool.v1.PinResponse\x12\x44\n\x05Unpin\x12\x1c.kvtier.pool.v1.UnpinRequest\x1a\x1d.kvtier.pool.v1.UnpinResponse\x12\x44\n\x05Usage\x12\x1c.kvtier.pool.v1.UsageRequest\x1a\x1d.kvtier.pool.v1.UsageResponse\x12\x45\n\x06\x45vents\x12\x1d.kvtier.pool.v1.EventsRequest\x1a\x1a.kvtier.pool.v1.EventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.wire.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATUS']._serialized_start=1265
-  _globals['_BLOCKSTATUS']._serialized_end=1310
-  _globals['_WRITESTATUS']._serialized_start=1312
-  _globals['_WRITESTATUS']._serialized_end=1386
+  _globals['_BLOCKSTATUS']._serialized_start=1399
+  _globals['_BLOCKSTATUS']._serialized_end=1444
+  _globals['_WRITESTATUS']._serialized_start=1446
+  _globals['_WRITESTATUS']._serialized_end=1520
   _globals['_KEYS']._serialized_start=42
   _globals['_KEYS']._serialized_end=86
   _globals['_LOOKUPREQUEST']._serialized_start=88
@@ -69,16 +69,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGEREQUEST']._serialized_end=859
   _globals['_USAGERESPONSE']._serialized_start=861
   _globals['_USAGERESPONSE']._serialized_end=918
-  _globals['_TIERUSAGE']._serialized_start=920
-  _globals['_TIERUSAGE']._serialized_end=1031
-  _globals['_EVENTSREQUEST']._serialized_start=1033
-  _globals['_EVENTSREQUEST']._serialized_end=1048
-  _globals['_EVENTBATCH']._serialized_start=1050
-  _globals['_EVENTBATCH']._serialized_end=1115
-  _globals['_EVENT']._serialized_start=1118
-  _globals['_EVENT']._serialized_end=1263
-  _globals['_EVENT_KIND']._serialized_start=1219
-  _globals['_EVENT_KIND']._serialized_end=1263
-  _globals['_POOL']._serialized_start=1389
-  _globals['_POOL']._serialized_end=1948
+  _globals['_TIERUSAGE']._serialized_start=921
+  _globals['_TIERUSAGE']._serialized_end=1127
+  _globals['_TIERUSAGE_STATE']._serialized_start=1082
+  _globals['_TIERUSAGE_STATE']._serialized_end=1127
+  _globals['_EVENTSREQUEST']._serialized_start=1129
+  _globals['_EVENTSREQUEST']._serialized_end=1144
+  _globals['_EVENTBATCH']._serialized_start=1146
+  _globals['_EVENTBATCH']._serialized_end=1211
+  _globals['_EVENT']._serialized_start=1214
+  _globals['_EVENT']._serialized_end=1397
+  _globals['_EVENT_KIND']._serialized_start=1315
+  _globals['_EVENT_KIND']._serialized_end=1397
+  _globals['_POOL']._serialized_start=1523
+  _globals['_POOL']._serialized_end=2082
 # @@protoc_insertion_point(module_scope)

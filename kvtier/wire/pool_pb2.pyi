@@ -145,18 +145,28 @@ class UsageResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ...) -> None: ...
 
 class TierUsage(_message.Message):
-    __slots__ = ("name", "num_blocks", "used_bytes", "capacity_bytes", "used_percent")
+    __slots__ = ("name", "num_blocks", "used_bytes", "capacity_bytes", "used_percent", "state")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        WRITABLE: _ClassVar[TierUsage.State]
+        READ_ONLY: _ClassVar[TierUsage.State]
+        OFF: _ClassVar[TierUsage.State]
+    WRITABLE: TierUsage.State
+    READ_ONLY: TierUsage.State
+    OFF: TierUsage.State
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_blocks: int
     used_bytes: int
     capacity_bytes: int
     used_percent: int
-    def __init__(self, name: _Optional[str] = ..., num_blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_percent: _Optional[int] = ...) -> None: ...
+    state: TierUsage.State
+    def __init__(self, name: _Optional[str] = ..., num_blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_percent: _Optional[int] = ..., state: _Optional[_Union[TierUsage.State, str]] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ()
@@ -177,9 +187,15 @@ class Event(_message.Message):
         STORED: _ClassVar[Event.Kind]
         REMOVED: _ClassVar[Event.Kind]
         CLEARED: _ClassVar[Event.Kind]
+        WRITABLE: _ClassVar[Event.Kind]
+        READ_ONLY: _ClassVar[Event.Kind]
+        OFF: _ClassVar[Event.Kind]
     STORED: Event.Kind
     REMOVED: Event.Kind
     CLEARED: Event.Kind
+    WRITABLE: Event.Kind
+    READ_ONLY: Event.Kind
+    OFF: Event.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]

@@ -159,6 +159,7 @@ def settings_of(config: Config, of_tenants: Config, redis_password: str | None =
         disk_codec=section.disk_codec,
         disk_segment_bytes=int(section.disk_segment_bytes),
         disk_sync=section.disk_sync,
+        disk_direct_io=section.disk_direct_io,
         redis=redis,
         selective_uses=section.selective_uses,
         shared_memory=section.shared_memory,

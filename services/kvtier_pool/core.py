@@ -9,7 +9,7 @@ from functools import partial
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import Header, verify
 from kvtier.errors import CorruptBlockError
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
@@ -38,6 +38,7 @@ class TierShare:
     capacity_bytes: int
     used_percent: int
     """Of the capacity, by all tenants."""
+    state: TierState
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ class PoolCore:
     def usage(self, tenant: TenantId) -> list[TierShare]:
         """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
         tiers = [tier for tier in (self._memory, *self._below) if isinstance(tier, (HostTier, DiskTier))]
-        return [_share(tier.name, tier.usage_of(tenant), tier.usage()) for tier in tiers]
+        return [_share(tier, tenant) for tier in tiers]
 
     def local_usages(self) -> dict[str, Callable[[], Usage]]:
         """By name of each tier on this machine, what asks it how full it is."""
@@ -361,6 +362,8 @@ class PoolCore:
             self._metrics.received_bytes.inc(nbytes)
 
 
-def _share(tier: str, own: Usage, total: Usage) -> TierShare:
+def _share(tier: HostTier | DiskTier, tenant: TenantId) -> TierShare:
+    own, total = tier.usage_of(tenant), tier.usage()
     percent = 100 * total.used_bytes // total.capacity_bytes
-    return TierShare(tier, own.num_blocks, own.used_bytes, total.capacity_bytes, percent)
+    state = tier.state if isinstance(tier, DiskTier) else TierState.WRITABLE
+    return TierShare(tier.name, own.num_blocks, own.used_bytes, total.capacity_bytes, percent, state)

@@ -7,6 +7,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.write_policy import WritePolicy
@@ -34,6 +35,7 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 codec=Codec.parse(settings.disk_codec),
                 segment_bytes=settings.disk_segment_bytes,
                 sync=SyncPolicy.parse(settings.disk_sync),
+                direct_io=DirectIo.parse(settings.disk_direct_io),
             )
             undo.callback(disk.close)
             keeps = settings.disk_write_policy is WritePolicy.WRITE_THROUGH

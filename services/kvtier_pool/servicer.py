@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
-from kvtier.events import Event, EventKind
+from kvtier.events import Event, EventKind, TierState
 from kvtier.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.tiers.base import Status
 from kvtier.tiers.pool.groups import windows
@@ -35,6 +35,14 @@ _EVENT_KINDS = {
     EventKind.STORED: pool_pb2.Event.STORED,
     EventKind.REMOVED: pool_pb2.Event.REMOVED,
     EventKind.CLEARED: pool_pb2.Event.CLEARED,
+    EventKind.WRITABLE: pool_pb2.Event.WRITABLE,
+    EventKind.READ_ONLY: pool_pb2.Event.READ_ONLY,
+    EventKind.OFF: pool_pb2.Event.OFF,
+}
+_TIER_STATES = {
+    TierState.WRITABLE: pool_pb2.TierUsage.WRITABLE,
+    TierState.READ_ONLY: pool_pb2.TierUsage.READ_ONLY,
+    TierState.OFF: pool_pb2.TierUsage.OFF,
 }
 _M = TypeVar("_M", bound=Message)
 
@@ -118,6 +126,7 @@ class PoolServicer:
                     used_bytes=share.used_bytes,
                     capacity_bytes=share.capacity_bytes,
                     used_percent=share.used_percent,
+                    state=_TIER_STATES[share.state],
                 )
                 for share in self._core.usage(tenant)
             ]

@@ -112,6 +112,8 @@ class PoolSettings:
     """Size of the disk tier's files."""
     disk_sync: str = "none"
     """What of them outlives a loss of power: `none`, `sealed` or `batch`."""
+    disk_direct_io: str = "auto"
+    """Whether they are read and written past the page cache: `auto`, `on` or `off`."""
     redis: RedisSettings | None = None
     """Redis below memory and disk; None: no such tier."""
     selective_uses: int = 2

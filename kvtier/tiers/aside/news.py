@@ -13,12 +13,13 @@ from prometheus_client import Counter
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
-from kvtier.events import Event, EventKind, EventSink
+from kvtier.events import Event, EventKind, EventSink, TierState
 from kvtier.metrics import Metrics
 from kvtier.tiers.aside.messages import MAX_BLOCKS, pack_keys, unpack_keys
 
 _COUNT_EVERY_S = 0.05
 """Reading all counters takes 0.1 ms or so."""
+_STATES = {EventKind(state.value): state for state in TierState}
 _Gains = list[tuple[str, list[str], float]]
 """Counter, labels, what was added."""
 
@@ -88,9 +89,10 @@ class NewsReader:
     def __init__(self, on_event: EventSink, metrics: Metrics) -> None:
         """
         :param on_event: called in the order of the changes; must not block.
-        :param metrics: its counters gain what those of the same name in the tier process gain.
+        :param metrics: its counters gain what those of the same name in the tier process gain, and it has their states.
         """
         self._on_event = on_event
+        self._metrics = metrics
         self._counters = _counters(metrics)
         self._lock = threading.Lock()
         """Held while `on_event` is called, which takes no lock but its own: nothing else keeps the order."""
@@ -99,6 +101,8 @@ class NewsReader:
         self._next = 1
         self._tiers: set[str] = set()
         """Those that had events."""
+        self._degraded: set[str] = set()
+        """Those that cannot do everything."""
         self._over = False
 
     def take(self, number: int, packed: bytes) -> None:
@@ -117,6 +121,8 @@ class NewsReader:
             self._over = True
             for tier in sorted(self._tiers):
                 self._on_event(Event(EventKind.CLEARED, tier))
+            for tier in sorted(self._degraded):  # the next process begins anew
+                self._note(Event(EventKind.WRITABLE, tier))
 
     def _apply(self, packed: bytes) -> None:
         """Caller holds _lock."""
@@ -124,11 +130,18 @@ class NewsReader:
             events, gains = msgpack.unpackb(packed)
             for kind, tier, keys in events:
                 self._tiers.add(tier)
-                self._on_event(Event(EventKind(kind), tier, tuple(unpack_keys(keys))))
+                self._note(Event(EventKind(kind), tier, tuple(unpack_keys(keys))))
             for name, labels, gain in gains:
                 (self._counters[name].labels(*labels) if labels else self._counters[name]).inc(gain)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise InvalidInputError(f"news of the tier process: {error!r}") from error
+
+    def _note(self, event: Event) -> None:
+        """Caller holds _lock."""
+        if event.kind in _STATES:
+            self._metrics.set_state(event.tier, _STATES[event.kind])
+            (self._degraded.discard if event.kind is EventKind.WRITABLE else self._degraded.add)(event.tier)
+        self._on_event(event)
 
 
 def _counters(metrics: Metrics) -> dict[str, Counter]:

@@ -1,29 +1,53 @@
 """Appending to the log: room in a tenant's open segment, or in a new one."""
 
-import secrets
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvtier.keys import TenantId
 from kvtier.tiers.base import ReadableBuffer
 from kvtier.tiers.disk_log.books import Books
-from kvtier.tiers.disk_log.format import NONCE_BYTES, PAGE, Entries, Kind, SegmentId
+from kvtier.tiers.disk_log.format import PAGE, Entries, Kind
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
-from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages
+from kvtier.tiers.disk_log.segments import Extent, Segment, segment_pages, share_bytes
+
+SMALLEST_SEGMENT_BYTES = 4 * PAGE
+
+_SEALS_BEHIND = 2
+"""Segments that wait to be sealed, which nobody can evict meanwhile. More are sealed by those who have filled them."""
 
 
 class SegmentLog:
     """The end of the log, of all tenants. Any thread."""
 
-    def __init__(self, books: Books, files: SegmentFiles, room: Room, segment_bytes: int) -> None:
-        """:param segment_bytes: of a new segment, unless one extent needs more."""
+    def __init__(
+        self,
+        books: Books,
+        files: SegmentFiles,
+        room: Room,
+        segment_bytes: int,
+        capacity_bytes: int,
+        *,
+        seal_behind: bool,
+    ) -> None:
+        """
+        :param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less.
+        :param seal_behind: full segments are sealed by a thread of their own: cutting a file takes as long as writing
+            20 MiB to it. False: by those who have filled them, so that one thread does all, always in the same order.
+        """
         self._books = books
         self._files = files
         self._room = room
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = max(
+            SMALLEST_SEGMENT_BYTES, min(segment_bytes // PAGE * PAGE, share_bytes(capacity_bytes, 1))
+        )
+        """Of the largest, but for those that one extent makes larger."""
+        self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
         """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-seal") if seal_behind else None
+        self._seals_behind = threading.Semaphore(_SEALS_BEHIND)
 
     def reserve(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """Room at the end of the tenant's log; None when there is none. `OSError`.
@@ -59,10 +83,12 @@ class SegmentLog:
         payloads: Sequence[ReadableBuffer],
         epochs: Sequence[int],
         kinds: Sequence[Kind],
+        *,
+        sync_forgets: bool = True,
     ) -> Entries:
         """See `SegmentFiles.write`. After an error the extent has been given back."""
         try:
-            return self._files.write(extent, headers, payloads, epochs, kinds)
+            return self._files.write(extent, headers, payloads, epochs, kinds, sync_forgets=sync_forgets)
         except BaseException:
             self._abandon(extent)
             raise
@@ -73,18 +99,39 @@ class SegmentLog:
 
     def seal(self, segment: Segment | None) -> None:
         """What `settle` or `Books.to_seal` gave."""
-        if segment is not None:
-            self._files.seal(segment)
+        if segment is None:
+            return
+        if self._sealer is not None and self._seals_behind.acquire(blocking=False):
+            self._sealer.submit(self._seal_behind, segment)
+        else:
+            self._room.finish(segment)
+
+    def wait(self) -> None:
+        """Until all is sealed that was to be by now."""
+        if self._sealer is not None:
+            self._sealer.submit(int).result()
+
+    def close(self) -> None:
+        """Seals what is open. Nobody writes any more."""
+        if self._sealer is not None:
+            self._sealer.shutdown()
+        self.retire_all()
 
     def retire_all(self) -> None:
-        """Seals what can be sealed: nobody writes any more."""
+        """Seals what can be sealed of what is open."""
         with self._books.lock:
             for segment in self._books.segments:
                 if not segment.sealed and not segment.retired:
                     self._books.segments.retire(segment.id.tenant)
             sealing = [s for s in self._books.segments if self._books.to_seal(s) is not None]
         for segment in sealing:
-            self._files.seal(segment)
+            self._room.finish(segment)
+
+    def _seal_behind(self, segment: Segment) -> None:
+        try:
+            self._room.finish(segment)
+        finally:
+            self._seals_behind.release()
 
     def _abandon(self, extent: Extent) -> None:
         """What could not be written leaves a gap; the segment takes no more, since its place may be bad."""
@@ -100,25 +147,16 @@ class SegmentLog:
         with books.lock:
             full = books.segments.retire(tenant)
             to_seal = books.to_seal(full) if full is not None else None
+            wanted_bytes = books.segments.wanted_bytes(tenant, self._capacity_bytes)
         self.seal(to_seal)
-        for wanted in (self._segment_bytes, 0):
+        if not payload_pages:
+            pages = segment_pages(SMALLEST_SEGMENT_BYTES, num_entries, 0)
+            if pages is not None and self._room.set_aside_for_forgets(pages * PAGE):
+                return self._room.make(tenant, pages, num_entries, 0, epoch)
+        for wanted in (max(SMALLEST_SEGMENT_BYTES, min(self.segment_bytes, wanted_bytes)), 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
             if pages is not None and self._room.set_aside(pages * PAGE):
                 break
         else:
             return None
-        made: Segment | None = None
-        try:
-            with books.lock:
-                number, now = books.segments.next_number(), books.epoch
-            segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), pages)
-            self._files.make(segment, now)
-            made = segment
-        finally:
-            with books.lock:
-                if made is None:
-                    books.segments.set_aside(-pages * PAGE)
-                else:
-                    books.segments.add(made, from_aside=True)
-                    extent = books.segments.take(tenant, num_entries, payload_pages, epoch)
-        return extent
+        return self._room.make(tenant, pages, num_entries, payload_pages, epoch)

@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk_log.format import Entries, Kind, keys_of
 from kvtier.tiers.disk_log.index import RECORD, RecordIndex, Records, Rows, Tags, tags_of
-from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment, SegmentSet
+from kvtier.tiers.disk_log.segment_set import SegmentSet
+from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment
 
 
 class Claim:
@@ -23,7 +25,12 @@ class Claim:
         self.key = key
         self.epoch = epoch
         self.discarded = 0
-        """The epoch in which its key was discarded: what is written is not published. 0: it was not."""
+        """The epoch in which its key was discarded: what is written is not published. 0: it was not, but see
+        `Books.forgotten_at`."""
+
+    @property
+    def tenant(self) -> TenantId:
+        return TenantId(self.key[:TENANT_ID_BYTES])
 
 
 class Books:
@@ -39,6 +46,14 @@ class Books:
         """Keys being written, by their visible claims."""
         self.claims: set[Claim] = set()
         """All writes under way, discarded ones too."""
+        self._claimed: dict[TenantId, Counter[int]] = {}
+        """Their number by tenant and epoch: an epoch for each batch. None is 0, no tenant is without one."""
+        self.purged: dict[TenantId, int] = {}
+        """Epoch of each tenant's last purge. Records with smaller ones are not there, nor will be."""
+        self.purges_written: dict[TenantId, int] = {}
+        """The same, once its tombstone is on disk: it stands for all tombstones before it."""
+        self.purging: Counter[TenantId] = Counter()
+        """Purges under way: until they have taken out all records, none is moved, since a copy is later than they."""
         self.epoch = 0
         """The last one given. What has a larger one is later, in this life of the folder or another."""
         self.new_bytes = 0
@@ -60,9 +75,8 @@ class Books:
         """An answer to a lookup."""
         rows = self._found(tags)
         hits = (rows >= 0).tolist()
-        pending = self.pending
         return [
-            Status.HIT if hit else Status.PENDING if key in pending else Status.MISS
+            Status.HIT if hit else Status.PENDING if self._is_pending(key) else Status.MISS
             for key, hit in zip(keys, hits, strict=True)
         ]
 
@@ -80,31 +94,46 @@ class Books:
         claims: list[Claim | None] = []
         for key, there in zip(keys, (rows >= 0).tolist(), strict=True):
             claim = None
-            if not there and key not in self.pending:
+            if not there and not self._is_pending(key):
                 claim = self.pending[key] = Claim(key, epoch)
                 self.claims.add(claim)
+                self._claimed.setdefault(claim.tenant, Counter())[epoch] += 1
             claims.append(claim)
         return claims
 
+    def forgotten_at(self, claim: Claim) -> int:
+        """The epoch in which what is being written was discarded or purged; 0: it was not."""
+        purged = self.purged.get(claim.tenant, 0)
+        return max(claim.discarded, purged if claim.epoch < purged else 0)
+
     def release(self, claim: Claim) -> None:
         """The write is over, one way or the other."""
-        self.claims.discard(claim)
+        if claim in self.claims:
+            self.claims.discard(claim)
+            epochs = self._claimed[claim.tenant]
+            epochs[claim.epoch] -= 1
+            if not epochs[claim.epoch]:
+                del epochs[claim.epoch]
+            if not epochs:
+                del self._claimed[claim.tenant]
         if self.pending.get(claim.key) is claim:
             del self.pending[claim.key]
 
     def publish(self, segment: Segment, entries: Entries, tags: Tags) -> None:
         """Records that are on disk now are found from now on. Their keys are not there."""
         self.index.insert(records_of(entries, tags, segment.number))
-        segment.num_live += len(entries)
+        self.segments.count(segment, len(entries))
 
     def settle(self, extent: Extent, landed: Entries | None) -> Segment | None:
         """Gives an extent back; the segment if it is to be sealed now, which the caller does."""
         segment = extent.segment
         segment.in_flight -= 1
-        if landed is not None:
+        if landed is None:
+            self.segments.set_unlisted(segment, unlisted=True)
+        else:
             segment.landed.append(landed)
             forgets = landed["epoch"][landed["kind"] != Kind.RECORD]
-            segment.last_forget = max(segment.last_forget, int(forgets.max(initial=0)))
+            self.segments.note_forget(segment, int(forgets.max(initial=0)))
         return self.to_seal(segment)
 
     def to_seal(self, segment: Segment) -> Segment | None:
@@ -121,8 +150,24 @@ class Books:
             segment = self.segments.find(number)
             if segment is None:
                 raise InvariantError(f"disk index: a record is in segment {number}, which is not there")
-            segment.num_live -= count
+            self.segments.count(segment, -count)
         self.index.remove(rows)
+
+    def rows_of(self, tenant: TenantId, before: tuple[int, int], start: int, stop: int) -> Rows:
+        """Those among the index's rows from `start` to `stop` that are the tenant's.
+
+        :param before: `SegmentSet.end_of` of a moment ago: what is written since is not meant.
+        """
+        rows = self.index.live_between(start, stop)
+        records = self.index.records(rows)
+        numbers, which = np.unique(records["segment"], return_inverse=True)
+        segments = [self.segments.find(number) for number in numbers.tolist()]
+        of_tenant = np.array([s is not None and s.id.tenant == tenant for s in segments], bool)
+        is_older = (records["segment"] < before[0]) | (
+            (records["segment"] == before[0]) & (records["page"] < before[1])
+        )
+        found: Rows = rows[of_tenant[which] & is_older]
+        return found
 
     def rows_at(self, segment: int, entries: Entries, tags: Tags) -> Rows:
         """The row of each record if the index has it at this very place, else -1."""
@@ -133,34 +178,45 @@ class Books:
         rows[there[elsewhere]] = -1
         return rows
 
+    def has_writes(self, tenant: TenantId) -> bool:
+        """Whether somebody writes a record of the tenant."""
+        return tenant in self._claimed
+
+    def needs_forgets(self, segment: Segment) -> bool:
+        """Whether a tombstone in it may still be needed: for a record on disk elsewhere, or on its way there."""
+        purged = self.purges_written.get(segment.id.tenant, 0)
+        return segment.last_forget >= purged and segment.last_forget > self.first_epoch(segment.id.tenant, segment)
+
     def first_epoch(self, tenant: TenantId, but: Segment) -> int:
         """The smallest of any record of the tenant outside a segment, dead or on its way there too."""
-        epochs = [segment.min_epoch for segment in self.segments.of(tenant) if segment is not but]
-        epochs += [claim.epoch for claim in self.claims if claim.key[:TENANT_ID_BYTES] == tenant]
-        return min(epochs, default=NO_EPOCH)
-
-    def is_idle(self, tenant: TenantId) -> bool:
-        """Whether the tenant has no record and nobody writes one."""
-        busy = any(segment.num_live or segment.in_flight for segment in self.segments.of(tenant))
-        return not busy and not any(claim.key[:TENANT_ID_BYTES] == tenant for claim in self.claims)
+        on_the_way = min(self._claimed.get(tenant, ()), default=NO_EPOCH)
+        return min(self.segments.first_epoch(tenant, but)[0], on_the_way)
 
     def next_dead(self, tenant: TenantId) -> Segment | None:
-        """The oldest segment without a record that may go, marked. Tombstones that are needed keep theirs."""
-        idle = self.is_idle(tenant)
-        for segment in self.segments.of(tenant):
-            unused = not segment.num_live and not segment.in_flight and not segment.evicting
-            if unused and (segment.retired or idle) and segment.last_forget <= self.first_epoch(tenant, segment):
-                return self.segments.mark(segment)
+        """A segment without a record that may go, marked; None without one. Tombstones that are needed keep theirs."""
+        segments = self.segments
+        idle = not segments.num_blocks_of(tenant) and not self.has_writes(tenant)
+        oldest_forgets = segments.first_empty(tenant, open_too=idle)
+        # If its tombstones are needed, so are those of all others, but perhaps of the one that has the oldest record.
+        oldest_record = segments.find(segments.first_epoch(tenant)[1])
+        for segment in (oldest_forgets, oldest_record):
+            if segment is not None and segments.is_unused(segment, open_too=idle) and not self.needs_forgets(segment):
+                return segments.mark(segment)
         return None
 
     def check(self, capacity_bytes: int) -> None:
         """Raises `InvariantError` when the books do not add up. O(records)."""
         self.index.check()
         self.segments.check(len(self.index))
-        if self.segments.used_bytes > capacity_bytes:
+        if self.segments.used_bytes > capacity_bytes and not any(segment.is_stuck for segment in self.segments):
             raise InvariantError(f"disk segments: {self.segments.used_bytes} bytes in use exceed the capacity")
-        if not set(self.pending.values()) <= self.claims:
+        num_claimed = sum(epochs.total() for epochs in self._claimed.values())
+        if not set(self.pending.values()) <= self.claims or num_claimed != len(self.claims):
             raise InvariantError("disk tier: a write under way is not known")
+
+    def _is_pending(self, key: StoreKey) -> bool:
+        claim = self.pending.get(key)
+        return claim is not None and not self.forgotten_at(claim)
 
     def _found(self, tags: Tags) -> Rows:
         return np.full(len(tags), -1, np.int64) if self.off else self.index.find(tags)

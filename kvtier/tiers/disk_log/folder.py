@@ -58,6 +58,7 @@ class DiskFolder:
 
     def close(self) -> None:
         """Lets another process take the folder. Call once."""
+        fcntl.flock(self._marker_fd, fcntl.LOCK_UN)  # a process that was forked has the descriptor, too
         os.close(self._marker_fd)
 
 

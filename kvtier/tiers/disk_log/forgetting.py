@@ -1,8 +1,10 @@
 """Forgetting for good: tombstones in the log, so that no later start brings back what was discarded."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.codec import encode_header
 from kvtier.events import EventKind
@@ -18,12 +20,18 @@ from kvtier.tiers.outbox import Outbox
 
 _MOST_AT_ONCE = 512
 """Tombstones in one extent."""
+_ROWS_AT_ONCE = 8192
+"""Looked at by a purge while nobody else can look: about 1 ms."""
+
+Place = tuple[StoreKey, int, int]
+"""A key, and the segment and page of a record."""
 
 
 class Forgetter:
     """Discards, purges, and drops of bad blocks. Any thread; raises nothing.
 
-    When a tombstone cannot be written, the segments that hold the records go instead, whatever else is in them.
+    When a tombstone cannot be written, in a new segment either, the segments that hold the records go instead, whatever
+    else is in them; one that is being written to when that is over.
     """
 
     def __init__(self, books: Books, log: SegmentLog, room: Room, outbox: Outbox, trouble: Trouble) -> None:
@@ -48,92 +56,138 @@ class Forgetter:
             under_way = [claim for key in keys if (claim := books.pending.pop(key, None)) is not None]
             for claim in under_way:
                 claim.discarded = epoch
+            # What was evicted, or could not be written, may still be in a file.
+            unlisted = {tenant for tenant in _by_tenant(keys) if books.segments.has_unlisted(tenant)}
         forgotten = gone + [claim.key for claim in under_way]
+        forgotten += {key for key in keys if key[:TENANT_ID_BYTES] in unlisted} - set(forgotten)
         for tenant, of_tenant in _by_tenant(forgotten).items():
             if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
                 self._evict(segments)
-            self._room.drop_dead(tenant)
+            self._drop_dead(tenant)
         return len(gone)
 
-    def forget_late(self, tenant: TenantId, claims: Sequence[Claim]) -> None:
-        """Records that were discarded while they were written are on disk now."""
+    def forget_late(self, tenant: TenantId, claims: Sequence[Claim], segment: int) -> None:
+        """Records that were discarded while they were written are on disk now, in this segment."""
         # With the epochs of then: the keys may have been written again since.
         if not self._write(tenant, [c.key for c in claims], Kind.FORGET, [c.discarded for c in claims]):
-            with self._books.lock:
-                segments = {segment.number for segment in self._books.segments.of(tenant)}
-            self._evict(segments)
+            self._evict([segment])
         self._room.drop_dead(tenant)
 
-    def drop(self, key: StoreKey, segment: int, page: int) -> bool:
-        """Forgets a record that turned out bad; False when the index has none at this place any more."""
+    def drop(self, places: Sequence[Place]) -> list[bool]:
+        """Forgets records that turned out bad; False where the index has none at this place any more.
+
+        Their tombstones are not waited for: what is bad will not be better after a start.
+        """
         books = self._books
-        tags = books.tags([key])
+        keys = [key for key, _, _ in places]
+        tags = books.tags(keys)
         with books.lock:
             rows = books.index.find(tags)
-            if rows[0] < 0:
-                return False
-            record = books.index.records(rows)[0]
-            if (record["segment"], record["page"]) != (segment, page):
-                return False
+            there = np.flatnonzero(rows >= 0)
+            records = books.index.records(rows[there])
+            wanted = np.array([place[1:] for place in places], np.int64).reshape(-1, 2)[there]
+            same = there[(records["segment"] == wanted[:, 0]) & (records["page"] == wanted[:, 1])]
+            _, first = np.unique(rows[same], return_index=True)
             epoch = books.next_epoch()
-            books.take_out(rows)
-            self._outbox.post(EventKind.REMOVED, [key])
-        tenant = TenantId(key[:TENANT_ID_BYTES])
-        self._write(tenant, [key], Kind.FORGET, [epoch])
-        self._room.drop_dead(tenant)
-        return True
+            books.take_out(rows[same[first]])
+            gone = [keys[index] for index in same[first].tolist()]
+            self._outbox.post(EventKind.REMOVED, gone)
+        for tenant, of_tenant in _by_tenant(gone).items():
+            self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False)
+            self._room.drop_dead(tenant)
+        dropped = np.zeros(len(places), bool)
+        dropped[same] = True
+        return dropped.tolist()
 
     def purge(self, tenant: TenantId) -> int:
         """Forgets everything of a tenant; how many records were there."""
         books = self._books
         with books.lock:
-            epoch = books.next_epoch()
-            for claim in [claim for claim in books.claims if claim.key[:TENANT_ID_BYTES] == tenant]:
-                claim.discarded = epoch
-                if books.pending.get(claim.key) is claim:
-                    del books.pending[claim.key]
-            segments = books.segments.of(tenant)
-            # At once, as discards do: what is still found may be moved, and its copy would be later than this.
-            rows = books.index.in_segments([segment.number for segment in segments])
-            records = books.index.records(rows)
-            books.take_out(rows)
-        if not segments:
-            return 0
-        for segment in segments:
-            self._room.tell_of(segment, records["page"][records["segment"] == segment.number])
-        if not self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
-            self._evict({segment.number for segment in segments})
-        self._room.drop_dead(tenant)
-        return len(rows)
+            epoch = books.purged[tenant] = books.next_epoch()
+            if tenant not in books.segments and not books.has_writes(tenant):
+                return 0
+            books.purging[tenant] += 1
+            before, num_rows = books.segments.end_of(tenant), books.index.num_rows
+        pages: dict[int, list[npt.NDArray[np.uint32]]] = {}
+        try:
+            for start in range(0, num_rows, _ROWS_AT_ONCE):
+                with books.lock:
+                    rows = books.rows_of(tenant, before, start, start + _ROWS_AT_ONCE)
+                    records = books.index.records(rows)
+                    books.take_out(rows)
+                for number in np.unique(records["segment"]).tolist():
+                    pages.setdefault(number, []).append(records["page"][records["segment"] == number])
+        finally:
+            with books.lock:
+                books.purging -= Counter([tenant])
+        self._tell_of(pages)
+        if self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
+            with books.lock:
+                books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
+        else:
+            self._evict(pages)
+        self._drop_dead(tenant)
+        return sum(len(part) for parts in pages.values() for part in parts)
 
-    def _write(self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int]) -> bool:
+    def _drop_dead(self, tenant: TenantId) -> None:
+        with self._books.lock:
+            nothing_left = not self._books.segments.num_blocks_of(tenant)
+        if nothing_left:
+            self._log.wait()  # what is being sealed can be removed then
+        self._room.drop_dead(tenant)
+
+    def _tell_of(self, pages: Mapping[int, Sequence[npt.NDArray[np.uint32]]]) -> None:
+        """Events for records that were taken out, by segment."""
+        for number, parts in pages.items():
+            with self._books.lock:
+                segment = self._books.segments.find(number)
+            if segment is not None:
+                self._room.tell_of(segment, np.concatenate(parts))
+
+    def _write(
+        self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int], *, sync: bool = True
+    ) -> bool:
         """Tombstones at the end of the tenant's log; False when they could not be written."""
         for start in range(0, len(keys), _MOST_AT_ONCE):
-            part = keys[start : start + _MOST_AT_ONCE]
+            headers = [encode_header(key, b"") for key in keys[start : start + _MOST_AT_ONCE]]
             of_part = epochs[start : start + _MOST_AT_ONCE]
-            headers = [encode_header(key, b"") for key in part]
-            try:
-                extent = self._log.reserve(tenant, len(part), 0, NO_EPOCH)
-                if extent is None:
-                    return False
-                landed = self._log.write(extent, headers, [b""] * len(part), of_part, [kind] * len(part))
-            except OSError as error:
-                self._trouble.write_failed(error)
+            # A failure retires the segment: the second time it is another file.
+            if not any(self._append(tenant, headers, kind, of_part, sync=sync) for _ in range(2)):
                 return False
-            with self._books.lock:
-                to_seal = self._log.settle(extent, landed)
-            self._log.seal(to_seal)
         return True
 
-    def _evict(self, numbers: "set[int]") -> None:
+    def _append(
+        self, tenant: TenantId, headers: Sequence[bytes], kind: Kind, epochs: Sequence[int], *, sync: bool
+    ) -> bool:
+        num = len(headers)
+        try:
+            extent = self._log.reserve(tenant, num, 0, NO_EPOCH)
+            if extent is None:
+                return False
+            landed = self._log.write(extent, headers, [b""] * num, epochs, [kind] * num, sync_forgets=sync)
+        except OSError as error:
+            self._trouble.write_failed(error)
+            return False
+        with self._books.lock:
+            to_seal = self._log.settle(extent, landed)
+        self._log.seal(to_seal)
+        return True
+
+    def _evict(self, numbers: Iterable[int]) -> None:
         """Removes whole segments, and with them what must not come back."""
         for number in sorted(numbers):
             with self._books.lock:
                 segment = self._books.segments.find(number)
-                if segment is None or segment.in_flight or segment.evicting:
+                if segment is None or segment.evicting:
+                    continue
+                if segment.in_flight:
+                    segment.doomed = True
+                    if self._books.segments.is_open(segment):
+                        self._books.segments.retire(segment.id.tenant)
                     continue
                 self._books.segments.mark(segment)
-            self._room.evict(segment)
+            if not self._room.evict(segment):
+                self._trouble.warn(f"segment {number} holds what was forgotten and cannot go: a start may find it")
 
 
 def _by_tenant(keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:

@@ -32,6 +32,8 @@ MAX_PAGES = 2**32 - 1
 MAX_STORED_BYTES = 2**32 - 1
 """Of a payload."""
 
+_EPOCHS_END = 2**63
+"""No folder lives so long, and there must be larger ones for what comes next."""
 _SEGMENT_MAGIC = b"KVTSEGMT"
 _EXTENT_MAGIC = b"KVTEXTNT"
 _FOOTER_MAGIC = b"KVTINDEX"
@@ -111,6 +113,12 @@ def parse_header(page: memoryview) -> SegmentId | None:
 def may_be_ours(page: memoryview) -> bool:
     """Whether a first page without a sound header began as one: it has the magic, or was never written."""
     return page[:8] == _SEGMENT_MAGIC or not np.frombuffer(page, np.uint8).any()
+
+
+def has_magic(pages: memoryview) -> bool:
+    """Whether any page begins like an extent or a footer, of whatever segment."""
+    words = np.frombuffer(pages, "S8").reshape(-1, PAGE // 8)[:, 0]
+    return bool(np.isin(words, [_EXTENT_MAGIC, _FOOTER_MAGIC]).any())
 
 
 def make_entries(
@@ -216,6 +224,7 @@ def _are_sound(entries: Entries, tenant: TenantId, end_page: int) -> bool:
     ends = entries["page"].astype(np.int64) + -(-headers["stored_length"].astype(np.int64) // PAGE)
     return bool(
         (entries["kind"] <= max(Kind)).all()
+        and (entries["epoch"] < _EPOCHS_END).all()
         and well_formed(headers).all()
         and (headers["stored_length"] <= MAX_STORED_BYTES).all()
         and (headers["raw_length"] <= MAX_STORED_BYTES).all()

@@ -43,6 +43,8 @@ _FULL, _ROOMY = 0.75, 0.6
 _ROW_GROWTH = 1.2
 _FEWEST = 64
 _MOST_USES = 255
+_NO_SEGMENT = 0
+"""In rows that are free."""
 
 
 def tags_of(keys: Sequence[bytes], seed: int) -> Tags:
@@ -114,12 +116,23 @@ class RecordIndex:
         self._slots[positions] = _DELETED
         self._num_deleted += len(rows)
         self._num_records -= len(rows)
+        self._rows["segment"][rows] = _NO_SEGMENT
         if self._num_free + len(rows) > len(self._free):
             grown = np.empty(max(_FEWEST, 2 * (self._num_free + len(rows))), np.uint32)
             grown[: self._num_free] = self._free[: self._num_free]
             self._free = grown
         self._free[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Those in use have smaller numbers. A record keeps its row."""
+        return self._num_rows
+
+    def live_between(self, start: int, stop: int) -> Rows:
+        """The rows in use from `start` to `stop`."""
+        live: Rows = np.flatnonzero(self._rows["segment"][start:stop] != _NO_SEGMENT) + start
+        return live
 
     def in_segments(self, segments: Sequence[int]) -> Rows:
         """All rows of some segments. Looks at every row: some 10 ms per million."""

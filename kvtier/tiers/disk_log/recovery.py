@@ -1,6 +1,5 @@
 """The start: what segments hold, whose newest copies count, what discards have forgotten, and a footer for each."""
 
-import errno
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -18,11 +17,9 @@ from kvtier.tiers.disk_log.index import RECORD, Records, Tags
 from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import NO_EPOCH, Segment
-from kvtier.tiers.disk_log.trouble import is_passing
+from kvtier.tiers.disk_log.trouble import NOT_ALLOWED_ERRNOS, is_passing
 
 _log = logging.getLogger(__name__)
-_NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What somebody has to mend, rather than a drive that has lost a segment."""
 
 
 @dataclass(slots=True)
@@ -35,6 +32,8 @@ class Recovery:
     """Segments of which nothing could be read; they are gone now."""
     num_torn: int = 0
     """Records that were being written when the process ended."""
+    unfinished: list[Segment] = field(default_factory=list)
+    """Segments that are to be sealed now."""
     live: list[tuple[Entries, npt.NDArray[np.bool_]]] = field(default_factory=list)
     """Entries of each segment, and which of them are found from now on."""
 
@@ -46,7 +45,7 @@ class Recovery:
 
 
 def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Executor) -> Recovery:
-    """Fills the books, which nobody uses yet, from the folder. Segments without a footer get one.
+    """Fills the books, which nobody uses yet, from the folder.
 
     Raises `ConfigError` for a segment of a newer version, before anything is changed, and `OSError`.
     """
@@ -57,10 +56,11 @@ def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Exe
     contents = list(zip(listing.numbers, looks, strict=True))
     gathered: list[Gathered] = []
     for number, content in contents:
-        books.segments.not_before(number)
         if isinstance(content, Foreign):
             found.num_foreign += 1
-        elif isinstance(content, Damaged):
+            continue
+        books.segments.not_before(number)
+        if isinstance(content, Damaged):
             found.num_damaged += not content.empty
             _log.log(
                 logging.INFO if content.empty else logging.WARNING,
@@ -74,9 +74,7 @@ def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Exe
             found.num_torn += content.num_torn
             gathered.append(adopt(content, books))
     found.live = decide(gathered, books)
-    for segment in [g.segment for g in gathered if not g.segment.sealed]:
-        segment.in_flight += 1
-        files.seal(segment)
+    found.unfinished = [s for s in (books.to_seal(g.segment) for g in gathered) if s is not None]
     return found
 
 
@@ -99,7 +97,7 @@ def _look(folder: DiskFolder, files: SegmentFiles, number: int) -> Found | Damag
             "empty the folder, or name another"
         ) from error
     except OSError as error:
-        if is_passing(error) or error.errno in _NOT_ALLOWED_ERRNOS:
+        if is_passing(error) or error.errno in NOT_ALLOWED_ERRNOS:
             raise
         return Damaged(f"it cannot be read: {error}", empty=False)
 
@@ -126,7 +124,7 @@ def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.ND
     """
     if not gathered:
         return []
-    purged = _purges(gathered)
+    books.purges_written = purged = _purges(gathered)
     tags = np.concatenate([g.tags for g in gathered])
     epochs = np.concatenate([g.entries["epoch"] for g in gathered])
     kinds = np.concatenate([g.entries["kind"] for g in gathered])
@@ -143,7 +141,7 @@ def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.ND
     for g in gathered:
         mine = there[start : start + len(g.entries)]
         start += len(g.entries)
-        g.segment.num_live = int(mine.sum())
+        books.segments.count(g.segment, int(mine.sum()))
         live.append(records_of(g.entries[mine], g.tags[mine], g.segment.number))
         which.append((g.entries, mine))
     books.index.insert(np.concatenate([np.empty(0, RECORD), *live]))

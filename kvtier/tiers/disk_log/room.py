@@ -1,29 +1,26 @@
-"""Making room: whole segments go, oldest first; what was read since it was written is written again, within bounds."""
+"""Making room: whole segments go, oldest first, and what was read since it was written is moved, within bounds."""
 
-from collections.abc import Iterator
+import errno
+import logging
+import secrets
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codec import parse_stored_header, verify
-from kvtier.errors import CorruptBlockError
 from kvtier.events import EventKind
 from kvtier.keys import TenantId
-from kvtier.metrics import Metrics
 from kvtier.tiers.disk_log.books import Books, tagged
-from kvtier.tiers.disk_log.buffers import Buffers
-from kvtier.tiers.disk_log.format import NO_ENTRIES, PAGE, Entries, Kind, header_bytes, keys_of, pages_of
-from kvtier.tiers.disk_log.index import Rows, Tags
+from kvtier.tiers.disk_log.format import NO_ENTRIES, NONCE_BYTES, PAGE, Entries, Kind, SegmentId
+from kvtier.tiers.disk_log.moving import Mover
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
-from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment
+from kvtier.tiers.disk_log.segments import Extent, Segment
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.outbox import Outbox
 
-_MOVE_BYTES = 4 << 20
-"""Moved together."""
-_MOVE_ENTRIES = 256
+_log = logging.getLogger(__name__)
+_MOST_FORGET_BYTES = 64 << 10
 _MOST_STUCK = 3
-"""Segments that could not be removed, before a write gives up."""
+"""Segments that could not be removed, before a call gives up: what is in them is not found any more."""
 
 
 class Room:
@@ -33,55 +30,53 @@ class Room:
         self,
         books: Books,
         files: SegmentFiles,
-        buffers: Buffers,
+        mover: Mover,
         outbox: Outbox,
         trouble: Trouble,
-        metrics: Metrics,
         *,
-        name: str,
         capacity_bytes: int,
         reserve_bytes: int,
-        write_amplification: float,
     ) -> None:
-        """:param write_amplification: bytes of records written, per byte that somebody asked to be written."""
         self._books = books
         self._files = files
-        self._buffers = buffers
+        self._mover = mover
         self._outbox = outbox
         self._trouble = trouble
-        self._evicted = metrics.evicted_blocks.labels(name)
-        self._moved = metrics.disk_bytes.labels(name, "moved")
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
-        self._moves_per_byte = write_amplification - 1
+        self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
+        """Of the capacity, for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
     def set_aside(self, nbytes: int) -> bool:
         """Counts room for a file as used, evicting what must go; False when there is not enough. `OSError`."""
-        tried: set[int] = set()
-        while True:
+        num_stuck = 0
+        while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
             with self._books.lock:
-                limit = self._limit(free_bytes)
-                segments = self._books.segments
+                limit, segments = self._limit(free_bytes), self._books.segments
                 if nbytes > limit:
-                    break
+                    return self._no_room(nbytes, limit)
                 if segments.used_bytes + nbytes <= limit:
                     segments.set_aside(nbytes)
                     return True
-                victim = segments.victim(tried) if len(tried) < _MOST_STUCK else None
-            if victim is None:
+                victim = self._victim()
+            if victim is not None:
+                num_stuck += not self._give_up(victim)
+            elif not self._drop_all_dead():
                 return False
-            if not self.evict(victim):
-                tried.add(victim.number)
-        self._trouble.warn(
-            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
-            f"since {self._reserve_bytes:,} bytes of the file system are left to others"
-        )
-        return False
+        # A failed write like others: a file system that has become read-only is left alone before all is hidden.
+        raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
+
+    def set_aside_for_forgets(self, nbytes: int) -> bool:
+        """Likewise, without evicting anything: there is always some room that only tombstones may take."""
+        with self._books.lock:
+            if self._books.segments.used_bytes + nbytes > self._capacity_bytes:
+                return False
+            self._books.segments.set_aside(nbytes)
+            return True
 
     def evict_ahead(self, nbytes: int) -> None:
         """Makes room for the next file while the open segments have room for what is worth keeping. Raises nothing."""
-        tried: set[int] = set()
         while True:
             try:
                 free_bytes = self._files.free_bytes()
@@ -92,25 +87,80 @@ class Room:
                 limit, segments = self._limit(free_bytes), self._books.segments
                 if segments.used_bytes + nbytes <= limit or nbytes > limit:
                     return
-                victim = segments.victim(tried) if len(tried) < _MOST_STUCK else None
-            if victim is None:
+                victim = self._victim()
+            if victim is None or not self._give_up(victim, keep=True):
                 return
-            if not self.evict(victim, keep=True):
-                tried.add(victim.number)
+
+    def fit(self) -> None:
+        """At the start: evicts what exceeds the capacity. What cannot be removed stays. Raises nothing."""
+        num_stuck = 0
+        while True:
+            with self._books.lock:
+                surplus = self._books.segments.used_bytes - self._capacity_bytes
+                victim = self._victim() if surplus > 0 and num_stuck < _MOST_STUCK else None
+            if victim is None:
+                break
+            num_stuck += not self._give_up(victim)
+        if surplus > 0:
+            _log.warning(
+                "%d bytes above the capacity cannot be removed: nothing is written to the disk tier before they are",
+                surplus,
+            )
+
+    def make(self, tenant: TenantId, num_pages: int, num_entries: int, payload_pages: int, epoch: int) -> Extent:
+        """The first extent of a new segment, the tenant's open one, whose room was set aside.
+
+        After an `OSError` that room is given back.
+        """
+        books = self._books
+        made: Segment | None = None
+        try:
+            while made is None:
+                with books.lock:
+                    number, now = books.segments.next_number(), books.epoch
+                segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), num_pages)
+                try:
+                    self._files.make(segment, now)
+                except FileExistsError:  # somebody else's, with a name like ours
+                    continue
+                made = segment
+        finally:
+            with books.lock:
+                if made is None:
+                    books.segments.set_aside(-num_pages * PAGE)
+                else:
+                    books.segments.add(made, from_aside=True)
+                    extent = books.segments.extend(made, num_entries, payload_pages, epoch)
+        return extent
 
     def evict(self, segment: Segment, *, keep: bool = False) -> bool:
-        """Removes a segment that the caller has marked; False when it is still there, and no longer marked.
+        """Removes a segment that the caller has marked, or all of it but tombstones that are still needed.
+
+        False when it is still there as a whole, and no longer marked; none of its records is found then either.
 
         :param keep: move what was read since it was written to the tenant's open segment, as far as there is room.
         """
         entries = self._entries(segment)
-        if not self._carry_forgets(segment, entries):
-            self._spare(segment)
-            return False
-        kept = self._hide(segment, entries, keep=keep)
-        for part in _parts(kept):
-            self._move(segment, part)
-        return self._remove(segment)
+        for full in self._mover.empty(segment, entries, keep=keep):
+            self.finish(full)
+        with self._books.lock:
+            needed = self._needed_forgets(segment, entries)
+        gone = self._remove(segment) if needed is not None and not len(needed) else self._compact(segment, needed)
+        self.drop_dead(segment.id.tenant)
+        return gone
+
+    def finish(self, segment: Segment) -> None:
+        """Seals a segment that `Books.to_seal` gave, or removes it if something in it must not come back."""
+        self._files.seal(segment)
+        with self._books.lock:
+            doomed = segment.doomed and not segment.in_flight and not segment.evicting
+            if doomed:
+                self._books.segments.mark(segment)
+            empty = not segment.num_live
+        if doomed:
+            self.evict(segment)
+        elif empty:
+            self.drop_dead(segment.id.tenant)
 
     def tell_of(self, segment: Segment, pages: npt.NDArray[np.uint32]) -> None:
         """Events for records at these pages, which were taken out. None where the footer cannot be read."""
@@ -131,10 +181,44 @@ class Room:
             if dead is None or not self._remove(dead):
                 return
 
+    def _drop_all_dead(self) -> bool:
+        """`drop_dead` of all tenants; whether that made room."""
+        with self._books.lock:
+            before, tenants = self._books.segments.used_bytes, {s.id.tenant for s in self._books.segments}
+        for tenant in tenants:
+            self.drop_dead(tenant)
+        with self._books.lock:
+            return self._books.segments.used_bytes < before
+
     def _limit(self, free_bytes: int) -> int:
-        """What all files may take, given what the file system had free a moment ago. Under the lock."""
+        """What files may take, given what the file system had free a moment ago. Under the lock."""
         used = self._books.segments.used_bytes
-        return min(self._capacity_bytes, used + free_bytes - self._reserve_bytes)
+        return min(self._capacity_bytes - self._forget_bytes, used + free_bytes - self._reserve_bytes)
+
+    def _no_room(self, nbytes: int, limit: int) -> bool:
+        """False, and a warning."""
+        self._trouble.warn(
+            f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
+            f"since {self._reserve_bytes:,} bytes of the file system are left to others"
+        )
+        return False
+
+    def _victim(self) -> Segment | None:
+        """Under the lock: what is to give room, for `_give_up`."""
+        segments = self._books.segments
+        roomiest = segments.roomiest(self._capacity_bytes)
+        if roomiest is not None:  # nobody loses anything by a cut
+            segments.retire(roomiest.id.tenant)
+            return self._books.to_seal(roomiest)
+        victim = segments.victim()
+        return segments.mark(victim) if victim is not None else None
+
+    def _give_up(self, victim: Segment, *, keep: bool = False) -> bool:
+        """Cuts what `_victim` gave, or removes it; False when it is still there as a whole."""
+        if victim.evicting:
+            return self.evict(victim, keep=keep)
+        self.finish(victim)
+        return True
 
     def _entries(self, segment: Segment) -> Entries | None:
         """None when they cannot be read."""
@@ -150,175 +234,44 @@ class Room:
             self._trouble.warn(f"the footer of segment {segment.number} is damaged: evicted without events")
         return entries
 
-    def _carry_forgets(self, segment: Segment, entries: Entries | None) -> bool:
-        """Writes tombstones that are still needed once more, elsewhere."""
-        tenant = segment.id.tenant
-        with self._books.lock:
-            first = self._books.first_epoch(tenant, segment)
-            if segment.last_forget <= first:
-                return True
-            needed = NO_ENTRIES
-            if entries is not None:
-                needed = entries[(entries["kind"] != Kind.RECORD) & (entries["epoch"] > first)]
-            extent = self._books.segments.take(tenant, len(needed), 0, NO_EPOCH) if len(needed) else None
-        if extent is None:
-            self._trouble.warn(f"segment {segment.number} stays: its tombstones are needed and have no other place")
-            return False
-        return self._write(extent, needed, [b""] * len(needed)) is not None
-
-    def _hide(self, segment: Segment, entries: Entries | None, *, keep: bool) -> Entries:
-        """Forgets the records of a segment but those that are worth moving; which these are, the best first."""
-        records = entries[entries["kind"] == Kind.RECORD] if entries is not None else None
-        tags = tagged(self._books, records)[1] if records is not None else None
-        with self._books.lock:
-            kept = np.empty(0, np.int64)
-            if records is not None and tags is not None:
-                rows = self._books.rows_at(segment.number, records, tags)
-                if keep:
-                    kept = self._worth_keeping(segment, records, rows)
-                going = np.setdiff1d(np.flatnonzero(rows >= 0), kept)
-                self._books.take_out(rows[going])
-                self._outbox.post(EventKind.REMOVED, keys_of(records[going]))
-                self._evicted.inc(len(going))
-                if segment.num_live == len(kept):
-                    worth: Entries = records[kept]
-                    return worth
-            # Without a readable footer nobody can say which keys these are.
-            rows = self._books.index.in_segments([segment.number])
-            self._books.take_out(rows)
-            self._evicted.inc(len(rows))
+    def _needed_forgets(self, segment: Segment, entries: Entries | None) -> Entries | None:
+        """Tombstones for records that may be on disk elsewhere, or soon; None: nobody knows. Under the lock."""
+        books, tenant = self._books, segment.id.tenant
+        if not books.needs_forgets(segment):
             return NO_ENTRIES
+        if entries is None:
+            return None
+        first = max(books.first_epoch(tenant, segment) + 1, books.purges_written.get(tenant, 0))
+        needed: Entries = entries[(entries["kind"] != Kind.RECORD) & (entries["epoch"] >= first)]
+        return needed
 
-    def _worth_keeping(self, segment: Segment, records: Entries, rows: Rows) -> Rows:
-        """Indices of records that were read, most often first, as many as may be moved. Under the lock."""
-        books = self._books
-        allowed = self._moves_per_byte * books.new_bytes - books.moved_bytes
-        there = np.flatnonzero(rows >= 0)
-        uses = books.index.records(rows[there])["uses"]
-        read = there[np.argsort(-uses.astype(np.int64), kind="stable")][: int((uses > 0).sum())]
-        costs = np.cumsum(records["header"]["stored_length"][read].astype(np.int64))
-        return read[costs <= min(allowed, segment.num_pages * PAGE // 2)]
-
-    def _move(self, segment: Segment, records: Entries) -> None:
-        """Writes records once more, in the open segment of their tenant; forgets those that cannot be."""
-        keys, tags = tagged(self._books, records)
+    def _compact(self, segment: Segment, forgets: Entries | None) -> bool:
+        """Leaves these tombstones and nothing else of a marked segment; it is no longer marked."""
+        num_pages = 0
         try:
-            self._copy(segment, records, tags)
-        except OSError as error:  # no memory for it
-            self._trouble.note("move", error)
-        with self._books.lock:
-            rows = self._books.rows_at(segment.number, records, tags)
-            lost = np.flatnonzero(rows >= 0)
-            self._books.take_out(rows[lost])
-            self._outbox.post(EventKind.REMOVED, [keys[index] for index in lost])
-            self._evicted.inc(len(lost))
-
-    def _copy(self, segment: Segment, records: Entries, tags: Tags) -> None:
-        """Those that could be copied are found in their new place afterwards."""
-        books, num_pages = self._books, sum(map(pages_of, _lengths(records)))
-        with self._buffers.lend(num_pages * PAGE) as memory:
-            with books.lock:
-                # Those that are still there now: a later discard has a later epoch than their copies.
-                alive = np.flatnonzero(books.rows_at(segment.number, records, tags) >= 0)
-                if not len(alive):
-                    return
-                epoch = books.next_epoch()
-                records, tags = records[alive], tags[alive]
-                num_pages = sum(map(pages_of, _lengths(records)))
-                extent = books.segments.take(segment.id.tenant, len(records), num_pages, epoch)
-            if extent is None:
-                return
-            whole, payloads = self._load(segment, records, memory)
-            copies = records[whole]
-            copies["epoch"] = epoch
-            if self._write(extent, copies, payloads, tags[whole], segment) is not None:
-                self._moved.inc(sum(map(len, payloads)))
-
-    def _load(self, segment: Segment, records: Entries, memory: memoryview) -> tuple[list[int], list[memoryview]]:
-        """Indices and payloads of the records that are what was stored."""
-        whole, payloads, at = [], [], 0
-        for index, length in enumerate(_lengths(records)):
-            pages = memory[at : at + pages_of(length) * PAGE]
-            at += len(pages)
-            header = parse_stored_header(header_bytes(records, index))
-            try:
-                if self._files.read(segment.number, [pages] if pages else [], int(records["page"][index])) < length:
-                    raise CorruptBlockError("the file ends early")
-                verify(header, header.key, pages[:length])
-            except OSError as error:
-                self._trouble.note("read", error)
-            except CorruptBlockError as error:
-                self._trouble.corrupt(error)
-            else:
-                whole.append(index)
-                payloads.append(pages[:length])
-        return whole, payloads
-
-    def _write(
-        self,
-        extent: Extent,
-        entries: Entries,
-        payloads: "list[memoryview] | list[bytes]",
-        tags: Tags | None = None,
-        origin: Segment | None = None,
-    ) -> Entries | None:
-        """Writes entries anew; None when that failed. Records that are still found at `origin` are here from now on."""
-        headers = [header_bytes(entries, index) for index in range(len(entries))]
-        kinds = [Kind(kind) for kind in entries["kind"]]
-        landed = None
-        try:
-            landed = self._files.write(extent, headers, payloads, entries["epoch"].tolist(), kinds)
+            if forgets is not None:
+                num_pages = self._files.compact(segment, forgets)
         except OSError as error:
-            self._trouble.write_failed(error)
+            self._trouble.note("compact", error)
         with self._books.lock:
-            if landed is not None and tags is not None and origin is not None:
-                self._adopt(extent.segment, origin, entries, landed, tags)
-            to_seal = self._books.settle(extent, landed)
-        if to_seal is not None:
-            self._files.seal(to_seal)
-        return landed
-
-    def _adopt(self, segment: Segment, origin: Segment, old: Entries, new: Entries, tags: Tags) -> None:
-        """Under the lock."""
-        books = self._books
-        rows = books.rows_at(origin.number, old, tags)
-        there = np.flatnonzero(rows >= 0)
-        uses = books.index.records(rows[there])["uses"]
-        books.index.move(rows[there], segment.number, new["page"][there], uses // 2)
-        origin.num_live -= len(there)
-        segment.num_live += len(there)
-        books.moved_bytes += int(new["header"]["stored_length"].sum())
-
-    def _spare(self, segment: Segment) -> None:
-        """It stays after all."""
-        with self._books.lock:
-            segment.evicting = False
-            to_seal = self._books.to_seal(segment)
-        if to_seal is not None:
-            self._files.seal(to_seal)
+            if num_pages:
+                self._books.segments.compacted(segment, num_pages, len(forgets) if forgets is not None else 0)
+            else:
+                self._books.segments.stuck(segment)
+        if not num_pages:
+            self._trouble.warn(f"segment {segment.number} stays: tombstones in it are needed, and cannot be kept alone")
+        return num_pages > 0
 
     def _remove(self, segment: Segment) -> bool:
-        if not self._files.remove(segment):
+        try:
+            gone = self._files.remove(segment)
+        except OSError:  # counted and logged
             with self._books.lock:
-                segment.evicting = False
+                self._books.segments.stuck(segment)
             return False
         with self._books.lock:
-            self._books.segments.gone(segment)
+            if gone:
+                self._books.segments.gone(segment)
+            else:
+                self._books.segments.emptied(segment)
         return True
-
-
-def _parts(records: Entries) -> Iterator[Entries]:
-    """Cut so that each is moved in one write."""
-    start = nbytes = 0
-    for index, length in enumerate(_lengths(records)):
-        if index > start and (nbytes + length > _MOVE_BYTES or index - start == _MOVE_ENTRIES):
-            yield records[start:index]
-            start, nbytes = index, 0
-        nbytes += length
-    if start < len(records):
-        yield records[start:]
-
-
-def _lengths(records: Entries) -> list[int]:
-    """Of the payloads as stored."""
-    return [int(length) for length in records["header"]["stored_length"]]

@@ -1,6 +1,7 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
 import enum
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from kvtier.tiers.disk_log.format import (
     Entries,
     Kind,
     footer_pages,
+    head_pages,
     make_entries,
     pack_extent_head,
     pack_footer,
@@ -93,8 +95,13 @@ class SegmentFiles:
         payloads: Sequence[ReadableBuffer],
         epochs: Sequence[int],
         kinds: Sequence[Kind],
+        *,
+        sync_forgets: bool = True,
     ) -> Entries:
-        """One extent in one write: head, then payloads. The entries as they stand there."""
+        """One extent in one write: head, then payloads. The entries as they stand there.
+
+        :param sync_forgets: tombstones are synced, unless the policy is to sync nothing.
+        """
         page, pages = extent.payload_page, []
         for payload in payloads:
             pages.append(page)
@@ -115,7 +122,7 @@ class SegmentFiles:
                     at += len(buffers[-1])
             with self.descriptors.use(extent.segment.number, self.path(extent.segment)) as fd:
                 self._files.write(fd, buffers, extent.page * PAGE)
-                forgets = any(kind is not Kind.RECORD for kind in kinds)
+                forgets = sync_forgets and any(kind is not Kind.RECORD for kind in kinds)
                 if self._sync is SyncPolicy.BATCH or (forgets and self._sync is SyncPolicy.SEALED):
                     self._files.sync(fd)
         return entries
@@ -139,10 +146,7 @@ class SegmentFiles:
                 segment.in_flight -= 1
             return
         with self._books.lock:
-            self._books.segments.shrink(segment, end)
-            segment.next_page = end
-            segment.sealed = True
-            segment.landed = []
+            self._books.segments.sealed(segment, end)
             segment.in_flight -= 1
         if self._sync is not SyncPolicy.NONE:
             self._syncer.submit(self._sync_sealed, segment)
@@ -156,37 +160,68 @@ class SegmentFiles:
         with self.descriptors.use(segment.number, self.path(segment)) as fd:
             return self.reader.entries(fd, segment.id, segment.num_pages)
 
+    def compact(self, segment: Segment, forgets: Entries) -> int:
+        """Leaves these tombstones and nothing else of a segment; its pages then. Nobody writes to it; readers miss.
+
+        They are written over what it had first, with a footer of their own, then the file is cut behind them: until
+        that has happened, its old footer counts, and what was overwritten is found out by its checksums.
+        """
+        head, num_pages = head_pages(len(forgets)), 1 + head_pages(len(forgets)) + footer_pages(len(forgets))
+        forgets = forgets.copy()
+        forgets["page"] = 0
+        with self._buffers.lend((num_pages - 1) * PAGE) as pages:
+            copy_bytes(pages, pack_extent_head(segment.id, 1, head, forgets))
+            copy_bytes(pages[head * PAGE :], pack_footer(segment.id, 1 + head, forgets))
+            with self.descriptors.use(segment.number, self.path(segment)) as fd:
+                self._files.write(fd, [pages], PAGE)
+                if self._sync is not SyncPolicy.NONE:
+                    self._files.sync(fd)
+                self._files.truncate(fd, num_pages * PAGE)
+        return num_pages
+
     def read(self, number: int, pieces: Sequence[memoryview], page: int) -> int:
         """See `FileLayer.read`."""
         with self.descriptors.use(number, self._folder.segment_path(number)) as fd:
             return self._files.read(fd, pieces, page * PAGE)
 
     def remove(self, segment: Segment) -> bool:
-        """False, counted and logged, when the file is still there. Nobody writes to it; who reads it misses.
+        """False when the file is still there, with nothing in it. Nobody writes to it; who reads it misses.
 
-        The file is cut before it is unlinked: its space is free although somebody may have it open.
+        The file is cut before it is unlinked: its space is free although somebody may have it open. `OSError` when
+        neither works; failures are counted and logged.
         """
-        path = self.path(segment)
+        return self._take_away(segment.number)
+
+    def drop(self, number: int) -> None:
+        """Removes a file that is no segment of the books; what cannot be is counted as used. Raises nothing."""
         try:
-            with self.descriptors.use(segment.number, path) as fd:
+            self._take_away(number)
+        except OSError:  # counted and logged
+            nbytes = os.stat(self._folder.segment_path(number), follow_symlinks=False).st_size
+            with self._books.lock:
+                self._books.segments.set_aside(pages_of(nbytes) * PAGE)
+
+    def _take_away(self, number: int) -> bool:
+        path, is_cut = self._folder.segment_path(number), False
+        try:
+            with self.descriptors.use(number, path) as fd:
                 self._files.truncate(fd, 0)
+            is_cut = True
         except FileNotFoundError:
             pass
         except OSError as error:
             self._trouble.note("remove", error)
-        self.descriptors.forget(segment.number)
+        self.descriptors.forget(number)
         try:
             self._files.remove(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             self._trouble.note("remove", error)
+            if not is_cut:
+                raise
             return False
         return True
-
-    def drop(self, number: int) -> None:
-        """Unlinks a file that is no segment of the books. `OSError`."""
-        self._files.remove(self._folder.segment_path(number))
 
     def close(self) -> None:
         """Waits for syncs under way, then closes all files. Raises nothing."""

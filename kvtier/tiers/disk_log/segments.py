@@ -1,15 +1,11 @@
-"""Which segments there are, how full they are, and which one goes first. Bookkeeping only."""
+"""A segment as a tier knows it: how full it is, and who works on it; and how large the next one is."""
 
-from collections import Counter
-from collections.abc import Container, Iterator
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.errors import InvariantError
-from kvtier.keys import TenantId
 from kvtier.tiers.disk_log.format import (
-    MAX_NUMBER,
     MAX_PAGES,
     NO_ENTRIES,
     PAGE,
@@ -21,12 +17,18 @@ from kvtier.tiers.disk_log.format import (
 
 NO_EPOCH = 2**64 - 1
 """Later than any."""
+SEGMENTS_AT_LEAST = 16
+"""Of a tenant that has its fair share: they are what eviction takes away at once."""
+_SMALL_BYTES = 64 << 10
+"""Of a segment of one of many tenants."""
 
 
 class Segment:
     """A file of the log. Everything but `id` is guarded by the tier's lock."""
 
     __slots__ = (
+        "compacted",
+        "doomed",
         "evicting",
         "id",
         "in_flight",
@@ -39,6 +41,8 @@ class Segment:
         "num_pages",
         "retired",
         "sealed",
+        "stuck_until_s",
+        "unlisted",
     )
 
     def __init__(self, segment: SegmentId, num_pages: int) -> None:
@@ -65,6 +69,14 @@ class Segment:
         """Has its footer, and never changes again."""
         self.evicting = False
         """Somebody is about to remove it."""
+        self.compacted = False
+        """It has tombstones and nothing else, in as few pages as can be."""
+        self.doomed = False
+        """It holds what must not come back: whoever is the last to write to it removes it."""
+        self.unlisted = False
+        """Its file may have records that the index does not: it is being removed, or a write to it has failed."""
+        self.stuck_until_s = -math.inf
+        """It could not be removed a moment ago; until then, others are tried first."""
 
     @property
     def number(self) -> int:
@@ -74,6 +86,16 @@ class Segment:
         """Whether an extent and, later, the footer still fit."""
         needed = head_pages(num_entries) + payload_pages + footer_pages(self.num_entries + num_entries)
         return not self.retired and self.next_page + needed <= self.num_pages
+
+    @property
+    def spare_pages(self) -> int:
+        """What cutting it would give back."""
+        return 0 if self.sealed else self.num_pages - self.next_page - footer_pages(self.num_entries)
+
+    @property
+    def is_stuck(self) -> bool:
+        """It could not be removed, up to now."""
+        return self.stuck_until_s > -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,140 +112,20 @@ class Extent:
         return self.page + self.head_pages
 
 
-class SegmentSet:
-    """All segments of a folder. Not thread-safe: the tier's lock guards all of it."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._of: dict[TenantId, dict[int, Segment]] = {}
-        """By tenant and number, oldest first. No tenant without a segment."""
-        self._open: dict[TenantId, Segment] = {}
-        """The one that takes extents."""
-        self._bytes_of: Counter[TenantId] = Counter()
-        self._set_aside_bytes = 0
-        """For files about to be made."""
-        self._next_number = 1
-
-    @property
-    def used_bytes(self) -> int:
-        """Disk space of all files, those about to be made included."""
-        return self._bytes_of.total() + self._set_aside_bytes
-
-    def bytes_of(self, tenant: TenantId) -> int:
-        return self._bytes_of[tenant]
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self._segments.values())
-
-    def find(self, number: int) -> Segment | None:
-        return self._segments.get(number)
-
-    def of(self, tenant: TenantId) -> list[Segment]:
-        """Oldest first."""
-        return list(self._of.get(tenant, {}).values())
-
-    def num_blocks_of(self, tenant: TenantId) -> int:
-        return sum(segment.num_live for segment in self._of.get(tenant, {}).values())
-
-    def next_number(self) -> int:
-        """For a new segment. Never given again."""
-        number = self._next_number
-        if number > MAX_NUMBER:
-            raise OSError(f"segment numbers are used up at {MAX_NUMBER}: empty the folder")
-        self._next_number += 1
-        return number
-
-    def not_before(self, number: int) -> None:
-        """Numbers up to this one are taken, by segments or by other files."""
-        self._next_number = max(self._next_number, number + 1)
-
-    def set_aside(self, nbytes: int) -> None:
-        """Counts disk space from before a file is made, so that the sum is never less than what is there."""
-        self._set_aside_bytes += nbytes
-
-    def add(self, segment: Segment, *, from_aside: bool) -> None:
-        """A file that is there. A new one, whose space was set aside, takes extents from now on."""
-        nbytes = segment.num_pages * PAGE
-        self._segments[segment.number] = segment
-        self._of.setdefault(segment.id.tenant, {})[segment.number] = segment
-        self._bytes_of[segment.id.tenant] += nbytes
-        if from_aside:
-            self._set_aside_bytes -= nbytes
-            self._open[segment.id.tenant] = segment
-
-    def take(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
-        """Room for a head and payloads in the tenant's open segment; None when it has none.
-
-        :param epoch: the smallest that a record in it has.
-        """
-        segment = self._open.get(tenant)
-        if segment is None or segment.evicting or not segment.takes(num_entries, payload_pages):
-            return None
-        head = head_pages(num_entries)
-        extent = Extent(segment, segment.next_page, head, head + payload_pages)
-        segment.next_page += extent.num_pages
-        segment.num_entries += num_entries
-        segment.in_flight += 1
-        segment.min_epoch = min(segment.min_epoch, epoch)
-        return extent
-
-    def retire(self, tenant: TenantId) -> Segment | None:
-        """The tenant's open segment takes no more; None when there was none."""
-        segment = self._open.pop(tenant, None)
-        if segment is not None:
-            segment.retired = True
-        return segment
-
-    def shrink(self, segment: Segment, num_pages: int) -> None:
-        """Its file was cut."""
-        self._bytes_of[segment.id.tenant] -= (segment.num_pages - num_pages) * PAGE
-        segment.num_pages = num_pages
-
-    def victim(self, tried: Container[int] = ()) -> Segment | None:
-        """The oldest segment that may go, of the tenant that has most; marked, so that nobody else gets it.
-
-        :param tried: numbers of those that could not be removed a moment ago.
-        """
-        for tenant, _ in self._bytes_of.most_common():
-            for segment in self._of.get(tenant, {}).values():
-                if not segment.in_flight and not segment.evicting and segment.number not in tried:
-                    return self.mark(segment)
-        return None
-
-    def mark(self, segment: Segment) -> Segment:
-        """The caller is about to remove it."""
-        segment.evicting = True
-        if self._open.get(segment.id.tenant) is segment:
-            self.retire(segment.id.tenant)
-        return segment
-
-    def gone(self, segment: Segment) -> None:
-        """Its file is no longer there."""
-        tenant = segment.id.tenant
-        del self._segments[segment.number]
-        del self._of[tenant][segment.number]
-        self._bytes_of[tenant] -= segment.num_pages * PAGE
-        if not self._of[tenant]:
-            del self._of[tenant], self._bytes_of[tenant]
-
-    def check(self, num_records: int) -> None:
-        """Raises `InvariantError` when the books do not add up."""
-        if sum(segment.num_live for segment in self) != num_records:
-            raise InvariantError(f"disk segments: live records are miscounted, the index has {num_records}")
-        if self._bytes_of.total() != sum(segment.num_pages for segment in self) * PAGE:
-            raise InvariantError("disk segments: their bytes are miscounted")
-        for segment in self:
-            if segment.next_page > segment.num_pages or segment.num_live < 0 or segment.in_flight < 0:
-                raise InvariantError(f"disk segment {segment.number}: {segment.next_page} of {segment.num_pages} pages")
-        if any(segment.retired for segment in self._open.values()):
-            raise InvariantError("disk segments: a retired one takes extents")
-
-
 def segment_pages(wanted_bytes: int, num_entries: int, payload_pages: int) -> int | None:
     """Pages of a new segment that takes this extent at least; None when no segment can."""
     needed = 1 + head_pages(num_entries) + payload_pages + footer_pages(num_entries)
     pages = max(wanted_bytes // PAGE, needed)
     return pages if pages <= MAX_PAGES else None
+
+
+def share_bytes(capacity_bytes: int, num_tenants: int) -> int:
+    """Of a segment, where so many tenants share a capacity: all open ones together have a sixteenth of it.
+
+    Or a quarter, before they get so small that hardly more than a block is in each file.
+    """
+    small = min(_SMALL_BYTES, capacity_bytes // SEGMENTS_AT_LEAST, capacity_bytes // (4 * num_tenants))
+    return max(capacity_bytes // (SEGMENTS_AT_LEAST * num_tenants), small) // PAGE * PAGE
 
 
 def concatenated(landed: list[Entries]) -> Entries:

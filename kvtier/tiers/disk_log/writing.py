@@ -118,6 +118,8 @@ class BlockWriter:
         landed = self._log.write(extent, headers, payloads, epochs, [Kind.RECORD] * len(claims))
         tags = self._books.tags([claim.key for claim in claims])
         with self._books.lock:
+            for claim in claims:
+                claim.discarded = self._books.forgotten_at(claim)
             visible = np.array([not claim.discarded for claim in claims], bool)
             published: Entries = landed[visible]
             self._books.publish(extent.segment, published, tags[visible])
@@ -130,7 +132,8 @@ class BlockWriter:
         self._new_bytes.inc(sum(map(len, payloads)))
         self._trouble.wrote()
         if not visible.all():
-            self._forgetter.forget_late(tenant, [claim for claim in claims if claim.discarded])
+            late = [claim for claim in claims if claim.discarded]
+            self._forgetter.forget_late(tenant, late, extent.segment.number)
         return WriteStatus.STORED
 
     def _release(self, claims: Sequence[Claim]) -> None:
