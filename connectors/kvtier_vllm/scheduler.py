@@ -26,11 +26,13 @@ from kvtier.hierarchy.jobs import Block
 from kvtier.hierarchy.planner import PENDING, AlwaysFetch, Planner
 from kvtier.keys import BlockKey, NamespaceId
 from kvtier.metrics import Metrics
+from kvtier_vllm import compat
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.kv_events import KVEvents
+from kvtier_vllm.media import AwaitedMedia, Media
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.request_keys import RequestKeys
@@ -63,7 +65,7 @@ class _Request:
     ask_at: float = 0.0
     """When the next lookup may be asked for."""
     pending_since: float | None = None
-    """When blocks that it wants were first found to be on their way."""
+    """When blocks that it wants were first found to be on their way, or its media to be unknown."""
     sources: list[str] = field(default_factory=list)
     """Tiers of the load that was started last."""
     loaded: Counter[str] = field(default_factory=Counter)
@@ -88,10 +90,14 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
+        media: Media,
         events: KVEvents | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """:param events: None when nobody listens."""
+        """
+        :param media: taken over, and closed with this.
+        :param events: None when nobody listens.
+        """
         self._config, self._events = config, events
         self._size, self._groups = tokens_per_block, groups
         self._tenants = Tenants(config)
@@ -109,6 +115,10 @@ class SchedulerSide:
         """For the next step: see `StepMetadata.ended`."""
         self._adapters = Adapters(DIGESTS)
         self._stack.callback(self._adapters.close)
+        self._media = media
+        self._stack.callback(media.close)
+        self._unnamed: dict[str, tuple[_Request, AwaitedMedia]] = {}
+        """Requests whose media are being hashed: nothing of theirs is loaded or saved, and none has begun."""
         self._copies = CopiesUnderWay(groups)
         self._pins: Pins | None = None
         """Where there is a pool."""
@@ -171,10 +181,15 @@ class SchedulerSide:
             if adapter is None:
                 return
         keys = RequestKeys(request, self._half.hashers[tenant], salt=salt, adapter=adapter)
-        self._requests[request.request_id] = _Request(request, keys, params)
+        media = self._media.digests(request)
+        if media is not None:
+            self._unnamed[request.request_id] = _Request(request, keys, params), media
+            self._name_media(request.request_id)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
+        if request.request_id in self._unnamed and self._is_worth_naming(request):
+            return None, False
         known = self._requests.get(request.request_id)
         if known is None or self._directory is None or known.is_tombstoned or num_computed_tokens % self._size:
             return 0, False
@@ -273,6 +288,7 @@ class SchedulerSide:
 
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
+        self._unnamed.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is None or self._directory is None:
             return False, answer_to(params_of(request, has_pool=bool(self._config.pool.address)), {})
@@ -366,6 +382,36 @@ class SchedulerSide:
                 known.loaded.update(tier for tier in result.tiers if tier)
                 known.is_tombstoned |= bool(result.failed)
 
+    def _name_media(self, request_id: str) -> bool:
+        """Takes a request up when its media are known; False: not yet.
+
+        Also vLLM calls them by their content from now on. By the names that clients give, it may take what its encoder
+        made of one for the other, and that would be saved.
+        """
+        known, media = self._unnamed[request_id]
+        if not media.is_ready:
+            return False
+        del self._unnamed[request_id]
+        told = self._media.take(media)
+        if told is None:
+            return True
+        if told:
+            compat.name_media(known.request, known.keys.depend_on(told))
+        known.ask_at, known.pending_since = 0.0, None
+        self._requests[request_id] = known
+        return True
+
+    def _is_worth_naming(self, request: Request) -> bool:
+        """Whether to wait for what its media are. If not, it goes on by itself."""
+        if self._name_media(request.request_id):
+            return False
+        known, _ = self._unnamed[request.request_id]
+        # vLLM does not wait with those that want nothing from caches.
+        if not request.skip_reading_prefix_cache and self._is_worth_waiting(known):
+            return True
+        del self._unnamed[request.request_id]
+        return False
+
     def _warn_of_silence(self) -> None:
         if not self._is_warned:
             self._is_warned = True
@@ -375,7 +421,8 @@ class SchedulerSide:
             )
 
     def _is_worth_waiting(self, known: _Request) -> bool:
-        """For a block that is on its way to a tier, e.g. because another request has begun to load it."""
+        """For a block that is on its way to a tier, e.g. because another request has begun to load it, or for the
+        request's media."""
         now = self._clock()
         known.pending_since = known.pending_since if known.pending_since is not None else now
         known.ask_at = now + _ASK_EVERY_S
