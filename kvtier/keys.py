@@ -194,6 +194,10 @@ class BlockHasher:
         hashes = self._hasher.hash_blocks(tokens, parent=before, extras=extras)
         return [BlockKey(self.tenant + chain_hash) for chain_hash in hashes]
 
+    def external_key(self, digest: bytes) -> ChainHash:
+        """See `PrefixHasher.external_key`."""
+        return self._hasher.external_key(digest)
+
 
 def encode_extras(extras: Iterable[Extra], tokens_per_block: int) -> bytes:
     """`extra_i` of the chain: length-prefixed canonical msgpack, sorted by offset, then kind."""

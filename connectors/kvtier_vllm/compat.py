@@ -1,7 +1,8 @@
 """All that depends on vLLM's version, and what its configuration must be for this connector."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import vllm
@@ -33,6 +34,8 @@ SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
 _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exactly: KV of some of their subclasses depends on more than the tokens before it."""
+MEDIA = frozenset(("image", "video", "audio", "vision_chunk"))
+"""What vLLM calls them; it also carries `prompt_embeds` in their way."""
 _TRIED = frozenset((KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR))
 
 
@@ -104,8 +107,50 @@ def require_safe_hashes(config: VllmConfig) -> None:
 def salt_device_cache(request: Request, salt: str) -> None:
     """Tells the request's blocks in vLLM's own prefix cache apart by this. For a request that is not scheduled yet."""
     request.cache_salt = salt
+    _hash_again(request)
+
+
+def name_media(request: Request, names: Sequence[str]) -> None:
+    """What vLLM tells the request's media apart by, in its caches of KV and of what encoders made.
+
+    For a request that is not scheduled yet.
+    """
+    features = zip(request.mm_features, names, strict=True)
+    request.mm_features = [replace(feature, identifier=name) for feature, name in features]
+    _hash_again(request)
+
+
+def _hash_again(request: Request) -> None:
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def encoder_of(config: VllmConfig) -> str:
+    """What decides what becomes of processed media, beside the model: empty for models that take none."""
+    media, lora = config.model_config.multimodal_config, config.lora_config
+    if media is None:
+        return ""
+    in_tower = lora is not None and lora.enable_tower_connector_lora
+    return f"normalizes={media.mm_device_do_normalize} attends={media.mm_encoder_attn_backend} lora={in_tower}"
+
+
+def refused_media(config: VllmConfig) -> dict[str, str]:
+    """Kinds of media whose content does not say what KV comes of them with this configuration, and why."""
+    model, media = config.model_config, config.model_config.multimodal_config
+    if media is None:
+        return {}
+    why = None
+    if model.is_mm_prefix_lm:
+        why = "in this model, their tokens see those after them"
+    elif config.ec_transfer_config is not None:
+        why = "an encoder elsewhere makes of them what nobody here can check (ec_transfer_config)"
+    elif media.mm_encoder_attn_dtype is not None:
+        why = "the encoder's scales are not in the weights (mm_encoder_attn_dtype)"
+    if why is not None:
+        return dict.fromkeys(MEDIA, why)
+    if media.is_multimodal_pruning_enabled():
+        return dict.fromkeys(("video", "vision_chunk"), "positions depend on what was pruned (video_pruning_rate)")
+    return {}
 
 
 def require_tried(modes: Iterable[KVQuantMode]) -> None:
@@ -155,7 +200,7 @@ def device_cache(kv: KVCacheManager) -> object:
 
 
 def hash_inputs(request: Request, position: int, tokens_per_block: int) -> tuple[Any, ...] | None:
-    """What vLLM hashes of a block beside its tokens. Of requests without media."""
+    """What vLLM hashes of a block beside its tokens."""
     start = position * tokens_per_block
     inputs: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, start, start + tokens_per_block, 0)[0]
     return inputs

@@ -27,6 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier_vllm import compat
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.kv_events import KVEvents
+from kvtier_vllm.media import Media
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
@@ -65,7 +66,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         events: KVEvents | None = None
         if is_scheduler and compat.publishes_events(vllm_config):
             events = KVEvents(tokens_per_block, groups, compat.attention_kinds(kv_cache_config))
-        self._scheduler = SchedulerSide(config, tokens_per_block, groups, events=events) if is_scheduler else None
+        self._scheduler: SchedulerSide | None = None
+        if is_scheduler:
+            media = Media(compat.encoder_of(vllm_config), compat.refused_media(vllm_config))
+            self._scheduler = SchedulerSide(config, tokens_per_block, groups, media=media, events=events)
         self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
 
     @property

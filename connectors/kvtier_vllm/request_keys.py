@@ -1,12 +1,14 @@
 """Keys of vLLM's requests: from tokens and what else their KV depends on, never from vLLM's own hashes."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 
 from vllm.v1.request import Request
 
 from kvtier.keys import BlockHasher, BlockKey, Extra
+from kvtier_vllm.media import Medium
 
-_SALT, _ADAPTER = "cache_salt", "lora"
+_SALT, _ADAPTER, _MEDIUM = "cache_salt", "lora", "medium"
 
 
 class RequestKeys:
@@ -21,18 +23,27 @@ class RequestKeys:
         :param adapter: digest of the request's adapter, if it has one.
         """
         self._request, self._hasher, self._salt, self._adapter = request, hasher, salt, adapter
+        self._media: Sequence[Medium] = ()
         self._keys: list[BlockKey] = []
 
     @staticmethod
     def cover(request: Request) -> bool:
-        """Whether keys say all that this request's KV depends on, with the digest of its adapter.
+        """Whether keys say all that this request's KV depends on, with the digests of its adapter and its media.
 
-        Not with embeddings in place of tokens, not with images, which vLLM may name by a counter or as the client
-        likes, and not where tokens may become others, or
-        are no tokens.
+        Not with embeddings in place of tokens, and not where tokens may become others, or are no tokens.
         """
-        has_tokens = request.prompt_embeds is None and not request.mm_features and not request.resumable
+        has_tokens = request.prompt_embeds is None and not request.resumable
         return has_tokens and request.pooling_params is None and min(request.all_token_ids, default=0) >= 0
+
+    def depend_on(self, media: Sequence[Medium]) -> list[str]:
+        """Takes in what the request's media are, before the first key is made.
+
+        Gives names for them, of tenant, content and adapter, which only who has the tenant's secret can know.
+        """
+        assert not self._keys
+        self._media = media
+        whose, adapter = self._hasher.tenant, self._adapter or b""
+        return [f"kvtier-{self._hasher.external_key(whose + medium.digest + adapter).hex()}" for medium in media]
 
     def first(self, num_blocks: int) -> list[BlockKey]:
         """Of the first so many blocks, as far as their tokens are known."""
@@ -42,12 +53,18 @@ class RequestKeys:
         if num_wanted > num_known:
             tokens = self._request.all_token_ids[num_known * size : num_wanted * size]
             parent = self._keys[-1] if self._keys else None
-            self._keys += self._hasher.hash_blocks(tokens, parent=parent, extras=self._extras(num_known))
+            extras = self._extras(range(num_known, num_wanted))
+            self._keys += self._hasher.hash_blocks(tokens, parent=parent, extras=extras)
         return self._keys[:num_blocks]
 
-    def _extras(self, start: int) -> dict[int, Iterable[Extra]]:
-        """By block, counted from `start`. What the first block depends on is in the hashes of all that follow."""
-        if start:
-            return {}
-        named = ((_SALT, None if self._salt is None else self._salt.encode()), (_ADAPTER, self._adapter))
-        return {0: [Extra(kind, data, 0) for kind, data in named if data is not None]}
+    def _extras(self, span: range) -> dict[int, list[Extra]]:
+        """By block, counted from the first of `span`. What a block depends on is in the hashes of all that follow."""
+        extras: defaultdict[int, list[Extra]] = defaultdict(list)
+        if not span.start:
+            named = ((_SALT, None if self._salt is None else self._salt.encode()), (_ADAPTER, self._adapter))
+            extras[0] += [Extra(kind, data, 0) for kind, data in named if data is not None]
+        for medium in self._media:
+            block, offset = divmod(medium.offset, self._hasher.tokens_per_block)
+            if block in span:
+                extras[block - span.start].append(Extra(_MEDIUM, medium.digest, offset))
+        return extras

@@ -28,11 +28,13 @@ from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 from kvtier_vllm.kv_events import KVEvents
+from kvtier_vllm.media import Media
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.request_keys import RequestKeys
 from kvtier_vllm.request_loads import RequestLoads
 from kvtier_vllm.request_lookups import RequestLookups
+from kvtier_vllm.request_media import RequestMedia
 from kvtier_vllm.request_params import answer_to, params_of
 from kvtier_vllm.request_saves import RequestSaves
 from kvtier_vllm.stats import KvtierStats, sources_of
@@ -65,10 +67,14 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
+        media: Media,
         events: KVEvents | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """:param events: None when nobody listens."""
+        """
+        :param media: taken over, and closed with this.
+        :param events: None when nobody listens.
+        """
         self._config, self._events = config, events
         self._size, self._groups = tokens_per_block, groups
         self._tenants = Tenants(config)
@@ -89,6 +95,8 @@ class SchedulerSide:
         )
         self._adapters = Adapters(DIGESTS)
         self._stack.callback(self._adapters.close)
+        self._media = RequestMedia(media, patience_s=config.cache.lookup_deadline_s, clock=clock)
+        self._stack.callback(self._media.close)
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
         self._allocated: set[int] = set()
@@ -150,10 +158,18 @@ class SchedulerSide:
             if adapter is None:
                 return
         keys = RequestKeys(request, self._work.hashers[tenant], salt=salt, adapter=adapter)
-        self._requests[request.request_id] = KnownRequest(request, keys, params)
+        known = KnownRequest(request, keys, params)
+        if self._media.admit(known):
+            self._requests[request.request_id] = known
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
+        if request.request_id in self._media:
+            if self._media.is_worth_waiting(request):
+                return None, False
+            named = self._media.take(request.request_id)
+            if named is not None:
+                self._requests[request.request_id] = named
         known = self._requests.get(request.request_id)
         if known is None or self._work is None:
             return 0, False
@@ -229,6 +245,7 @@ class SchedulerSide:
 
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
+        self._media.drop(request.request_id)
         known = self._requests.pop(request.request_id, None)
         if known is None or self._work is None:
             return False, answer_to(params_of(request, has_pool=bool(self._config.pool.address)), {})

@@ -10,8 +10,11 @@ import gc
 import json
 import os
 import sys
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -42,12 +45,16 @@ class Driver:
         salt: str | None,
         adapter: str | None,
         params: dict[str, Any] | None,
+        pictures: list[list[Any]],
     ) -> list[dict[str, Any]]:
         """Greedily, all prompts at once. An adapter is a folder; each has an id for as long as the engine lives."""
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         salted: Any = {"cache_salt": salt} if salt is not None else {}
-        requests = [TokensPrompt(prompt_token_ids=prompt, **salted) for prompt in prompts]
+        requests = [
+            TokensPrompt(prompt_token_ids=prompt, **salted, **_seen(seen))
+            for prompt, seen in zip_longest(prompts, pictures)
+        ]
         lora = None
         if adapter is not None:
             number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
@@ -84,6 +91,17 @@ class Driver:
 
     def stop(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _seen(pictures: list[Any] | None) -> Any:
+    """Parts of a prompt: pictures as seed, width, height and name."""
+    if not pictures:
+        return {}
+    images = []
+    for seed, width, height, _ in pictures:
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        images.append(Image.fromarray(pixels if seed else np.full_like(pixels, 99)))
+    return {"multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": [name for *_, name in pictures]}}
 
 
 def schedule_asynchronously() -> None:

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
+from kvtier_vllm.media import Medium
 from kvtier_vllm.request_keys import RequestKeys
 
 SIZE = 4
-HASHER = BlockHasher(tenant_id("red"), PrefixHasher(b"sixteen bytes of", "", SIZE))
+SECRET = b"sixteen bytes of"
+HASHER = BlockHasher(tenant_id("red"), PrefixHasher(SECRET, "", SIZE))
 TOKENS = list(range(100, 118))
 """Four blocks and a half."""
 
@@ -31,9 +32,11 @@ def _hashes(**fields: Any) -> list[BlockKey]:
     return _keys(_request(**fields)).first(4)
 
 
-def _image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    position = PlaceholderRange(offset=offset, length=length)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=position)
+def _seeing(*media: tuple[bytes, int]) -> list[BlockKey]:
+    """Of media, given as digest and offset."""
+    keys = _keys(_request())
+    keys.depend_on([Medium(digest, offset) for digest, offset in media])
+    return keys.first(4)
 
 
 def _first_difference(hashes: list[BlockKey], others: list[BlockKey]) -> int:
@@ -78,15 +81,58 @@ def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
     assert keys.first(4) == _hashes(cache_salt="one")
 
 
+def test_a_medium_is_in_its_first_block_and_all_that_follow() -> None:
+    assert _first_difference(_hashes(), _seeing((b"cat", 0))) == 0
+    assert _first_difference(_hashes(), _seeing((b"cat", 5))) == 1
+    assert _first_difference(_hashes(), _seeing((b"cat", 15))) == 3
+    assert _first_difference(_hashes(), _seeing((b"cat", 16))) == 4, "the fifth block is not full"
+    assert _first_difference(_seeing((b"cat", 5)), _seeing((b"dog", 5))) == 1
+
+
+def test_media_do_not_meet_elsewhere_or_in_other_order() -> None:
+    assert _first_difference(_seeing((b"cat", 5)), _seeing((b"cat", 6))) == 1, "moved by a token"
+    assert _first_difference(_seeing((b"cat", 5)), _seeing((b"cat", 9))) == 1, "moved by a block"
+    both = _seeing((b"cat", 5), (b"dog", 7))
+    assert _first_difference(both, _seeing((b"dog", 5), (b"cat", 7))) == 1, "swapped in one block"
+    assert _first_difference(both, _seeing((b"cat", 5))) == 1, "one of them"
+    apart = _seeing((b"cat", 2), (b"dog", 9))
+    assert _first_difference(apart, _seeing((b"dog", 2), (b"cat", 9))) == 0, "swapped"
+    assert _first_difference(apart, _seeing((b"cat", 2), (b"cow", 9))) == 2, "what comes before is the same"
+
+
+def test_keys_of_media_do_not_depend_on_when_they_are_asked_for() -> None:
+    media = [Medium(b"cat", 2), Medium(b"dog", 9), Medium(b"cow", 17)]
+    at_once, one_by_one, later = (_keys(request) for request in (_request([*TOKENS, 7, 8]), _request(), _request()))
+    for keys in (at_once, one_by_one, later):
+        keys.depend_on(media)
+    for count in (1, 2, 3, 4):
+        one_by_one.first(count)
+    for keys in (one_by_one, later):
+        keys._request.append_output_token_ids([7, 8])
+    assert at_once.first(5) == one_by_one.first(5) == later.first(5)
+
+
+def test_names_of_media_are_of_tenant_content_and_adapter() -> None:
+    makers = [
+        RequestKeys(_request(), HASHER, salt=None),
+        RequestKeys(_request(), HASHER, salt=None, adapter=b"one"),
+        RequestKeys(_request(), BlockHasher(tenant_id("blue"), PrefixHasher(SECRET, "", SIZE)), salt=None),
+        RequestKeys(_request(), BlockHasher(tenant_id("red"), PrefixHasher(SECRET[::-1], "", SIZE)), salt=None),
+    ]
+    names = [maker.depend_on([Medium(b"cat", 2), Medium(b"dog", 9), Medium(b"cat", 17)]) for maker in makers]
+    assert all(cat == again for cat, _, again in names)
+    assert len({name for three in names for name in three}) == 8
+    assert RequestKeys(_request(), HASHER, salt="salt").depend_on([Medium(b"cat", 5)]) == names[0][:1]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"prompt_embeds": torch.zeros(18, 4)},
         {"pooling_params": PoolingParams()},
-        {"mm_features": [_image("cat", 5, 2)]},
         {"resumable": True},
     ],
-    ids=["embeddings", "pooling", "image", "streamed input"],
+    ids=["embeddings", "pooling", "streamed input"],
 )
 def test_what_keys_cannot_tell_apart_is_not_covered(fields: dict[str, Any]) -> None:
     assert RequestKeys.cover(_request())

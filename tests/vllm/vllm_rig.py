@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -58,6 +58,18 @@ class Answer:
     """Tokens of the prompt that were not computed."""
     params: Mapping[str, Any] | None = None
     """What the connector says with it."""
+
+
+class Picture(NamedTuple):
+    """An image of random pixels."""
+
+    seed: int
+    """0: all pixels are the same."""
+    width: int
+    """In pixels, as is the height."""
+    height: int
+    name: str | None = None
+    """What its client calls it (`uuid`)."""
 
 
 def make_prompts(count: int = 4, *, first_length: int = 300, seed: int = 0) -> list[list[int]]:
@@ -153,8 +165,12 @@ class Engine:
         salt: str | None = None,
         adapter: Path | None = None,
         params: Mapping[str, Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Answer]:
-        self.begin_generate(prompts, num_tokens=num_tokens, salt=salt, adapter=adapter, params=params)
+        """:param pictures: of each prompt, if any have some."""
+        self.begin_generate(
+            prompts, num_tokens=num_tokens, salt=salt, adapter=adapter, params=params, pictures=pictures
+        )
         return self.end_generate()
 
     def begin_generate(
@@ -165,10 +181,12 @@ class Engine:
         salt: str | None = None,
         adapter: Path | None = None,
         params: Mapping[str, Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> None:
         """Does not wait for the answers: `end_generate` does."""
         folder = None if adapter is None else str(adapter)
-        self._send("generate", prompts=prompts, max_tokens=num_tokens, salt=salt, adapter=folder, params=params)
+        how = {"max_tokens": num_tokens, "salt": salt, "adapter": folder, "params": params, "pictures": pictures}
+        self._send("generate", prompts=prompts, **how)
 
     def end_generate(self) -> list[Answer]:
         return [Answer(**each) for each in self.answer()]

@@ -21,6 +21,8 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -163,6 +165,9 @@ class Engine:
         kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], spec)])
         self.scheduler = helpers.create_scheduler(self.config, num_blocks=num_blocks, kv_cache_config=kv)
         self.scheduler.kv_event_publisher = publisher or self.scheduler.kv_event_publisher
+        # As for a model that takes media.
+        self.scheduler.max_num_encoder_input_tokens = max_num_batched_tokens
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(max_num_batched_tokens)
         self.connector: KVConnectorBase_V1 = self.scheduler.connector
         self.ranks = [
             Rank(
@@ -200,17 +205,20 @@ class Engine:
         common: int = 0,
         max_tokens: int = 8,
         salt: str | None = None,
+        media: Sequence[MultiModalFeatureSpec] = (),
         params: object = None,
     ) -> str:
         """A new request; returns its id. Prompts with different numbers share their first `common` tokens only.
 
         :param salt: its `cache_salt`.
+        :param media: the model does not look at them.
         :param params: what it says to kvtier in its `kv_transfer_params`.
         """
         request = load_helpers().create_request(
             request_id=number, num_tokens=num_tokens, common_prefix_len=common, max_tokens=max_tokens, block_size=BLOCK
         )
         request.cache_salt = salt
+        request.mm_features = list(media)
         request.block_hashes.clear()
         request.update_block_hashes()
         if params is not None:
@@ -290,6 +298,9 @@ class Engine:
             assert self.answers.get(request_id) == expected, request_id
             assert self.reasons[request_id] == "length"
         self.scheduler.schedule()  # as vLLM's own tests do: hands over the last finished ids
+        encoded = self.scheduler.encoder_cache_manager
+        assert not any(encoded.cached.values())
+        encoded.reset()  # what is held by nobody may stay there
         load_helpers().assert_scheduler_empty(self.scheduler)
         assert self.received == self.started, "every load is reported to be over, and once"
 
