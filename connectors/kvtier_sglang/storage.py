@@ -1,0 +1,307 @@
+"""`KvtierStorage`: SGLang's interface to storage backends, over the cache pool."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvtier.build_tiers import shared_tier
+from kvtier.config import Config
+from kvtier.errors import InvalidInputError
+from kvtier.metrics import Metrics
+from kvtier.quiet_log import QuietLog
+from kvtier.tiers.base import Tier
+from kvtier_sglang import compat
+from kvtier_sglang.hits import usable_prefix
+from kvtier_sglang.host_pages import Lent, tensor_bytes
+from kvtier_sglang.identity import model_digest
+from kvtier_sglang.metrics import StorageStats
+from kvtier_sglang.owed_pages import OwedPages
+from kvtier_sglang.page_keys import PageKeys
+from kvtier_sglang.page_store import Lend, PageKind, PageStore
+from kvtier_sglang.pools import HostPools, StoredPool
+from kvtier_sglang.settings import load_settings
+
+_log = logging.getLogger(__name__)
+_OWED_S = 120.0
+"""How long a page waits for a pool that does not take it: a restart, with some room."""
+_T = TypeVar("_T")
+_Move = Callable[[StoredPool, Sequence[str], torch.Tensor], list[bool]]
+
+
+class KvtierStorage(HiCacheStorage):
+    """Pages of SGLang's KV in the cache pool, found again by every engine that computes the same bytes.
+
+    SGLang calls from one thread for queries, one for reads and one for writes. No call takes longer than about three
+    deadlines of the pool (`pool.call_timeout_s`, and `cache.lookup_deadline_s` for queries), and none raises: what
+    fails is a miss, or a page that waits to be written again. Nobody touches SGLang's memory after a call.
+
+    A page that was written is True when the pool has it or when a copy waits for the pool; False when it is given up.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Called by SGLang. Does not wait for the pool.
+
+        :param kwargs: nothing that matters here.
+        :raises ConfigError: another SGLang, or a configuration that cannot be.
+        """
+        compat.require_version()
+        settings = load_settings(storage_config.extra_config or {})
+        config = settings.config
+        keys = PageKeys(config)
+        metrics = Metrics()
+        self._stats = StorageStats(metrics, collects=storage_config.enable_storage_metrics)
+        model = model_digest(settings, storage_config.model_name)
+        self._pools = HostPools(storage_config, model, is_zero_copy=settings.is_zero_copy)
+        self._failed = QuietLog(_log)
+        self._timeout_s = config.pool.call_timeout_s
+        self._lock = threading.Lock()
+        self._is_closed = False
+        """Changed under _lock."""
+        with contextlib.ExitStack() as stack:
+            asked_s = min(config.cache.lookup_deadline_s, self._timeout_s)
+            queries = _open(stack, config.model_copy(update={"pool": _with_timeout(config, asked_s)}), metrics)
+            data = _open(stack, config, metrics)
+            self._store = PageStore(keys, queries=queries, data=data, stats=self._stats, patience_s=self._timeout_s / 2)
+            self._owed = OwedPages(
+                self._store.write_owed,
+                capacity_bytes=config.host_bytes(),
+                keep_s=_OWED_S,
+                on_settled=lambda outcome: self._stats.count("any", "write", outcome),
+            )
+            stack.callback(lambda: self._owed.close(self._timeout_s))
+            self._stack = stack.pop_all()
+
+    @property
+    def metrics(self) -> Any:
+        """The registry of all that is counted here."""
+        return self._stats.registry
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """:raises ConfigError: pages of this host pool cannot be had."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools.add(str(PoolName.KV), mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """One whose pages cannot be had is never there; it is logged."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.add_side_pool(str(host_pool_name), host_pool)
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many pages are there from the first one on without a gap."""
+        return self._safely("query", len(keys), 0, lambda: self._present_prefix(keys))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How much of the prompt all pools together have, and where each ends. One round trip."""
+        return self._safely(
+            "query", len(keys), PoolTransferResult.empty(), lambda: self._usable(keys, pool_transfers or [])
+        )
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Reads pages into the host pool. The first False ends it: pages after that are not read."""
+        return self._safely(
+            "read", len(keys), [False] * len(keys), lambda: self._read(self._pools.anchor, keys, host_indices)
+        )
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Writes pages of the host pool that the pool does not have."""
+        return self._safely(
+            "write", len(keys), [False] * len(keys), lambda: self._write(self._pools.anchor, keys, host_indices)
+        )
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """`batch_get_v1` of several pools."""
+        return self._each("read", transfers, self._read)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """`batch_set_v1` of several pools."""
+        return self._each("write", transfers, self._write)
+
+    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
+        """Copies a page into a tensor, a new one if none is given."""
+        got: torch.Tensor | None = self.batch_get([key], None if target_location is None else [target_location])[0]
+        return got
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
+    ) -> list[torch.Tensor | None]:
+        """Copies pages into tensors. The first None ends it."""
+        nothing: list[torch.Tensor | None] = [None] * len(keys)
+        return self._safely("read", len(keys), nothing, lambda: self._get_flat(keys, target_locations))
+
+    def set(
+        self, key: str, value: Any | None = None, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> bool:
+        """Writes a page that is in a tensor."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Writes pages that are in tensors; whether all are kept."""
+        return self._safely("write", len(keys), False, lambda: self._set_flat(keys, values or []))
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there, by whichever way it was written."""
+        return self._safely("query", 1, False, lambda: self._is_anywhere(key))
+
+    def clear(self) -> None:
+        """Has the pool forget what this process has written or found there. Other engines miss it, too."""
+
+        def forget() -> None:
+            self._owed.forget()
+            self._store.clear()
+
+        self._safely("clear", 0, None, forget)
+
+    def get_stats(self) -> StorageMetrics:
+        """What was transferred since the last call, for SGLang's own metrics."""
+        self._stats.note_waiting(self._owed.waiting_bytes)
+        return self._stats.drain()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until the pool has what waits for it; False: not in time."""
+        return self._owed.flush(timeout_s)
+
+    def close(self) -> None:
+        """Writes what waits, as far as `pool.call_timeout_s` allows, and ends all connections. Idempotent."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            try:
+                self._stack.close()
+            except Exception:
+                _log.exception("closing failed")
+
+    def _safely(self, op: str, num_pages: int, failed: _T, call: Callable[[], _T]) -> _T:
+        """What SGLang's threads are given: an answer, whatever happens."""
+        if self._is_closed:
+            return failed
+        try:
+            return call()
+        except Exception as error:
+            if not self._is_closed:
+                self._failed.warning(f"a {op} of {num_pages} pages failed: {type(error).__name__}: {error}")
+                _log.debug("%s failed", op, exc_info=True)
+                self._stats.count("any", op, "refused", num_pages)
+            return failed
+
+    def _present_prefix(self, keys: Sequence[str]) -> int:
+        pool = self._pools.anchor
+        present = self._store.present([(pool.kind, keys)])[0] if pool.kind is not None else []
+        num_pages = _leading(present)
+        self._stats.count(pool.name, "query", "hit", num_pages)
+        self._stats.count(pool.name, "query", "miss", len(keys) - num_pages)
+        return num_pages
+
+    def _usable(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        pools = [self._pools.anchor, *(self._pools.get(str(transfer.name)) for transfer in transfers)]
+        asked = [(pool.kind, keys) for pool in pools if pool is not None and pool.kind is not None]
+        answers = iter(self._store.present(asked))
+        present = [
+            next(answers) if pool is not None and pool.kind is not None else [pool is not None] * len(keys)
+            for pool in pools
+        ]
+        result = usable_prefix(present[0], [(each, there) for each, there in zip(transfers, present[1:], strict=True)])
+        self._stats.count("all", "query", "hit", result.kv_hit_pages)
+        self._stats.count("all", "query", "miss", len(keys) - result.kv_hit_pages)
+        return result
+
+    def _each(self, op: str, transfers: Sequence[PoolTransfer], move: _Move) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            failed = [False] * len(transfer.keys or ())
+            moved = self._safely(op, len(failed), failed, partial(self._of_pool, transfer, move))
+            results.setdefault(transfer.name, []).extend(moved)
+        return results
+
+    def _of_pool(self, transfer: PoolTransfer, move: _Move) -> list[bool]:
+        pool, keys = self._pools.get(str(transfer.name)), transfer.keys or []
+        return [False] * len(keys) if pool is None else move(pool, keys, transfer.host_indices)
+
+    def _read(self, pool: StoredPool, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        if pool.kind is None:
+            return [True] * len(keys)
+        return self._store.read(pool.kind, keys, pool.lender(len(keys), host_indices, filled=False))
+
+    def _write(self, pool: StoredPool, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        if pool.kind is None or not pool.is_writer:
+            return [True] * len(keys)
+        return self._store.write(pool.kind, keys, pool.lender(len(keys), host_indices, filled=True), self._owed)
+
+    def _is_anywhere(self, key: str) -> bool:
+        anchor = self._pools.anchor
+        flat = self._pools.flat_kind(len(tensor_bytes(anchor.blank_page())))
+        kinds = [kind for kind in (anchor.kind, flat) if kind is not None]
+        return any(there for (there,) in self._store.present([(kind, [key]) for kind in kinds]))
+
+    def _get_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
+        anchor = self._pools.anchor
+        into = list(targets) if targets is not None else [anchor.blank_page() for _ in keys]
+        whole = [target.contiguous() for target in into]  # itself, or a copy that goes back
+        got = self._store.read(self._flat_kind(whole), keys, _lender(whole))
+        for target, copy, hit in zip(into, whole, got, strict=True):
+            if hit and copy.data_ptr() != target.data_ptr():
+                target.copy_(copy)
+        return [target if hit else None for target, hit in zip(into, got, strict=True)]
+
+    def _set_flat(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
+        if not self._pools.anchor.is_writer:
+            return True
+        whole = [value.contiguous() for value in values]
+        return all(self._store.write(self._flat_kind(whole), keys, _lender(whole), self._owed))
+
+    def _flat_kind(self, pages: Sequence[torch.Tensor]) -> PageKind:
+        sizes = {page.nbytes for page in pages}
+        if len(sizes) != 1:
+            raise InvalidInputError(f"pages of {sorted(sizes)} bytes: all must be of one size")
+        return self._pools.flat_kind(sizes.pop())
+
+
+def _lender(pages: Sequence[torch.Tensor]) -> Lend:
+    buffers = [[tensor_bytes(page)] for page in pages]
+    return lambda start, stop: Lent(buffers[start:stop], lambda: None)
+
+
+def _leading(present: Sequence[bool]) -> int:
+    return next((i for i, there in enumerate(present) if not there), len(present))
+
+
+def _with_timeout(config: Config, timeout_s: float) -> Any:
+    return config.pool.model_copy(update={"call_timeout_s": timeout_s})
+
+
+def _open(stack: contextlib.ExitStack, config: Config, metrics: Metrics) -> Tier:
+    shared = stack.enter_context(shared_tier(config, [], metrics))
+    assert shared is not None, "pool.address is there"
+    return shared.tier
