@@ -3,6 +3,7 @@
 from typing import Any
 
 import sglang
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -28,12 +29,13 @@ def version() -> str:
     return str(sglang.__version__)
 
 
-def server_args() -> Any | None:
-    """What the server was started with; None where no server is."""
+def option(name: str) -> Any | None:
+    """An option of the server, as it came out of what the user said; None where no server is."""
     try:
-        return get_server_args()
+        args = get_server_args()
     except ValueError:
         return None
+    return resolution_result(args, name)
 
 
 def holds_no_bytes(host_pool: Any) -> bool:

@@ -73,25 +73,20 @@ def model_digest(settings: Settings, model_name: str | None, digests: Path = DIG
 
     :raises ConfigError: nothing says which weights these are, or adapters are known by their paths alone.
     """
-    args = compat.server_args()
-    if getattr(args, "lora_paths", None):
+    if compat.option("lora_paths"):
         raise ConfigError(
             "SGLang knows adapters of --lora-paths by name and path, and others may lie there elsewhere: load them "
             "through /load_lora_adapter, which gives each an id of its own, or leave out this backend"
         )
-    used = {name: str(getattr(args, name, None)) for name in _ARITHMETIC}
-    scales = getattr(args, "quantization_param_path", None)
-    used["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
-    draft = getattr(args, "speculative_draft_model_path", None)
+    used = {name: str(compat.option(name)) for name in _ARITHMETIC}
+    used |= {"platform": "hip" if torch.version.hip else "cuda" if torch.version.cuda else "", "scales": _scales()}
+    draft = compat.option("speculative_draft_model_path")
     if settings.model_revision is not None:
-        path = str(getattr(args, "model_path", None))
-        used |= {"name": str(model_name), "path": path, "draft": str(draft), "revision": settings.model_revision}
+        used |= {"name": str(model_name), "draft": str(draft), "revision": settings.model_revision}
         return _digest(_LABEL, used)
-    used |= _content(settings.model_folder or _folder(args, "model_path", "revision"), "", digests)
+    used |= _content(settings.model_folder or _folder("model_path", "revision"), "", digests)
     if draft:
-        used |= _content(
-            _folder(args, "speculative_draft_model_path", "speculative_draft_model_revision"), "draft.", digests
-        )
+        used |= _content(_folder("speculative_draft_model_path", "speculative_draft_model_revision"), "draft.", digests)
     return _digest(_LABEL, used)
 
 
@@ -107,6 +102,7 @@ def namespaces_of(
     replicated = compat.is_replicated(host_pool, is_mla_model=config.is_mla_model)
     described = {attribute: _plain(getattr(host_pool, attribute, None)) for attribute in _GEOMETRY}
     described |= {
+        "device_rows": [list(buffer.shape[1:]) for buffer in getattr(host_pool, "device_k_buffers", ())[:1]],
         "pool": name,
         "class": type(host_pool).__name__,
         "kind": kind,
@@ -134,16 +130,27 @@ def namespaces_of(
     ]
 
 
-def _folder(args: Any | None, path_option: str, revision_option: str) -> Path:
+def _scales() -> str:
+    """Those of quantised KV that are in a file of their own, by its content."""
+    path = compat.option("quantization_param_path")
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"--quantization-param-path: cannot read {path}: {error}") from error
+
+
+def _folder(path_option: str, revision_option: str) -> Path:
     """Where a model of the server's options lies on this machine."""
-    path = getattr(args, path_option, None)
+    path = compat.option(path_option)
     if path and Path(path).is_dir():
         return Path(path)
     if path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-        revision, cache = getattr(args, revision_option, None), getattr(args, "download_dir", None)
+        revision, cache = compat.option(revision_option), compat.option("download_dir")
         try:
             return Path(snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
         except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

@@ -54,7 +54,7 @@ class PageStore:
         """
         :param queries: the pool, for questions: with a short deadline, and not behind transfers.
         :param data: the same pool, for transfers.
-        :param patience_s: after which a call begins no further transfer.
+        :param patience_s: after which a call of SGLang's begins no further transfer.
         """
         self._keys, self._queries, self._data = keys, queries, data
         self._stats = stats
@@ -77,17 +77,23 @@ class PageStore:
             self._note_seen(kind, names, is_there)
         return answers
 
-    def read(self, kind: PageKind, names: Sequence[str], lend: Lend) -> list[bool]:
+    def begin_by(self) -> float:
+        """Until when a call of SGLang's that comes now may begin transfers; each has a deadline of its own."""
+        return self._clock() + self._patience_s
+
+    def read(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float) -> list[bool]:
         """Reads pages into what `lend` gives, until one is missing: those after it are of no use."""
         started, got = self._clock(), [False] * len(names)
         for start in range(0, len(names), kind.batch_pages):
+            if self._clock() > begin_by:
+                break
             stop = min(start + kind.batch_pages, len(names))
             lent = lend(start, stop)
             into = [page[part] for part in range(len(kind.namespaces)) for page in lent.buffers]
             statuses = self._data.read(self._part_keys(kind, names[start:stop]), into)
             got[start:stop] = [all(s is Status.HIT for s in page) for page in _by_page(statuses, stop - start)]
             lent.give_back()
-            if not all(got[start:stop]) or self._clock() - started > self._patience_s:
+            if not all(got[start:stop]):
                 break
         num_hits = sum(got)
         self._stats.count(kind.name, "read", "hit", num_hits)
@@ -95,17 +101,18 @@ class PageStore:
         self._stats.sample("read", num_hits, num_hits * sum(kind.part_bytes), self._clock() - started)
         return got
 
-    def write(self, kind: PageKind, names: Sequence[str], lend: Lend, owed: OwedPages) -> list[bool]:
+    def write(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: OwedPages) -> list[bool]:
         """Writes pages that are not there. True: the pool has it, or it waits in `owed`. What is lent is not kept."""
         started = self._clock()
-        is_kept = self.present([(kind, names)])[0]
+        is_kept = self.present([(kind, names)])[0] if started <= begin_by else [False] * len(names)
         self._stats.count(kind.name, "write", "exists", sum(is_kept))
         firsts = self._part_keys(kind, names)
         is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=False)]
-        num_stored, may_try = 0, True
+        num_stored, is_well = 0, True
         for start, stop in list(_runs(is_kept, kind.batch_pages)):
             lent = lend(start, stop)
             pages = self._items(kind, names[start:stop], lent.buffers)
+            may_try = is_well and self._clock() <= begin_by
             statuses = self._write_now(pages) if may_try else [WriteStatus.FAILED] * len(pages)
             for i, (items, status) in enumerate(zip(pages, statuses, strict=True), start):
                 is_stored = status in _THERE
@@ -114,7 +121,7 @@ class PageStore:
                 outcome = status.name.lower() if is_stored else "owed" if is_kept[i] else "dropped"
                 self._stats.count(kind.name, "write", outcome)
             lent.give_back()
-            may_try = WriteStatus.FAILED not in statuses and self._clock() - started <= self._patience_s
+            is_well = WriteStatus.FAILED not in statuses
         self._note_seen(kind, names, is_kept)
         self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
         return is_kept

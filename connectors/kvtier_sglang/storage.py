@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 _OWED_S = 120.0
 """How long a page waits for a pool that does not take it: a restart, with some room."""
 _T = TypeVar("_T")
-_Move = Callable[[StoredPool, Sequence[str], torch.Tensor], list[bool]]
+_Move = Callable[[StoredPool, Sequence[str], torch.Tensor, float], list[bool]]
+"""Pages of a pool, their indices, and until when to begin."""
 
 
 class KvtierStorage(HiCacheStorage):
@@ -119,17 +120,13 @@ class KvtierStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Reads pages into the host pool. The first False ends it: pages after that are not read."""
-        return self._safely(
-            "read", len(keys), [False] * len(keys), lambda: self._read(self._pools.anchor, keys, host_indices)
-        )
+        return self._of_anchor("read", self._read, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Writes pages of the host pool that the pool does not have."""
-        return self._safely(
-            "write", len(keys), [False] * len(keys), lambda: self._write(self._pools.anchor, keys, host_indices)
-        )
+        return self._of_anchor("write", self._write, keys, host_indices)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -237,27 +234,35 @@ class KvtierStorage(HiCacheStorage):
         self._stats.count("all", "query", "miss", len(keys) - result.kv_hit_pages)
         return result
 
+    def _of_anchor(self, op: str, move: _Move, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        begin_by = self._store.begin_by()
+        return self._safely(
+            op, len(keys), [False] * len(keys), lambda: move(self._pools.anchor, keys, indices, begin_by)
+        )
+
     def _each(self, op: str, transfers: Sequence[PoolTransfer], move: _Move) -> dict[str, list[bool]]:
+        begin_by = self._store.begin_by()
         results: dict[str, list[bool]] = {}
         for transfer in transfers:
             failed = [False] * len(transfer.keys or ())
-            moved = self._safely(op, len(failed), failed, partial(self._of_pool, transfer, move))
+            moved = self._safely(op, len(failed), failed, partial(self._of_pool, transfer, move, begin_by))
             results.setdefault(transfer.name, []).extend(moved)
         return results
 
-    def _of_pool(self, transfer: PoolTransfer, move: _Move) -> list[bool]:
+    def _of_pool(self, transfer: PoolTransfer, move: _Move, begin_by: float) -> list[bool]:
         pool, keys = self._pools.get(str(transfer.name)), transfer.keys or []
-        return [False] * len(keys) if pool is None else move(pool, keys, transfer.host_indices)
+        return [False] * len(keys) if pool is None else move(pool, keys, transfer.host_indices, begin_by)
 
-    def _read(self, pool: StoredPool, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+    def _read(self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor, begin_by: float) -> list[bool]:
         if pool.kind is None:
             return [True] * len(keys)
-        return self._store.read(pool.kind, keys, pool.lender(len(keys), host_indices, filled=False))
+        return self._store.read(pool.kind, keys, pool.lender(len(keys), indices, filled=False), begin_by)
 
-    def _write(self, pool: StoredPool, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+    def _write(self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor, begin_by: float) -> list[bool]:
         if pool.kind is None or not pool.is_writer:
             return [True] * len(keys)
-        return self._store.write(pool.kind, keys, pool.lender(len(keys), host_indices, filled=True), self._owed)
+        lend = pool.lender(len(keys), indices, filled=True)
+        return self._store.write(pool.kind, keys, lend, begin_by, self._owed)
 
     def _is_anywhere(self, key: str) -> bool:
         anchor = self._pools.anchor
@@ -269,7 +274,7 @@ class KvtierStorage(HiCacheStorage):
         anchor = self._pools.anchor
         into = list(targets) if targets is not None else [anchor.blank_page() for _ in keys]
         whole = [target.contiguous() for target in into]  # itself, or a copy that goes back
-        got = self._store.read(self._flat_kind(whole), keys, _lender(whole))
+        got = self._store.read(self._flat_kind(whole), keys, _lender(whole), self._store.begin_by())
         for target, copy, hit in zip(into, whole, got, strict=True):
             if hit and copy.data_ptr() != target.data_ptr():
                 target.copy_(copy)
@@ -279,7 +284,8 @@ class KvtierStorage(HiCacheStorage):
         if not self._pools.anchor.is_writer:
             return True
         whole = [value.contiguous() for value in values]
-        return all(self._store.write(self._flat_kind(whole), keys, _lender(whole), self._owed))
+        begin_by = self._store.begin_by()
+        return all(self._store.write(self._flat_kind(whole), keys, _lender(whole), begin_by, self._owed))
 
     def _flat_kind(self, pages: Sequence[torch.Tensor]) -> PageKind:
         sizes = {page.nbytes for page in pages}
