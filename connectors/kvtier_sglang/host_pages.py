@@ -7,23 +7,22 @@ Three ways, by what a host pool offers:
   namespace of its own, so that it goes straight between the two memories, without a copy between. One block of all
   pieces would need a pool that gathers.
 - **gathered**: a page is in a piece or two of each layer (`layer_first`). As blocks, these would be some dozens of keys
-  for every page, so they are brought together in a staging buffer: one copy more, and one system call for a batch.
+  for every page, so they are brought together in a staging buffer: one copy more, in the processor's cache.
 - **flat**: a host pool that does not say where its pages are hands out copies.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.copy_ranges import Ranges, copy_from, copy_to
 from kvtier.errors import ConfigError, InvalidInputError
 
 MAX_PARTS = 8
@@ -80,7 +79,7 @@ def pages_of(host_pool: Any) -> HostPages:
     parts = [int(size) for size in sizes]
     if not parts or len(addresses) != len(parts):
         raise ConfigError(f"{type(host_pool).__name__} names {len(addresses)} places and {len(parts)} sizes of a page")
-    return DirectPages(host_pool, parts) if len(parts) <= MAX_PARTS else GatheredPages(host_pool, parts)
+    return DirectPages(host_pool, parts) if len(parts) <= MAX_PARTS else GatheredPages(host_pool, addresses, parts)
 
 
 def page_size_of(host_pool: Any) -> int:
@@ -112,57 +111,94 @@ class DirectPages:
 
 
 class GatheredPages:
-    """Copies in staging buffers, which are made when needed and kept."""
+    """Copies in staging buffers, which are made when needed and kept. Pieces stand there in the order of memory."""
 
     kind = "gathered"
 
-    def __init__(self, host_pool: Any, piece_bytes: Sequence[int]) -> None:
-        """:param piece_bytes: of each piece of a page."""
+    def __init__(self, host_pool: Any, addresses: Sequence[int], piece_bytes: Sequence[int]) -> None:
+        """Of the pieces of any page; where the others' are is asked for when it matters."""
         self._pool, self._piece_bytes = host_pool, tuple(piece_bytes)
+        self._first_piece = min(range(len(addresses)), key=addresses.__getitem__)
+        base = addresses[self._first_piece]
+        self._offsets = np.array(addresses, dtype=np.int64) - base
+        self._rows = tuple(_rows(sorted(zip(self._offsets.tolist(), piece_bytes, strict=True))))
         self.part_bytes: tuple[int, ...] = (sum(piece_bytes),)
         self.batch_pages = max(1, _STAGING_BYTES // self.part_bytes[0])
         self._idle: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
+        pages = self._pages(indices)
         staging = self._take()
-        pieces = self._pieces(indices)
-        staged = self._staged(staging, pieces)
-        if not copy_from(pieces, staged):
-            _copy_each(pieces, staged)
-        return Lent(self._buffers(staging, indices), lambda: self._idle.put(staging))
+        for page, staged in zip(pages, staging, strict=False):
+            for rows in self._rows:
+                np.copyto(rows.staged(staged), rows.of_page(page))
+        return Lent([[staged.data] for staged in staging[: len(pages)]], lambda: self._idle.put(staging))
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
+        pages = self._pages(indices)
         staging = self._take()
-        pieces = self._pieces(indices)
 
         def scatter() -> None:
-            staged = self._staged(staging, pieces)
-            if not copy_to(pieces, staged):
-                _copy_each(staged, pieces)
+            for page, staged in zip(pages, staging, strict=False):
+                for rows in self._rows:
+                    np.copyto(rows.of_page(page), rows.staged(staged))
             self._idle.put(staging)
 
-        return Lent(self._buffers(staging, indices), scatter)
+        return Lent([[staged.data] for staged in staging[: len(pages)]], scatter)
 
     def _take(self) -> npt.NDArray[np.uint8]:
+        """`[pages, bytes]`"""
         with suppress(Empty):
             return self._idle.get_nowait()
-        return np.zeros(self.batch_pages * self.part_bytes[0], dtype=np.uint8)
+        return np.zeros((self.batch_pages, self.part_bytes[0]), dtype=np.uint8)
 
-    def _pieces(self, indices: torch.Tensor) -> Ranges:
-        return np.array(_places(self._pool, indices, self._piece_bytes), dtype=np.uint64).T.copy()
+    def _pages(self, indices: torch.Tensor) -> list[int]:
+        """Where each page's first piece is. `InvalidInputError`: the others are not where they should be from there."""
+        pieces = np.array(_places(self._pool, indices, self._piece_bytes)[0], dtype=np.int64).reshape(
+            -1, len(self._offsets)
+        )
+        pages = pieces[:, self._first_piece]
+        if not (pieces == pages[:, None] + self._offsets).all():
+            raise InvalidInputError("pieces of pages lie otherwise than those of the first page")
+        return list(map(int, pages))
 
-    def _staged(self, staging: npt.NDArray[np.uint8], pieces: Ranges) -> Ranges:
-        """The places of these pieces in a staging buffer: one after the other."""
-        staged = pieces.copy()
-        staged[:, 0] = staging.ctypes.data + np.cumsum(pieces[:, 1]) - pieces[:, 1]
-        return staged
 
-    def _buffers(self, staging: npt.NDArray[np.uint8], indices: torch.Tensor) -> list[list[memoryview]]:
-        size, whole = self.part_bytes[0], staging.data
-        num_pages = len(indices) // page_size_of(self._pool)
-        return [[whole[start : start + size]] for start in range(0, num_pages * size, size)]
+class _Rows(NamedTuple):
+    """Pieces of one size at equal distances: one copy for all of them, so that the interpreter is asked for once."""
+
+    offset: int
+    """From the page's first piece."""
+    num: int
+    step: int
+    nbytes: int
+    """Of each."""
+    at: int
+    """In the staged page."""
+
+    def of_page(self, page: int) -> npt.NDArray[np.uint8]:
+        memory = _view(page + self.offset, (self.num - 1) * self.step + self.nbytes)
+        return np.ndarray((self.num, self.nbytes), dtype=np.uint8, buffer=memory, strides=(self.step, 1))
+
+    def staged(self, page: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return page[self.at : self.at + self.num * self.nbytes].reshape(self.num, self.nbytes)
+
+
+def _rows(pieces: Sequence[tuple[int, int]]) -> Iterator[_Rows]:
+    """:param pieces: offset and size of each, in order of their offsets."""
+    first, at = 0, 0
+    while first < len(pieces):
+        offset, nbytes = pieces[first]
+        last, step = first, nbytes
+        while last + 1 < len(pieces) and pieces[last + 1][1] == nbytes:
+            distance = pieces[last + 1][0] - pieces[last][0]
+            if last > first and distance != step:
+                break
+            step, last = distance, last + 1
+        num = last - first + 1
+        yield _Rows(offset, num, step, nbytes, at)
+        first, at = last + 1, at + num * nbytes
 
 
 class FlatPages:
@@ -229,12 +265,6 @@ def _view(address: int, nbytes: int) -> memoryview:
 @lru_cache(maxsize=64)
 def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     return ctypes.c_ubyte * nbytes
-
-
-def _copy_each(source: Ranges, into: Ranges) -> None:
-    """Where the system does not copy many ranges at once."""
-    for (origin, nbytes), (target, _) in zip(source.tolist(), into.tolist(), strict=True):
-        ctypes.memmove(target, origin, nbytes)
 
 
 def _nothing() -> None:
