@@ -4,7 +4,11 @@ from typing import Any
 
 import sglang
 from sglang.srt.arg_groups.overrides import resolution_result
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_server_args
@@ -12,7 +16,7 @@ from sglang.srt.runtime_context import get_server_args
 from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.5.23",)
-_REPLICATED = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool)
+_REPLICATED = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool)
 """Host pools of which all tensor-parallel ranks hold the same, where the model's KV is of that kind."""
 
 

@@ -136,7 +136,8 @@ class PageStore:
         return statuses
 
     def clear(self) -> None:
-        """Has the pool forget what this process has written or found there, as far as it remembers."""
+        """Has the pool forget what this process has written or found there, as far as it remembers and time allows."""
+        begin_by = self.begin_by()
         with self._lock:
             seen, self._seen = list(self._seen), {}
         by_kind: dict[tuple[NamespaceId, ...], list[BlockKey]] = {}
@@ -144,6 +145,8 @@ class PageStore:
             by_kind.setdefault(namespaces, []).append(key)
         for namespaces, keys in by_kind.items():
             for namespace in namespaces:
+                if self._clock() > begin_by:
+                    return
                 self._data.discard(rank_keys(keys, namespace))
 
     def _write_now(self, pages: Sequence[Items]) -> list[WriteStatus]:

@@ -75,7 +75,10 @@ class HostPools:
         return self._pools.get(name)
 
     def add(self, name: str, host_pool: Any) -> None:
-        """Registers a pool, again if need be. `ConfigError`: its pages cannot be had."""
+        """Registers a pool; SGLang does that of KV twice. `ConfigError`: its pages cannot be had."""
+        known = self._pools.get(name)
+        if known is not None and known.host_pool is host_pool:
+            return
         pages: HostPages | None = None
         if not compat.holds_no_bytes(host_pool):
             is_copied = name == PoolName.KV and not self._is_zero_copy

@@ -46,8 +46,8 @@ _Move = Callable[[StoredPool, Sequence[str], torch.Tensor, float], list[bool]]
 class KvtierStorage(HiCacheStorage):
     """Pages of SGLang's KV in the cache pool, found again by every engine that computes the same bytes.
 
-    SGLang calls from one thread for queries, one for reads and one for writes. No call takes longer than about three
-    deadlines of the pool (`pool.call_timeout_s`, and `cache.lookup_deadline_s` for queries), and none raises: what
+    SGLang calls from one thread for queries, one for reads and one for writes. No call begins a transfer after half of
+    `pool.call_timeout_s`, which each has for itself, and `cache.lookup_deadline_s` for its question; none raises. What
     fails is a miss, or a page that waits to be written again. Nobody touches SGLang's memory after a call.
 
     A page that was written is True when the pool has it or when a copy waits for the pool; False when it is given up.
@@ -68,22 +68,22 @@ class KvtierStorage(HiCacheStorage):
         model = model_digest(settings, storage_config.model_name)
         self._pools = HostPools(storage_config, model, is_zero_copy=settings.is_zero_copy)
         self._failed = QuietLog(_log)
-        self._timeout_s = config.pool.call_timeout_s
+        patience_s = config.pool.call_timeout_s / 2
         self._lock = threading.Lock()
         self._is_closed = False
         """Changed under _lock."""
         with contextlib.ExitStack() as stack:
-            asked_s = min(config.cache.lookup_deadline_s, self._timeout_s)
+            asked_s = min(config.cache.lookup_deadline_s, config.pool.call_timeout_s)
             queries = _open(stack, config.model_copy(update={"pool": _with_timeout(config, asked_s)}), metrics)
             data = _open(stack, config, metrics)
-            self._store = PageStore(keys, queries=queries, data=data, stats=self._stats, patience_s=self._timeout_s / 2)
+            self._store = PageStore(keys, queries=queries, data=data, stats=self._stats, patience_s=patience_s)
             self._owed = OwedPages(
                 self._store.write_owed,
                 capacity_bytes=config.host_bytes(),
                 keep_s=_OWED_S,
                 on_settled=lambda outcome: self._stats.count("any", "write", outcome),
             )
-            stack.callback(lambda: self._owed.close(self._timeout_s))
+            stack.callback(lambda: self._owed.close(patience_s))
             self._stack = stack.pop_all()
 
     @property
@@ -191,7 +191,7 @@ class KvtierStorage(HiCacheStorage):
         return self._owed.flush(timeout_s)
 
     def close(self) -> None:
-        """Writes what waits, as far as `pool.call_timeout_s` allows, and ends all connections. Idempotent."""
+        """Writes what waits, begun within half of `pool.call_timeout_s`, and ends all connections. Idempotent."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
