@@ -146,6 +146,35 @@ def test_the_models_folder_is_the_servers(tmp_path: Path) -> None:
         model_digest(settings, "any", tmp_path / "digests")
 
 
+def test_a_model_of_the_hugging_face_cache_is_found_there(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "models--tiny--model"
+    snapshot = folder / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    save_file({"weight": torch.ones(4)}, snapshot / "model.safetensors")
+    (snapshot / "config.json").write_text("{}")
+    settings = load_settings(extra(pool=POOL, model_revision=None))
+    with serving(model_path="tiny/model", download_dir=str(tmp_path / "cache")):
+        found = model_digest(settings, "any", tmp_path / "digests")
+        assert found == model_digest(replace(settings, model_folder=snapshot), "any", tmp_path / "digests")
+
+
+def test_the_weights_of_a_draft_model_count(tmp_path: Path) -> None:
+    def digest(value: float) -> bytes:
+        for name in ("model", "draft"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text("{}")
+        save_file({"weight": torch.ones(4)}, tmp_path / "model" / "model.safetensors")
+        save_file({"weight": torch.full((4,), value)}, tmp_path / "draft" / "model.safetensors")
+        with serving(model_path=str(tmp_path / "model"), speculative_draft_model_path=str(tmp_path / "draft")):
+            settings = load_settings(extra(pool=POOL, model_revision=None))
+            return model_digest(settings, "any", tmp_path / "digests")
+
+    assert digest(1.0) == digest(1.0)
+    assert digest(1.0) != digest(2.0)
+
+
 def test_weights_that_were_replaced_are_others(pool: CachePool, tmp_path: Path) -> None:
     keys, mine = digests(1, start=51), host_pool(seed=51)
     (tmp_path / "config.json").write_text("{}")
