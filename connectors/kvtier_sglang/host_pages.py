@@ -22,14 +22,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from kvtier.errors import ConfigError, InvalidInputError
 
 MAX_PARTS = 8
 """Pieces of a page that are worth blocks of their own."""
 _STAGING_BYTES = 32 << 20
-_DIRECT_BYTES = 64 << 20
-"""Of pages that are read or written at a time: what came in time counts, batch by batch."""
+"""What pages take at a time that are copied on the way."""
+_BATCH_BYTES = 64 << 20
+"""And others: what came in time counts, batch by batch."""
+_DIRECT, _GATHERED, _FLAT = "direct", "gathered", "flat"
 _Places = tuple[list[int], list[int]]
 """Addresses and sizes of pieces, all of one page, then all of the next."""
 
@@ -44,20 +47,30 @@ class Lent:
     """Whoever has read into the buffers has the pages where SGLang looks for them, after this."""
 
 
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """What a page is in the pool: engines in which it differs never meet."""
+
+    kind: str
+    """Which of the three ways."""
+    piece_bytes: tuple[int, ...]
+    """Of each piece of a page, in the host pool's own order, in which they are stored."""
+    part_bytes: tuple[int, ...]
+    """Of each block that a page is: a piece, or all of them."""
+
+    @property
+    def batch_pages(self) -> int:
+        """Pages in one transfer."""
+        most = _BATCH_BYTES if self.kind == _DIRECT else _STAGING_BYTES
+        return max(1, most // max(1, sum(self.part_bytes)))
+
+
 class HostPages(Protocol):
     """The pages of one host pool. Any thread; `indices` are those of whole pages, page by page, as SGLang counts."""
 
     @property
-    def kind(self) -> str:
-        """Which of the three ways."""
-
-    @property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Of each part of a page."""
-
-    @property
-    def batch_pages(self) -> int:
-        """Pages that can be lent at a time."""
+    def form(self) -> PageForm:
+        """What pages are in the pool."""
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
         """Buffers with the pages' bytes, to write from."""
@@ -90,19 +103,16 @@ def page_size_of(host_pool: Any) -> int:
 class DirectPages:
     """Host memory itself."""
 
-    kind = "direct"
-
     def __init__(self, host_pool: Any, part_bytes: Sequence[int]) -> None:
         """:param host_pool: the caller's, as long as anything is lent."""
         self._pool = host_pool
-        self.part_bytes = tuple(part_bytes)
-        self.batch_pages = max(1, _DIRECT_BYTES // sum(part_bytes))
+        self.form = PageForm(_DIRECT, tuple(part_bytes), tuple(part_bytes))
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
-        addresses, sizes = _places(self._pool, indices, self.part_bytes)
+        addresses, sizes = _places(self._pool, indices, self.form.piece_bytes)
         views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
-        num_parts = len(self.part_bytes)
+        num_parts = len(self.form.part_bytes)
         return Lent([views[start : start + num_parts] for start in range(0, len(views), num_parts)], _nothing)
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
@@ -111,19 +121,18 @@ class DirectPages:
 
 
 class GatheredPages:
-    """Copies in staging buffers, which are made when needed and kept. Pieces stand there in the order of memory."""
+    """Copies in staging buffers, which are made when needed and kept.
 
-    kind = "gathered"
+    Pieces stand there in the host pool's order, whatever that of their addresses is in this process.
+    """
 
     def __init__(self, host_pool: Any, addresses: Sequence[int], piece_bytes: Sequence[int]) -> None:
-        """Of the pieces of any page; where the others' are is asked for when it matters."""
-        self._pool, self._piece_bytes = host_pool, tuple(piece_bytes)
-        self._first_piece = min(range(len(addresses)), key=addresses.__getitem__)
-        base = addresses[self._first_piece]
-        self._offsets = np.array(addresses, dtype=np.int64) - base
-        self._rows = tuple(_rows(sorted(zip(self._offsets.tolist(), piece_bytes, strict=True))))
-        self.part_bytes: tuple[int, ...] = (sum(piece_bytes),)
-        self.batch_pages = max(1, _STAGING_BYTES // self.part_bytes[0])
+        """:param addresses: of the pieces of any page; where the others' are is asked for when it matters."""
+        self._pool, self.form = host_pool, PageForm(_GATHERED, tuple(piece_bytes), (sum(piece_bytes),))
+        self._offsets = np.array(addresses, dtype=np.int64) - addresses[0]
+        ends = np.cumsum(piece_bytes).tolist()
+        places = [end - nbytes for end, nbytes in zip(ends, piece_bytes, strict=True)]
+        self._rows = tuple(_rows(sorted(zip(self._offsets.tolist(), piece_bytes, places, strict=True))))
         self._idle: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
@@ -152,65 +161,61 @@ class GatheredPages:
         """`[pages, bytes]`"""
         with suppress(Empty):
             return self._idle.get_nowait()
-        return np.zeros((self.batch_pages, self.part_bytes[0]), dtype=np.uint8)
+        return np.zeros((self.form.batch_pages, self.form.part_bytes[0]), dtype=np.uint8)
 
     def _pages(self, indices: torch.Tensor) -> list[int]:
         """Where each page's first piece is. `InvalidInputError`: the others are not where they should be from there."""
-        pieces = np.array(_places(self._pool, indices, self._piece_bytes)[0], dtype=np.int64).reshape(
-            -1, len(self._offsets)
-        )
-        pages = pieces[:, self._first_piece]
-        if not (pieces == pages[:, None] + self._offsets).all():
+        addresses, _ = _places(self._pool, indices, self.form.piece_bytes)
+        pieces = np.array(addresses, dtype=np.int64).reshape(-1, len(self._offsets))
+        if not (pieces == pieces[:, :1] + self._offsets).all():
             raise InvalidInputError("pieces of pages lie otherwise than those of the first page")
-        return list(map(int, pages))
+        return list(map(int, pieces[:, 0]))
 
 
 class _Rows(NamedTuple):
     """Pieces of one size at equal distances: one copy for all of them, so that the interpreter is asked for once."""
 
-    offset: int
-    """From the page's first piece."""
     num: int
-    step: int
     nbytes: int
     """Of each."""
+    offset: int
+    """From the page's first piece; may be negative."""
+    step: int
     at: int
     """In the staged page."""
+    at_step: int
 
     def of_page(self, page: int) -> npt.NDArray[np.uint8]:
         memory = _view(page + self.offset, (self.num - 1) * self.step + self.nbytes)
         return np.ndarray((self.num, self.nbytes), dtype=np.uint8, buffer=memory, strides=(self.step, 1))
 
     def staged(self, page: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return page[self.at : self.at + self.num * self.nbytes].reshape(self.num, self.nbytes)
+        return as_strided(page[self.at :], (self.num, self.nbytes), (self.at_step, 1))
 
 
-def _rows(pieces: Sequence[tuple[int, int]]) -> Iterator[_Rows]:
-    """:param pieces: offset and size of each, in order of their offsets."""
-    first, at = 0, 0
+def _rows(pieces: Sequence[tuple[int, int, int]]) -> Iterator[_Rows]:
+    """:param pieces: offset, size and place in the staged page of each, in order of their offsets."""
+    first = 0
     while first < len(pieces):
-        offset, nbytes = pieces[first]
-        last, step = first, nbytes
+        offset, nbytes, at = pieces[first]
+        last, step = first, (nbytes, nbytes)
         while last + 1 < len(pieces) and pieces[last + 1][1] == nbytes:
-            distance = pieces[last + 1][0] - pieces[last][0]
-            if last > first and distance != step:
+            following, _, following_at = pieces[last + 1]
+            distance = (following - pieces[last][0], following_at - pieces[last][2])
+            if distance[1] <= 0 or (last > first and distance != step):
                 break
             step, last = distance, last + 1
-        num = last - first + 1
-        yield _Rows(offset, num, step, nbytes, at)
-        first, at = last + 1, at + num * nbytes
+        yield _Rows(last - first + 1, nbytes, offset, step[0], at, step[1])
+        first = last + 1
 
 
 class FlatPages:
     """The host pool's own copies."""
 
-    kind = "flat"
-
     def __init__(self, host_pool: Any) -> None:
         self._pool = host_pool
         blank: torch.Tensor = host_pool.get_dummy_flat_data_page()
-        self.part_bytes: tuple[int, ...] = (blank.nbytes,)
-        self.batch_pages = max(1, _STAGING_BYTES // self.part_bytes[0])
+        self.form = flat_form(blank.nbytes)
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
@@ -231,6 +236,11 @@ class FlatPages:
     def _firsts(self, indices: torch.Tensor) -> list[int]:
         _require_indices(self._pool, indices)
         return [int(index) for index in indices[:: page_size_of(self._pool)].tolist()]
+
+
+def flat_form(nbytes: int) -> PageForm:
+    """Of copies, each so long."""
+    return PageForm(_FLAT, (nbytes,), (nbytes,))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
 from kvtier.weights_digest import weights_digest
 from kvtier_sglang import compat
+from kvtier_sglang.host_pages import PageForm
 from kvtier_sglang.settings import SOURCE, Settings
 
 DIGESTS = Path("~/.cache/kvtier").expanduser()
@@ -91,13 +92,11 @@ def model_digest(settings: Settings, model_name: str | None, digests: Path = DIG
 
 
 def namespaces_of(
-    host_pool: Any, name: str, kind: str, part_bytes: Sequence[int], config: HiCacheStorageConfig, model: bytes
+    host_pool: Any, name: str, form: PageForm, config: HiCacheStorageConfig, model: bytes
 ) -> list[Namespace]:
     """Of the parts of a page, in order.
 
     :param name: SGLang's, of the pool.
-    :param kind: how pages are cut into parts.
-    :param part_bytes: of each part.
     """
     replicated = compat.is_replicated(host_pool, is_mla_model=config.is_mla_model)
     described = {attribute: _plain(getattr(host_pool, attribute, None)) for attribute in _GEOMETRY}
@@ -105,8 +104,8 @@ def namespaces_of(
         "device_rows": [list(buffer.shape[1:]) for buffer in getattr(host_pool, "device_k_buffers", ())[:1]],
         "pool": name,
         "class": type(host_pool).__name__,
-        "kind": kind,
-        "parts": list(part_bytes),
+        "kind": form.kind,
+        "pieces": list(form.piece_bytes),
         "context_parallel": [config.attn_cp_rank, config.attn_cp_size],
         "logical_page_size": config.logical_page_size,
     }
@@ -126,7 +125,7 @@ def namespaces_of(
             pp_rank=config.pp_rank,
             kv_group=part,
         )
-        for part in range(len(part_bytes))
+        for part in range(len(form.part_bytes))
     ]
 
 

@@ -1,7 +1,6 @@
 """The host pools of an engine whose pages are kept, each under the namespaces of what its bytes are."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier_sglang import compat
-from kvtier_sglang.host_pages import FlatPages, HostPages, Lent, page_size_of, pages_of
+from kvtier_sglang.host_pages import FlatPages, HostPages, Lent, PageForm, flat_form, page_size_of, pages_of
 from kvtier_sglang.identity import namespaces_of
 from kvtier_sglang.page_store import Lend, PageKind
 
@@ -84,12 +83,12 @@ class HostPools:
             is_copied = name == PoolName.KV and not self._is_zero_copy
             pages = FlatPages(host_pool) if is_copied else pages_of(host_pool)
         is_mine = self._config.is_storage_writer or not self._is_replicated(host_pool)
-        kind = None if pages is None else self._kind(name, host_pool, pages.kind, pages.part_bytes, pages.batch_pages)
+        kind = None if pages is None else self._kind(name, host_pool, pages.form)
         self._pools[name] = StoredPool(name, host_pool, is_mine, pages, kind)
-        if kind is not None and pages is not None:
+        if pages is not None and kind is not None:
             _log.info(
                 "kvtier keeps pages of host pool %s in namespace %s, %s, %s bytes each",
-                name, kind.namespaces[0].hex(), pages.kind, "+".join(map(str, kind.part_bytes)),
+                name, kind.namespaces[0].hex(), pages.form.kind, "+".join(map(str, kind.part_bytes)),
             )  # fmt: skip
 
     def add_side_pool(self, name: str, host_pool: Any) -> None:
@@ -102,11 +101,11 @@ class HostPools:
     def flat_kind(self, nbytes: int) -> PageKind:
         """Of copies of whole pages of KV, that long."""
         anchor = self.anchor
-        return self._kind(anchor.name, anchor.host_pool, FlatPages.kind, (nbytes,), 1 + (64 << 20) // max(1, nbytes))
+        return self._kind(anchor.name, anchor.host_pool, flat_form(nbytes))
 
     def _is_replicated(self, host_pool: Any) -> bool:
         return compat.is_replicated(host_pool, is_mla_model=self._config.is_mla_model)
 
-    def _kind(self, name: str, host_pool: Any, kind: str, part_bytes: Sequence[int], batch_pages: int) -> PageKind:
-        namespaces = namespaces_of(host_pool, name, kind, part_bytes, self._config, self._model)
-        return PageKind(name, tuple(each.id for each in namespaces), tuple(part_bytes), batch_pages)
+    def _kind(self, name: str, host_pool: Any, form: PageForm) -> PageKind:
+        namespaces = namespaces_of(host_pool, name, form, self._config, self._model)
+        return PageKind(name, tuple(each.id for each in namespaces), form.part_bytes, form.batch_pages)

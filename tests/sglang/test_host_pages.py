@@ -1,5 +1,8 @@
 """Buffers for pages of host pools: of SGLang's layouts, and of forms that others may have."""
 
+import ctypes
+import itertools
+
 import not_reached  # noqa: F401  (before SGLang)
 import pytest
 import torch
@@ -40,23 +43,48 @@ def test_direct_buffers_are_host_memory_itself() -> None:
 
 
 def test_pieces_of_any_sizes_and_places() -> None:
-    """The buffers are wherever torch has put them, at other distances for each of its pages."""
+    """Buffers may be wherever torch has put them; then those of one page have other distances than another's."""
     pool = Scattered()
     pages = pages_of(pool)
     assert isinstance(pages, GatheredPages)
     with pytest.raises(InvalidInputError, match="otherwise"):
         pages.lend_filled(torch.tensor([2, 3]))
-    pool.buffers = [buffer[:, :8].contiguous() for buffer in pool.buffers]
-    whole = torch.zeros(4, 10, 8, dtype=torch.uint8).random_()
-    pool.buffers = [whole[:, i] for i in (0, 3, 1, 2, 9, 8, 4, 5, 7, 6)]
+    for order in ((0, 3, 1, 2, 9, 8, 4, 5, 7, 6), range(10), range(9, -1, -1)):
+        whole = torch.zeros(4, 10, 8, dtype=torch.uint8).random_()
+        pool.buffers = [whole[:, i] for i in order]
+        pages = pages_of(pool)
+        lent = pages.lend_filled(torch.tensor([2, 3, 6, 7]))
+        assert [bytes(page[0]) for page in lent.buffers] == [pool.page(1), pool.page(3)], "in the pool's order"
+        lent.give_back()
+        lent = pages.lend_empty(torch.tensor([0, 1]))
+        lent.buffers[0][0][:] = bytes(range(80))
+        lent.give_back()
+        assert pool.page(0) == bytes(range(80))
+
+
+def test_pieces_of_several_sizes() -> None:
+    pool = Scattered()
+    whole, ends = torch.zeros(4, 300, dtype=torch.uint8).random_(), [3, 10, 17, 40, 41, 60, 67, 74, 90, 91, 200]
+    pool.buffers = [whole[:, start:end] for start, end in itertools.pairwise(ends)]
     pages = pages_of(pool)
-    lent = pages.lend_filled(torch.tensor([2, 3, 6, 7]))
-    assert [bytes(page[0]) for page in lent.buffers] == [bytes(whole[1].flatten().numpy()), bytes(whole[3].numpy())]
+    stored = bytes(pages.lend_filled(torch.tensor([6, 7])).buffers[0][0])
+    assert stored == pool.page(3)
+    lent = pages.lend_empty(torch.tensor([2, 3]))
+    lent.buffers[0][0][:] = stored
+    before = whole.clone()
     lent.give_back()
-    lent = pages.lend_empty(torch.tensor([0, 1]))
-    lent.buffers[0][0][:] = bytes(range(80))
-    lent.give_back()
-    assert bytes(whole[0].flatten().numpy()) == bytes(range(80))
+    assert pool.page(1) == stored
+    assert torch.equal(whole[:, :3], before[:, :3])
+    assert torch.equal(whole[:, 200:], before[:, 200:]), "nothing beside the pieces"
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_a_page_is_stored_as_sglang_says_it_is(layout: str) -> None:
+    """In the order of its addresses, which is the same in all engines."""
+    pool = host_pool(layout, seed=3)
+    addresses, sizes = pool.get_page_buffer_meta(indices(4))
+    expected = b"".join(ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True))
+    assert b"".join(map(bytes, pages_of(pool).lend_filled(indices(4)).buffers[0])) == expected
 
 
 def test_pools_without_addresses_hand_out_copies(monkeypatch: pytest.MonkeyPatch) -> None:
