@@ -18,8 +18,8 @@ _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
 _MAX_SEEN = 1 << 17
 """Pages that `clear` can forget: some 20 MB of keys."""
 _T = TypeVar("_T")
-Lend = Callable[[int, int], Lent]
-"""Buffers for pages from one place of the call to another."""
+Lend = Callable[[Sequence[int]], Lent]
+"""Buffers for the pages at these places in the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,16 @@ class PageStore:
     def read(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float) -> list[bool]:
         """Reads pages into what `lend` gives, until one is missing: those after it are of no use."""
         started, got = self._clock(), [False] * len(names)
-        for start in range(0, len(names), kind.batch_pages):
+        for places in _batches(range(len(names)), kind.batch_pages):
             if self._clock() > begin_by:
                 break
-            stop = min(start + kind.batch_pages, len(names))
-            lent = lend(start, stop)
+            lent = lend(places)
             into = [page[part] for part in range(len(kind.namespaces)) for page in lent.buffers]
-            statuses = self._data.read(self._part_keys(kind, names[start:stop]), into)
-            got[start:stop] = [all(s is Status.HIT for s in page) for page in _by_page(statuses, stop - start)]
+            statuses = self._data.read(self._part_keys(kind, [names[i] for i in places]), into)
+            for i, of_page in zip(places, _by_page(statuses, len(places)), strict=True):
+                got[i] = all(status is Status.HIT for status in of_page)
             lent.give_back()
-            if not all(got[start:stop]):
+            if not all(got[i] for i in places):
                 break
         num_hits = sum(got)
         self._stats.count(kind.name, "read", "hit", num_hits)
@@ -109,12 +109,12 @@ class PageStore:
         firsts = self._part_keys(kind, names)
         is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=False)]
         num_stored, is_well = 0, True
-        for start, stop in list(_runs(is_kept, kind.batch_pages)):
-            lent = lend(start, stop)
-            pages = self._items(kind, names[start:stop], lent.buffers)
+        for places in _batches([i for i, kept in enumerate(is_kept) if not kept], kind.batch_pages):
+            lent = lend(places)
+            pages = self._items(kind, [names[i] for i in places], lent.buffers)
             may_try = is_well and self._clock() <= begin_by
             statuses = self._write_now(pages) if may_try else [WriteStatus.FAILED] * len(pages)
-            for i, (items, status) in enumerate(zip(pages, statuses, strict=True), start):
+            for i, items, status in zip(places, pages, statuses, strict=True):
                 is_stored = status in _THERE
                 is_kept[i] = is_stored or (status is not WriteStatus.FULL and owed.add(items))
                 num_stored += is_stored
@@ -178,15 +178,6 @@ def _by_page(answers: Sequence[_T], num_pages: int) -> Iterator[tuple[_T, ...]]:
     return zip(*(answers[start : start + num_pages] for start in range(0, len(answers), num_pages)), strict=True)
 
 
-def _runs(is_kept: Sequence[bool], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of pages that are not kept yet, each of at most so many."""
-    start = 0
-    while start < len(is_kept):
-        if is_kept[start]:
-            start += 1
-            continue
-        stop = start
-        while stop < len(is_kept) and not is_kept[stop] and stop - start < most:
-            stop += 1
-        yield start, stop
-        start = stop
+def _batches(places: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """At most so many at a time."""
+    return (places[start : start + most] for start in range(0, len(places), most))

@@ -1,6 +1,7 @@
 """The host pools of an engine whose pages are kept, each under the namespaces of what its bytes are."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +31,15 @@ class StoredPool:
     """Of `pages`, likewise."""
 
     def lender(self, num_pages: int, indices: torch.Tensor | None, *, filled: bool) -> Lend:
-        """Buffers for the pages at these indices, some at a time. `InvalidInputError`: not as many as pages."""
+        """Buffers for the pages that these indices name, some at a time. `InvalidInputError`: not as many as pages."""
         assert self.pages is not None
         pages, page_size = self.pages, page_size_of(self.host_pool)
         if indices is None or len(indices) != num_pages * page_size:
             raise InvalidInputError(f"{0 if indices is None else len(indices)} indices of {num_pages} pages")
-        here = indices.detach().cpu()
+        rows = indices.detach().cpu().reshape(num_pages, page_size)
 
-        def lend(start: int, stop: int) -> Lent:
-            some = here[start * page_size : stop * page_size]
+        def lend(places: Sequence[int]) -> Lent:
+            some = rows[list(places)].flatten()
             return pages.lend_filled(some) if filled else pages.lend_empty(some)
 
         return lend

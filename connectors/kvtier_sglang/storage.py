@@ -296,7 +296,7 @@ class KvtierStorage(HiCacheStorage):
 
 def _lender(pages: Sequence[torch.Tensor]) -> Lend:
     buffers = [[tensor_bytes(page)] for page in pages]
-    return lambda start, stop: Lent(buffers[start:stop], lambda: None)
+    return lambda places: Lent([buffers[i] for i in places], lambda: None)
 
 
 def _leading(present: Sequence[bool]) -> int:

@@ -52,6 +52,18 @@ def test_a_gap_ends_a_hit_and_a_read(pool: CachePool) -> None:
         assert count(second, "query", "miss") == 3
 
 
+def test_every_other_page_is_missing_and_written(pool: CachePool) -> None:
+    keys = digests(10, start=24)
+    for layout, seed in (("page_first", 24), ("layer_first", 25)):
+        mine, theirs = host_pool(layout, seed=seed), host_pool(layout)
+        with storage(pool, mine) as first, storage(pool, theirs) as second:
+            assert first.batch_set_v1(keys[::2], indices(*range(0, 10, 2))) == [True] * 5
+            assert first.batch_set_v1(keys, indices(*range(10))) == [True] * 10
+            assert second.batch_get_v1(keys, indices(*range(10, 20))) == [True] * 10
+        for page in range(10):
+            assert page_bytes(mine, page) == page_bytes(theirs, page + 10)
+
+
 def test_what_is_there_is_not_written_again(pool: CachePool) -> None:
     keys, mine = digests(4, start=12), host_pool(seed=3)
     with storage(pool, mine) as first, storage(pool, mine) as second:
