@@ -20,18 +20,17 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.build_tiers import shared_tier
 from kvtier.config import Config
-from kvtier.errors import InvalidInputError
 from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import Tier
 from kvtier_sglang import compat
+from kvtier_sglang.copied_pages import CopiedPages
 from kvtier_sglang.hits import usable_prefix
-from kvtier_sglang.host_pages import Lent, tensor_bytes
 from kvtier_sglang.identity import model_digest
 from kvtier_sglang.metrics import StorageStats
 from kvtier_sglang.owed_pages import OwedPages
 from kvtier_sglang.page_keys import PageKeys
-from kvtier_sglang.page_store import Lend, PageKind, PageStore
+from kvtier_sglang.page_store import PageStore
 from kvtier_sglang.pools import HostPools, StoredPool
 from kvtier_sglang.settings import load_settings
 
@@ -83,6 +82,7 @@ class KvtierStorage(HiCacheStorage):
                 keep_s=_OWED_S,
                 on_settled=lambda outcome: self._stats.count("any", "write", outcome),
             )
+            self._copies = CopiedPages(self._store, self._pools, self._owed)
             stack.callback(lambda: self._owed.close(patience_s))
             self._stack = stack.pop_all()
 
@@ -150,7 +150,7 @@ class KvtierStorage(HiCacheStorage):
     ) -> list[torch.Tensor | None]:
         """Copies pages into tensors. The first None ends it."""
         nothing: list[torch.Tensor | None] = [None] * len(keys)
-        return self._safely("read", len(keys), nothing, lambda: self._get_flat(keys, target_locations))
+        return self._safely("read", len(keys), nothing, lambda: self._copies.read(keys, target_locations))
 
     def set(
         self, key: str, value: Any | None = None, target_location: Any | None = None, target_sizes: Any | None = None
@@ -166,11 +166,11 @@ class KvtierStorage(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> bool:
         """Writes pages that are in tensors; whether all are kept."""
-        return self._safely("write", len(keys), False, lambda: self._set_flat(keys, values or []))
+        return self._safely("write", len(keys), False, lambda: all(self._copies.write(keys, values or [])))
 
     def exists(self, key: str) -> bool:
         """Whether a page is there, by whichever way it was written."""
-        return self._safely("query", 1, False, lambda: self._is_anywhere(key))
+        return self._safely("query", 1, False, lambda: self._copies.is_there(key))
 
     def clear(self) -> None:
         """Has the pool forget what this process has written or found there. Other engines miss it, too."""
@@ -263,40 +263,6 @@ class KvtierStorage(HiCacheStorage):
             return [True] * len(keys)
         lend = pool.lender(len(keys), indices, filled=True)
         return self._store.write(pool.kind, keys, lend, begin_by, self._owed)
-
-    def _is_anywhere(self, key: str) -> bool:
-        anchor = self._pools.anchor
-        flat = self._pools.flat_kind(len(tensor_bytes(anchor.blank_page())))
-        kinds = [kind for kind in (anchor.kind, flat) if kind is not None]
-        return any(there for (there,) in self._store.present([(kind, [key]) for kind in kinds]))
-
-    def _get_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
-        anchor = self._pools.anchor
-        into = list(targets) if targets is not None else [anchor.blank_page() for _ in keys]
-        whole = [target.contiguous() for target in into]  # itself, or a copy that goes back
-        got = self._store.read(self._flat_kind(whole), keys, _lender(whole), self._store.begin_by())
-        for target, copy, hit in zip(into, whole, got, strict=True):
-            if hit and copy.data_ptr() != target.data_ptr():
-                target.copy_(copy)
-        return [target if hit else None for target, hit in zip(into, got, strict=True)]
-
-    def _set_flat(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
-        if not self._pools.anchor.is_writer:
-            return True
-        whole = [value.contiguous() for value in values]
-        begin_by = self._store.begin_by()
-        return all(self._store.write(self._flat_kind(whole), keys, _lender(whole), begin_by, self._owed))
-
-    def _flat_kind(self, pages: Sequence[torch.Tensor]) -> PageKind:
-        sizes = {page.nbytes for page in pages}
-        if len(sizes) != 1:
-            raise InvalidInputError(f"pages of {sorted(sizes)} bytes: all must be of one size")
-        return self._pools.flat_kind(sizes.pop())
-
-
-def _lender(pages: Sequence[torch.Tensor]) -> Lend:
-    buffers = [[tensor_bytes(page)] for page in pages]
-    return lambda places: Lent([buffers[i] for i in places], lambda: None)
 
 
 def _leading(present: Sequence[bool]) -> int:
