@@ -121,17 +121,17 @@ class PageStore:
                 outcome = status.name.lower() if is_stored else "owed" if is_kept[i] else "dropped"
                 self._stats.count(kind.name, "write", outcome)
             lent.give_back()
-            is_well = WriteStatus.FAILED not in statuses
+            is_well = any(status in _THERE for status in statuses)
         self._note_seen(kind, names, is_kept)
         self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
         return is_kept
 
     def write_owed(self, items: Items) -> list[WriteStatus]:
         """Tries again what was owed; a status per item."""
-        is_there = [status is Status.HIT for status in self._queries.lookup([key for key, _ in items])]
+        is_there = self._are_there([key for key, _ in items])
         missing = [i for i, there in enumerate(is_there) if not there]
         statuses = [WriteStatus.EXISTS] * len(items)
-        for i, status in zip(missing, self._data.write([items[i] for i in missing]), strict=True):
+        for i, status in zip(missing, self._write_surely([items[i] for i in missing]), strict=True):
             statuses[i] = status
         return statuses
 
@@ -152,7 +152,22 @@ class PageStore:
     def _write_now(self, pages: Sequence[Items]) -> list[WriteStatus]:
         """One status per page, the worst of its parts'."""
         items = [page[part] for part in range(len(pages[0])) for page in pages]
-        return [max(parts) for parts in _by_page(self._data.write(items), len(pages))]
+        return [max(parts) for parts in _by_page(self._write_surely(items), len(pages))]
+
+    def _write_surely(self, items: Items) -> list[WriteStatus]:
+        """A status per item; FAILED also of what somebody else has begun to write, and may never end.
+
+        So it is with a writer whose patience has ended, or who has died, until the pool has noticed: perhaps with us,
+        a moment ago.
+        """
+        statuses = self._data.write(items)
+        unsure = [i for i, status in enumerate(statuses) if status is WriteStatus.EXISTS]
+        for i, there in zip(unsure, self._are_there([items[i][0] for i in unsure]), strict=True):
+            statuses[i] = WriteStatus.EXISTS if there else WriteStatus.FAILED
+        return statuses
+
+    def _are_there(self, keys: Sequence[StoreKey]) -> list[bool]:
+        return [status is Status.HIT for status in self._queries.lookup(keys)] if keys else []
 
     def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[memoryview]]) -> list[Items]:
         """The parts of each page, with their keys."""

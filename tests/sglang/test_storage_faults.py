@@ -22,6 +22,11 @@ from storage_rig import (
     transfer,
 )
 
+from kvtier.keys import tenant_id
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.memory_write import WritePart
+from kvtier.tiers.pool.socket_transport import SocketTransport
+
 CALL_S = 10.0
 """What no call of SGLang's may take."""
 QUICK = {"call_timeout_s": 1.0, "breaker_open_s": 0.2}
@@ -97,6 +102,30 @@ def test_a_pool_that_hangs_costs_each_call_its_deadlines_and_no_more(own_pool: C
         with storage(own_pool, theirs) as other:
             assert other.batch_get_v1(keys[6:], indices(6, 7)) == [True] * 2
     assert page_bytes(theirs, 6) == page_bytes(mine, 6)
+
+
+def test_what_another_writer_has_begun_is_not_there_yet(pool: CachePool) -> None:
+    keys, mine = digests(2, start=40), host_pool(seed=40)
+    socket = SocketTransport(pool.address, TOKENS["red"], tenant_id("red"))
+    link = MemoryLink(socket.open_connection)
+    try:
+        with storage(pool, mine) as made:
+            kind = made._pools.anchor.kind
+            assert kind is not None
+            names = made._store._part_keys(kind, keys[:1])
+            begun = WritePart(link, [(name, bytes(kind.part_bytes[0])) for name in names], time.monotonic() + 60)
+            begun.await_room()
+            assert made.batch_set_v1(keys, indices(0, 1)) == [True] * 2
+            assert (count(made, "write", "owed"), count(made, "write", "stored")) == (1, 1)
+            assert made.batch_exists(keys) == 0
+            begun.abandon()
+            assert made.flush(30)
+            assert made.batch_exists(keys) == 2
+            assert made.batch_get_v1(keys, indices(8, 9)) == [True] * 2
+    finally:
+        link.close()
+        socket.close()
+    assert page_bytes(mine, 8) == page_bytes(mine, 0)
 
 
 def test_closing_beside_a_dead_pool_takes_a_deadline(own_pool: CachePool) -> None:
