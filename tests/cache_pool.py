@@ -28,14 +28,16 @@ class CachePool:
 
     def __init__(self, folder: Path, tokens: Mapping[str, str]) -> None:
         digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items()}
+        self.address = f"unix:{folder}/pool.sock"
         self._folder, self._tenants = folder, [f"--tenant={name}={digest}" for name, digest in digests.items()]
 
     def __enter__(self) -> "CachePool":
-        self.address = f"unix:{self._folder}/pool.sock"
         listen = [f"--listen={self.address}", "--listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
         arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=512MiB", *self._tenants]
         self._service = Service(arguments, log=self._folder / "pool.log", environ={})
-        self._http = self._service.ready()["http"]
+        ready = self._service.ready()
+        self._http = ready["http"]
+        _, self.tcp = ready["block"].split(",")
         return self
 
     def __exit__(

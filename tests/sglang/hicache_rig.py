@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPref
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
@@ -59,7 +60,7 @@ def files(folder: Path) -> Storage:
     return Storage("file", {"file_storage_path": str(folder)})
 
 
-def kvtier(pool: CachePool, tenant: str = "red", *, copying: bool = False, **tables: Any) -> Storage:
+def kvtier(pool: CachePool, /, tenant: str = "red", *, copying: bool = False, **tables: Any) -> Storage:
     """Ours, over a pool. All tenants share a secret: only their names part them.
 
     :param copying: without SGLang's interface that hands over addresses.
@@ -104,7 +105,7 @@ class Shape:
     def config(self) -> CacheConfig:
         """For SGLang's kit."""
         num_tokens = self.num_pages * max(16, self.page_size)
-        room = {"kv_size": num_tokens, "max_context_len": num_tokens}
+        room = {"kv_size": num_tokens, "max_context_len": num_tokens, "max_num_reqs": 64}
         attention = {"num_layers": self.num_layers, "full_attention_layer_ids": tuple(range(1, self.num_layers, 2))}
         components: tuple[ComponentType, ...] = (ComponentType.FULL,)
         more: dict[str, Any] = {}
@@ -112,7 +113,7 @@ class Shape:
             components, more = (*components, ComponentType.SWA), {"sliding_window_size": max(4, self.page_size)}
         elif self.kind == "mamba":
             components = (*components, ComponentType.MAMBA)
-            more = {"enable_mamba_extra_buffer": self.page_size > 1, "mamba_cache_size": 60}
+            more = {"enable_mamba_extra_buffer": self.page_size > 1, "mamba_cache_size": 200}
         return CacheConfig(
             page_size=self.page_size,
             components=components,
@@ -204,20 +205,43 @@ class Engine:
 
     def store(self, tokens: Sequence[int], *, salt: str | None = None) -> None:
         """From the device to the host and from there to the storage. Returns when SGLang calls it done."""
+        self.begin_store(tokens, salt=salt)
+        self.end_store()
+
+    def begin_store(self, tokens: Sequence[int], *, salt: str | None = None) -> None:
+        """SGLang's thread for writes has it to do."""
         node = self._match(tokens, salt).last_device_node
         self.kit._backup_node(self.cache, node)
         self.kit._write_path_to_l3(self.cache, node)
+
+    def end_store(self) -> None:
         self.kit._flush_l3_backups(self.cache, timeout=WAIT_S)
+
+    def num_stored(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
+        """Tokens of the longest prefix that the storage says it has."""
+        names = get_storage_hash_str(RadixKey(array("q", tokens), cache_salt=salt), page_size=self.kit.shape.page_size)
+        return int(self.backend.batch_exists(names)) * self.kit.shape.page_size
 
     def prefetch(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
         """From the storage to the host. Gives the tokens that are there, of the longest prefix."""
+        self.begin_prefetch(tokens, salt=salt)
+        return self.end_prefetch(tokens, salt=salt)
+
+    def begin_prefetch(self, tokens: Sequence[int], *, salt: str | None = None) -> None:
+        """SGLang's threads for queries and reads have it to do."""
         self._num_requests += 1
-        handle = CacheRequestHandle(f"request-{self._num_requests}", 0)
         root = self.cache.root_node_handle()
-        self.cache.prefetch_from_storage(handle, root, array("q", tokens), None, None, cache_salt=salt)
-        self.kit._run_prefetch_to_completion(self.cache, handle, timeout=WAIT_S)
+        self.cache.prefetch_from_storage(self._request, root, array("q", tokens), None, None, cache_salt=salt)
+
+    def end_prefetch(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
+        self.kit._run_prefetch_to_completion(self.cache, self._request, timeout=WAIT_S)
         match = self._match(tokens, salt)
         return int(match.device_prefix_len + match.host_hit_length)
+
+    @property
+    def _request(self) -> CacheRequestHandle:
+        """The latest."""
+        return CacheRequestHandle(f"request-{self._num_requests}", 0)
 
     def load(self, tokens: Sequence[int], *, salt: str | None = None) -> None:
         """From the host to the device, all of what `prefetch` has said."""
@@ -238,10 +262,14 @@ class Engine:
     def fetch(self, tokens: Sequence[int], *, salt: str | None = None, seed: int = 0) -> int:
         """`prefetch`, and what is there is loaded and compared. Gives the tokens of the hit."""
         num_hit = self.prefetch(tokens, salt=salt)
-        if num_hit:
-            self.load(tokens[:num_hit], salt=salt)
-            self.require_equal(tokens[:num_hit], salt=salt, seed=seed)
+        self.require_loaded(tokens[:num_hit], salt=salt, seed=seed)
         return num_hit
+
+    def require_loaded(self, tokens: Sequence[int], *, salt: str | None = None, seed: int = 0) -> None:
+        """Loads what is on the host, and fails unless it is, byte for byte, what `compute` makes."""
+        if tokens:
+            self.load(tokens, salt=salt)
+            self.require_equal(tokens, salt=salt, seed=seed)
 
     def require_alive(self) -> None:
         """None of SGLang's threads that move pages has died."""
