@@ -36,16 +36,19 @@ test-vllm: .venv/vllm
 
 # SGLang's caches themselves, their controllers and its test kit, on the CPU, with kvtier's storage backend.
 # About 3 minutes.
+TEST_SGLANG := KVTIER_TEST_SGLANG=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 test-sglang: .venv/sglang
-	KVTIER_TEST_SGLANG=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $</bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/sglang
+	$(TEST_SGLANG) $</bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/sglang
 
 # Likewise, 2.8 GB: SGLang's wheel without what only a GPU needs. Compiles SGLang's page hash.
 .venv/sglang:
 	$(PYTHON) connectors/sglang_env/make_venv.py --into $@
 
-# A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too.
-soak: .venv/dev.stamp
+# A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
+# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more.
+soak: .venv/dev.stamp .venv/sglang
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
+	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
 # Every kind of fault over every path, 20 seconds each, and 200 processes killed over a disk: about 12 minutes.
 chaos: .venv/dev.stamp

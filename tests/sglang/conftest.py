@@ -9,6 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ASKED_FOR = "KVTIER_TEST_SGLANG"
+FAULT_ROUNDS = "KVTIER_TEST_SGLANG_FAULT_ROUNDS"
 collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
 """Ignored, not skipped: where SGLang is not installed, they cannot even be imported."""
 
@@ -32,3 +33,10 @@ if not collect_ignore_glob:
         """One that a test may kill."""
         with CachePool(tmp_path, TOKENS) as running:
             yield running
+
+    def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+        """Moments of faults are never quite the same: `make soak` has them over and over."""
+        rounds = int(os.environ.get(FAULT_ROUNDS, "1"))
+        if rounds > 1 and metafunc.module.__name__.endswith("test_faults"):
+            metafunc.fixturenames.append("fault_round")
+            metafunc.parametrize("fault_round", range(rounds))
