@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from unittest import mock
 
-from transformers.utils import is_torchvision_available
+from transformers.utils.import_utils import is_torchvision_available
 
 if importlib.util.find_spec("torchvision") is None:
     # Asked first: transformers remembers the answer, and leaves alone what is put in its place now.
