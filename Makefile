@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit test-compose test-vllm .venv/vllm soak chaos bench peers proto clean
+.PHONY: demo test lint unit test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -34,9 +34,21 @@ test-vllm: .venv/vllm
 .venv/vllm:
 	$(PYTHON) connectors/vllm_env/make_venv.py --into $@
 
-# A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too.
-soak: .venv/dev.stamp
+# SGLang's caches themselves, their controllers and its test kit, on the CPU, with kvtier's storage backend.
+# About 3 minutes.
+TEST_SGLANG := KVTIER_TEST_SGLANG=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
+test-sglang: .venv/sglang
+	$(TEST_SGLANG) $</bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/sglang
+
+# Likewise, 2.8 GB: SGLang's wheel without what only a GPU needs. Compiles SGLang's page hash.
+.venv/sglang:
+	$(PYTHON) connectors/sglang_env/make_venv.py --into $@
+
+# A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
+# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more.
+soak: .venv/dev.stamp .venv/sglang
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
+	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
 # Every kind of fault over every path, 20 seconds each, and 200 processes killed over a disk: about 12 minutes.
 chaos: .venv/dev.stamp

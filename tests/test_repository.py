@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_vllm_bench"}
+PACKAGES = {
+    "kvtier",
+    "kvtier_kernels",
+    "kvtier_pool",
+    "kvtier_engine",
+    "kvtier_vllm",
+    "kvtier_vllm_bench",
+    "kvtier_sglang",
+    "kvtier_sglang_bench",
+}
 
 
 def test_containers_are_not_packages() -> None:
@@ -94,7 +103,8 @@ def test_the_map_of_modules_is_complete() -> None:
     """`docs/structure.md` has a line per module, and each module says what it is."""
     listed = (ROOT / "docs" / "structure.md").read_text()
     packages = ("kvtier", "kernels/kvtier_kernels", "services/kvtier_pool", "services/kvtier_engine")
-    for package in (*packages, "connectors/kvtier_vllm", "connectors/kvtier_vllm_bench"):
+    plugins = ("kvtier_vllm", "kvtier_vllm_bench", "kvtier_sglang", "kvtier_sglang_bench")
+    for package in (*packages, *(f"connectors/{plugin}" for plugin in plugins)):
         for module in (ROOT / package).rglob("*.py"):
             if "_pb2" in module.name:
                 continue

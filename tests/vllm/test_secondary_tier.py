@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from garbling_proxy import GarblingProxy
 from native_rig import (
     ListeningPool,
     Native,
@@ -23,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_rig import BLOCK, Answer, CachePool, Lab, cached_of, make_prompts, none_hit, tokens_of
 
 import kvtier_vllm.secondary_tier
+from garbling_proxy import GarblingProxy
 
 CHUNKS = range(6)
 CONTENTS = [content(number) for number in CHUNKS]

@@ -1,7 +1,6 @@
-"""vLLM engines, its OpenAI server and a cache pool, each in processes of their own. Every wait has a bound."""
+"""vLLM engines and its OpenAI server, each in processes of their own. Every wait has a bound."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -11,20 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import httpx
 
-from kvtier.processes import Service
+from cache_pool import TOKENS, WAIT_S, until
+from cache_pool import CachePool as CachePool  # for the tests
 
 CHILD = Path(__file__).with_name("engine_child.py")
-WAIT_S = 120.0
-"""Bound on everything that is waited for; never reached when the code works."""
 STOP_S = 60.0
 BLOCK = 32
 """Tokens of a block; vLLM on the CPU wants multiples of 32."""
@@ -35,8 +31,6 @@ CROWD_TOKENS = 120
 KV_BYTES = 256 << 20
 """Of an engine's device, which it fills with zeros at its start."""
 VOCABULARY = 2000
-TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
-"""Of tenants, for the pool."""
 ENVIRON = {
     "TORCH_COMPILE_DISABLE": "1",  # of helpers that vLLM compiles in eager mode too, 3 s at every engine's first step
     "OMP_NUM_THREADS": "1",  # where cores are shared, threads that wait for each other in a loop take for ever
@@ -109,13 +103,6 @@ def none_hit(prompts: Sequence[Sequence[int]]) -> list[int]:
 def num_blocks(prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS, *, block_size: int = BLOCK) -> int:
     """Blocks that are full when so many tokens were generated to each. The last one's KV is never made."""
     return sum((len(prompt) + num_tokens - 1) // block_size for prompt in prompts)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"in vain: {what}"
-        time.sleep(0.05)
 
 
 def settings(tenant: str | None = "red", *, gateway: Sequence[str] = (), **tables: Any) -> dict[str, Any]:
@@ -337,59 +324,6 @@ class Lab:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-
-
-class CachePool:
-    """`kvtier pool serve`. A context manager: leaving it kills the pool."""
-
-    def __init__(self, folder: Path, tokens: Mapping[str, str]) -> None:
-        digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items()}
-        self._folder, self._tenants = folder, [f"--tenant={name}={digest}" for name, digest in digests.items()]
-
-    def __enter__(self) -> "CachePool":
-        self.address = f"unix:{self._folder}/pool.sock"
-        listen = [f"--listen={self.address}", "--listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
-        arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=512MiB", *self._tenants]
-        self._service = Service(arguments, log=self._folder / "pool.log", environ={})
-        self._http = self._service.ready()["http"]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL; waits."""
-        self._service.kill()
-
-    def suspend(self) -> None:
-        """SIGSTOP: connections stay, and nobody answers."""
-        self._service.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._service.process.send_signal(signal.SIGCONT)
-
-    def num_written(self) -> int:
-        """Blocks that engines have stored here."""
-        return self._count("kvtier_pool_written_blocks_total", 'status="stored"')
-
-    def num_pinned(self) -> int:
-        """Blocks that stay in memory because somebody wants it."""
-        return self._count("kvtier_pool_pinned_blocks", "")
-
-    def num_read(self) -> int:
-        """Blocks that engines have got from here."""
-        return self._count("kvtier_pool_read_blocks_total", 'source="memory"')
-
-    def await_written(self, num_blocks: int) -> None:
-        until(lambda: self.num_written() >= num_blocks, f"{num_blocks} blocks were stored")
-
-    def _count(self, name: str, label: str) -> int:
-        with urllib.request.urlopen(f"http://{self._http}/metrics", timeout=WAIT_S) as response:
-            lines = response.read().decode().splitlines()
-        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
-        return int(sum(float(line.rpartition(" ")[2]) for line in samples))
 
 
 def _options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""All that depends on SGLang's version."""
+
+from typing import Any
+
+import sglang
+from sglang.srt.arg_groups.overrides import resolution_result
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.runtime_context import get_server_args
+
+from kvtier.errors import ConfigError
+
+SUPPORTED = ("0.5.23",)
+_REPLICATED = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool)
+"""Host pools of which all tensor-parallel ranks hold the same, where the model's KV is of that kind."""
+
+
+def require_version() -> None:
+    """Raises `ConfigError` for an SGLang that this backend was not tried with."""
+    if sglang.__version__ not in SUPPORTED:
+        raise ConfigError(
+            f"kvtier works with SGLang {', '.join(SUPPORTED)}, this is {sglang.__version__}: install one of these"
+        )
+
+
+def version() -> str:
+    """SGLang's."""
+    return str(sglang.__version__)
+
+
+def option(name: str) -> Any | None:
+    """An option of the server, as it came out of what the user said; None where no server is."""
+    try:
+        args = get_server_args()
+    except ValueError:
+        return None
+    return resolution_result(args, name)
+
+
+def holds_no_bytes(host_pool: Any) -> bool:
+    """Whether a host pool hands out indices alone, and others hold the bytes."""
+    return isinstance(host_pool, LogicalHostPool)
+
+
+def is_replicated(host_pool: Any, *, is_mla_model: bool) -> bool:
+    """Whether all tensor-parallel ranks hold the same in it, so that one of them writes for all.
+
+    Only what is known to be so: a rank that took another's share of the heads for its own would be wrong, one that
+    finds nothing is slow.
+    """
+    return is_mla_model and isinstance(host_pool, _REPLICATED)

@@ -1,0 +1,281 @@
+"""Pages of SGLang's host memory as buffers that the pool reads into and writes from.
+
+Three ways, by what a host pool offers:
+
+- **direct**: a page is in a few pieces (keys and values of all layers: `page_first`, `page_first_direct`, `page_head`;
+  one piece of latent attention; a state and its convolutions). Each piece is a block of the pool by itself, in a
+  namespace of its own, so that it goes straight between the two memories, without a copy between. One block of all
+  pieces would need a pool that gathers.
+- **gathered**: a page is in a piece or two of each layer (`layer_first`). As blocks, these would be some dozens of keys
+  for every page, so they are brought together in a staging buffer: one copy more, in the processor's cache.
+- **flat**: a host pool that does not say where its pages are hands out copies.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from kvtier.errors import ConfigError, InvalidInputError
+
+MAX_PARTS = 8
+"""Pieces of a page that are worth blocks of their own."""
+_STAGING_BYTES = 32 << 20
+"""What pages take at a time that are copied on the way."""
+_BATCH_BYTES = 64 << 20
+"""And others: what came in time counts, batch by batch."""
+_DIRECT, _GATHERED, _FLAT = "direct", "gathered", "flat"
+_Places = tuple[list[int], list[int]]
+"""Addresses and sizes of pieces, all of one page, then all of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Buffers for some pages, until `give_back`."""
+
+    buffers: list[list[memoryview]]
+    """Of each page, its parts."""
+    give_back: Callable[[], None]
+    """Whoever has read into the buffers has the pages where SGLang looks for them, after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """What a page is in the pool: engines in which it differs never meet."""
+
+    kind: str
+    """Which of the three ways."""
+    piece_bytes: tuple[int, ...]
+    """Of each piece of a page, in the host pool's own order, in which they are stored."""
+    part_bytes: tuple[int, ...]
+    """Of each block that a page is: a piece, or all of them."""
+
+    @property
+    def batch_pages(self) -> int:
+        """Pages in one transfer."""
+        most = _BATCH_BYTES if self.kind == _DIRECT else _STAGING_BYTES
+        return max(1, most // max(1, sum(self.part_bytes)))
+
+
+class HostPages(Protocol):
+    """The pages of one host pool. Any thread; `indices` are those of whole pages, page by page, as SGLang counts."""
+
+    @property
+    def form(self) -> PageForm:
+        """What pages are in the pool."""
+
+    def lend_filled(self, indices: torch.Tensor) -> Lent:
+        """Buffers with the pages' bytes, to write from."""
+
+    def lend_empty(self, indices: torch.Tensor) -> Lent:
+        """Buffers to read into."""
+
+
+def pages_of(host_pool: Any) -> HostPages:
+    """How pages of this host pool are best reached. `ConfigError`: in no way."""
+    try:
+        addresses, sizes = host_pool.get_page_buffer_meta(torch.arange(page_size_of(host_pool), dtype=torch.int64))
+    except (NotImplementedError, ValueError):
+        # In this layout, or ever; copies may be had nevertheless.
+        try:
+            return FlatPages(host_pool)
+        except NotImplementedError as error:
+            raise ConfigError(f"{type(host_pool).__name__} hands out no pages to store: {error}") from error
+    parts = [int(size) for size in sizes]
+    if not parts or len(addresses) != len(parts):
+        raise ConfigError(f"{type(host_pool).__name__} names {len(addresses)} places and {len(parts)} sizes of a page")
+    return DirectPages(host_pool, parts) if len(parts) <= MAX_PARTS else GatheredPages(host_pool, addresses, parts)
+
+
+def page_size_of(host_pool: Any) -> int:
+    """Indices of a page: more than the host pool's rows where several ranks share them."""
+    return int(getattr(host_pool, "logical_page_size", None) or host_pool.page_size or 1)
+
+
+class DirectPages:
+    """Host memory itself."""
+
+    def __init__(self, host_pool: Any, part_bytes: Sequence[int]) -> None:
+        """:param host_pool: the caller's, as long as anything is lent."""
+        self._pool = host_pool
+        self.form = PageForm(_DIRECT, tuple(part_bytes), tuple(part_bytes))
+
+    def lend_filled(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        addresses, sizes = _places(self._pool, indices, self.form.piece_bytes)
+        views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
+        num_parts = len(self.form.part_bytes)
+        return Lent([views[start : start + num_parts] for start in range(0, len(views), num_parts)], _nothing)
+
+    def lend_empty(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        return self.lend_filled(indices)
+
+
+class GatheredPages:
+    """Copies in staging buffers, which are made when needed and kept.
+
+    Pieces stand there in the host pool's order, whatever that of their addresses is in this process.
+    """
+
+    def __init__(self, host_pool: Any, addresses: Sequence[int], piece_bytes: Sequence[int]) -> None:
+        """:param addresses: of the pieces of any page; where the others' are is asked for when it matters."""
+        self._pool, self.form = host_pool, PageForm(_GATHERED, tuple(piece_bytes), (sum(piece_bytes),))
+        self._offsets = np.array(addresses, dtype=np.int64) - addresses[0]
+        ends = np.cumsum(piece_bytes).tolist()
+        places = [end - nbytes for end, nbytes in zip(ends, piece_bytes, strict=True)]
+        self._rows = tuple(_rows(sorted(zip(self._offsets.tolist(), piece_bytes, places, strict=True))))
+        self._idle: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
+
+    def lend_filled(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        pages = self._pages(indices)
+        staging = self._take()
+        for page, staged in zip(pages, staging, strict=False):
+            for rows in self._rows:
+                np.copyto(rows.staged(staged), rows.of_page(page))
+        return Lent([[staged.data] for staged in staging[: len(pages)]], lambda: self._idle.put(staging))
+
+    def lend_empty(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        pages = self._pages(indices)
+        staging = self._take()
+
+        def scatter() -> None:
+            for page, staged in zip(pages, staging, strict=False):
+                for rows in self._rows:
+                    np.copyto(rows.of_page(page), rows.staged(staged))
+            self._idle.put(staging)
+
+        return Lent([[staged.data] for staged in staging[: len(pages)]], scatter)
+
+    def _take(self) -> npt.NDArray[np.uint8]:
+        """`[pages, bytes]`"""
+        with suppress(Empty):
+            return self._idle.get_nowait()
+        return np.zeros((self.form.batch_pages, self.form.part_bytes[0]), dtype=np.uint8)
+
+    def _pages(self, indices: torch.Tensor) -> list[int]:
+        """Where each page's first piece is. `InvalidInputError`: the others are not where they should be from there."""
+        addresses, _ = _places(self._pool, indices, self.form.piece_bytes)
+        pieces = np.array(addresses, dtype=np.int64).reshape(-1, len(self._offsets))
+        if not (pieces == pieces[:, :1] + self._offsets).all():
+            raise InvalidInputError("pieces of pages lie otherwise than those of the first page")
+        return list(map(int, pieces[:, 0]))
+
+
+class _Rows(NamedTuple):
+    """Pieces of one size at equal distances: one copy for all of them, so that the interpreter is asked for once."""
+
+    num: int
+    nbytes: int
+    """Of each."""
+    offset: int
+    """From the page's first piece; may be negative."""
+    step: int
+    at: int
+    """In the staged page."""
+    at_step: int
+
+    def of_page(self, page: int) -> npt.NDArray[np.uint8]:
+        memory = _view(page + self.offset, (self.num - 1) * self.step + self.nbytes)
+        return np.ndarray((self.num, self.nbytes), dtype=np.uint8, buffer=memory, strides=(self.step, 1))
+
+    def staged(self, page: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return as_strided(page[self.at :], (self.num, self.nbytes), (self.at_step, 1))
+
+
+def _rows(pieces: Sequence[tuple[int, int, int]]) -> Iterator[_Rows]:
+    """:param pieces: offset, size and place in the staged page of each, in order of their offsets."""
+    first = 0
+    while first < len(pieces):
+        offset, nbytes, at = pieces[first]
+        last, step = first, (nbytes, nbytes)
+        while last + 1 < len(pieces) and pieces[last + 1][1] == nbytes:
+            following, _, following_at = pieces[last + 1]
+            distance = (following - pieces[last][0], following_at - pieces[last][2])
+            if distance[1] <= 0 or (last > first and distance != step):
+                break
+            step, last = distance, last + 1
+        yield _Rows(last - first + 1, nbytes, offset, step[0], at, step[1])
+        first = last + 1
+
+
+class FlatPages:
+    """The host pool's own copies."""
+
+    def __init__(self, host_pool: Any) -> None:
+        self._pool = host_pool
+        blank: torch.Tensor = host_pool.get_dummy_flat_data_page()
+        self.form = flat_form(blank.nbytes)
+
+    def lend_filled(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        pages = [self._pool.get_data_page(index, flat=True) for index in self._firsts(indices)]
+        return Lent([[tensor_bytes(page.contiguous())] for page in pages], _nothing)
+
+    def lend_empty(self, indices: torch.Tensor) -> Lent:
+        """See `HostPages`."""
+        firsts = self._firsts(indices)
+        pages = [self._pool.get_dummy_flat_data_page() for _ in firsts]
+
+        def put() -> None:
+            for index, page in zip(firsts, pages, strict=True):
+                self._pool.set_from_flat_data_page(index, page)
+
+        return Lent([[tensor_bytes(page)] for page in pages], put)
+
+    def _firsts(self, indices: torch.Tensor) -> list[int]:
+        _require_indices(self._pool, indices)
+        return [int(index) for index in indices[:: page_size_of(self._pool)].tolist()]
+
+
+def flat_form(nbytes: int) -> PageForm:
+    """Of copies, each so long."""
+    return PageForm(_FLAT, (nbytes,), (nbytes,))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which it keeps alive."""
+    view: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return view.data
+
+
+def _places(host_pool: Any, indices: torch.Tensor, piece_bytes: Sequence[int]) -> _Places:
+    """Of the pieces of these pages. `InvalidInputError`: the host pool says what it did not say of its first page."""
+    _require_indices(host_pool, indices)
+    addresses, sizes = host_pool.get_page_buffer_meta(indices)
+    num_pages = len(indices) // page_size_of(host_pool)
+    if len(addresses) != num_pages * len(piece_bytes) or list(sizes) != list(piece_bytes) * num_pages:
+        raise InvalidInputError(f"{len(addresses)} pieces of {num_pages} pages: {len(piece_bytes)} each were expected")
+    return addresses, sizes
+
+
+def _require_indices(host_pool: Any, indices: torch.Tensor) -> None:
+    """Raises `InvalidInputError` for indices that are outside of the host pool, or of a part of a page."""
+    if len(indices) % page_size_of(host_pool):
+        raise InvalidInputError(f"{len(indices)} indices: pages have {page_size_of(host_pool)}")
+    size = int(getattr(host_pool, "logical_size", None) or host_pool.size)
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+        raise InvalidInputError(f"indices from {int(indices.min())} to {int(indices.max())} of {size}")
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview(_bytes_type(nbytes).from_address(address)).cast("B")
+
+
+@lru_cache(maxsize=64)
+def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * nbytes
+
+
+def _nothing() -> None:
+    """What is lent is host memory itself."""

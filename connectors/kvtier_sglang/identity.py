@@ -1,0 +1,196 @@
+"""Which bytes the pages of a host pool hold: SGLang's keys name tokens alone, so all else is in the namespace."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+from kvtier.errors import ConfigError
+from kvtier.namespace import Namespace
+from kvtier.weights_digest import weights_digest
+from kvtier_sglang import compat
+from kvtier_sglang.host_pages import PageForm
+from kvtier_sglang.settings import SOURCE, Settings
+
+DIGESTS = Path("~/.cache/kvtier").expanduser()
+"""Where digests of weights are remembered."""
+_LABEL = b"kvtier.sglang.model.v1"
+_SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
+"""Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
+_ARITHMETIC = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "json_model_override_args",
+    "load_format",
+    "model_impl",
+    "device",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "mamba_ssm_dtype",
+    "torchao_config",
+    "speculative_algorithm",
+)
+"""Options of the server that say how the weights are used, and in which form KV is kept."""
+_GEOMETRY = (
+    "layout",
+    "page_size",
+    "layer_num",
+    "target_layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "head_group_num",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "dsa_kv_cache_store_fp8",
+    "size_per_token",
+    "item_bytes",
+    "row_bytes",
+    "num_mamba_layers",
+    "temporal_state_shape",
+    "temporal_dtype",
+    "conv_state_shapes",
+    "conv_dtype",
+    "indexer_dtype",
+    "indexer_page_stride_size",
+    "storage_format_tag",
+    "dcp_size",
+    "dcp_rank",
+)
+"""Attributes of host pools that decide how a page looks; each kind of pool has some of them."""
+
+
+def model_digest(settings: Settings, model_name: str | None, digests: Path = DIGESTS) -> bytes:
+    """Of the weights' content, or what the operator says stands for it, and of all that says how they are used.
+
+    :raises ConfigError: nothing says which weights these are, or adapters are known by their paths alone.
+    """
+    if compat.option("lora_paths"):
+        raise ConfigError(
+            "SGLang knows adapters of --lora-paths by name and path, and others may lie there elsewhere: load them "
+            "through /load_lora_adapter, which gives each an id of its own, or leave out this backend"
+        )
+    used = {name: str(compat.option(name)) for name in _ARITHMETIC}
+    used |= {"platform": "hip" if torch.version.hip else "cuda" if torch.version.cuda else "", "scales": _scales()}
+    draft = compat.option("speculative_draft_model_path")
+    if settings.model_revision is not None:
+        used |= {"name": str(model_name), "draft": str(draft), "revision": settings.model_revision}
+        return _digest(_LABEL, used)
+    used |= _content(settings.model_folder or _folder("model_path", "revision"), "", digests)
+    if draft:
+        used |= _content(_folder("speculative_draft_model_path", "speculative_draft_model_revision"), "draft.", digests)
+    return _digest(_LABEL, used)
+
+
+def namespaces_of(
+    host_pool: Any, name: str, form: PageForm, config: HiCacheStorageConfig, model: bytes
+) -> list[Namespace]:
+    """Of the parts of a page, in order.
+
+    :param name: SGLang's, of the pool.
+    """
+    replicated = compat.is_replicated(host_pool, is_mla_model=config.is_mla_model)
+    described = {attribute: _plain(getattr(host_pool, attribute, None)) for attribute in _GEOMETRY}
+    described |= {
+        "device_rows": [list(buffer.shape[1:]) for buffer in getattr(host_pool, "device_k_buffers", ())[:1]],
+        "pool": name,
+        "class": type(host_pool).__name__,
+        "kind": form.kind,
+        "pieces": list(form.piece_bytes),
+        "context_parallel": [config.attn_cp_rank, config.attn_cp_size],
+        "logical_page_size": config.logical_page_size,
+    }
+    return [
+        Namespace(
+            weights_digest=model,
+            dtype=str(getattr(host_pool, "dtype", None)),
+            kv_dtype=str(getattr(host_pool, "dtype", None)),
+            physical_layout=_digest(b"", described).hex(),
+            backend=f"sglang-{compat.version()}",
+            num_layers=int(getattr(host_pool, "layer_num", 0)),
+            num_kv_heads=int(getattr(host_pool, "head_num", 0)),
+            head_dim=int(getattr(host_pool, "head_dim", 0)),
+            tp_size=config.tp_size,
+            tp_rank=0 if replicated else config.tp_rank,
+            pp_size=config.pp_size,
+            pp_rank=config.pp_rank,
+            kv_group=part,
+        )
+        for part in range(len(form.part_bytes))
+    ]
+
+
+def _scales() -> str:
+    """Those of quantised KV that are in a file of their own, by its content."""
+    path = compat.option("quantization_param_path")
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"--quantization-param-path: cannot read {path}: {error}") from error
+
+
+def _folder(path_option: str, revision_option: str) -> Path:
+    """Where a model of the server's options lies on this machine."""
+    path = compat.option(path_option)
+    if path and Path(path).is_dir():
+        return Path(path)
+    if path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        revision, cache = compat.option(revision_option), compat.option("download_dir")
+        try:
+            return Path(snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
+        except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+            reason = f"{path} is no folder here and in no Hugging Face cache: {error}"
+    else:
+        reason = "no server's options say where the model is"
+    raise ConfigError(
+        f"{SOURCE}: KV is kept by the content of the weights, and {reason}; add model_folder, or model_revision with a "
+        "text that changes whenever the weights do"
+    )
+
+
+def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
+    """Of a model's folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder}: no *.safetensors there, and KV is kept by the content of the weights; add model_revision to "
+            "the extra config, with a text that changes whenever the weights do"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: cannot be read: {error}") from error
+    said = {name: value for name, value in config.items() if name not in _SAYS_NOTHING}
+    return {
+        f"{prefix}weights": weights_digest(files, digests).hex(),
+        f"{prefix}config": json.dumps(said, sort_keys=True),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has, the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return type(value).__name__
+
+
+def _digest(label: bytes, values: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(label + json.dumps(values, sort_keys=True).encode()).digest()

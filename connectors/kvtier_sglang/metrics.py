@@ -1,0 +1,70 @@
+"""What the backend did: counters of our own, and what SGLang collects from storage backends."""
+
+import threading
+from collections import deque
+
+from prometheus_client import Counter, Gauge
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvtier.metrics import Metrics
+
+_MAX_SAMPLES = 1024
+"""Batches between two looks of SGLang, which looks at every step."""
+
+
+class StorageStats:
+    """Counts pages. Any thread. In SGLang's processes, `--enable-metrics` shows the counters beside its own."""
+
+    def __init__(self, metrics: Metrics, *, collects: bool) -> None:
+        """
+        :param metrics: those of the tier, whose registry the counters join.
+        :param collects: whether anybody drains the samples.
+        """
+        self.registry = metrics.registry
+        self._pages = Counter(
+            "kvtier_sglang_pages",
+            "Pages by what SGLang asked for (query, read, write) and what came of it: hit, miss; stored, exists, owed "
+            "(tried again later), retried (and stored), dropped (not stored, or given up); refused (not understood)",
+            ["pool", "op", "status"],
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            "kvtier_sglang_waiting_bytes",
+            "Bytes of pages that the cache pool has not taken yet",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self._collects = collects
+        self._lock = threading.Lock()
+        self._samples: dict[str, deque[tuple[int, float]]] = {
+            op: deque(maxlen=_MAX_SAMPLES) for op in ("read", "write")
+        }
+        """Pages and GB/s of batches since the last drain. Guarded by _lock."""
+
+    def count(self, pool: str, op: str, status: str, amount: int = 1) -> None:
+        """Counts pages."""
+        if amount:
+            self._pages.labels(pool, op, status).inc(amount)
+
+    def note_waiting(self, nbytes: int) -> None:
+        """Sets the gauge."""
+        self._waiting.set(nbytes)
+
+    def sample(self, op: str, num_pages: int, nbytes: int, seconds: float) -> None:
+        """Notes a batch that was read or written."""
+        if self._collects and num_pages and seconds > 0:
+            with self._lock:
+                self._samples[op].append((num_pages, nbytes / seconds / 1e9))
+
+    def drain(self) -> StorageMetrics:
+        """What was noted since the last call, as SGLang takes it."""
+        with self._lock:
+            read, written = (list(self._samples[op]) for op in ("read", "write"))
+            for samples in self._samples.values():
+                samples.clear()
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in read],
+            backup_pgs=[pages for pages, _ in written],
+            prefetch_bandwidth=[speed for _, speed in read],
+            backup_bandwidth=[speed for _, speed in written],
+        )

@@ -1,0 +1,166 @@
+"""Pages that the pool did not take when SGLang gave them, kept as copies and tried again.
+
+SGLang offers a page once. One that is missing makes all pages after it worthless, since prefixes are found from the
+front: so nothing is given up that has a chance, in the order in which it came.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.keys import StoreKey
+from kvtier.tiers.base import WriteStatus
+
+_log = logging.getLogger(__name__)
+_BATCH_BYTES = 32 << 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED)
+Items = Sequence[tuple[StoreKey, memoryview]]
+"""The parts of a page, or of several."""
+Write = Callable[[Items], Sequence[WriteStatus]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    items: Items
+    nbytes: int
+    give_up_at: float
+
+
+class OwedPages:
+    """Bounded in bytes and in time; a thread of its own writes. Any thread; `add` copies, nothing but `close` waits."""
+
+    def __init__(
+        self,
+        write: Write,
+        *,
+        capacity_bytes: int,
+        keep_s: float,
+        on_settled: Callable[[str], None],
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """
+        :param write: called by the thread; answers within a deadline of its own.
+        :param capacity_bytes: of all pages that wait; one beyond is refused.
+        :param keep_s: after which a page that was never taken is dropped.
+        :param on_settled: called by the thread for each page that leaves: `retried` or `dropped`.
+        """
+        self._write, self._capacity_bytes, self._keep_s = write, capacity_bytes, keep_s
+        self._on_settled, self._clock = on_settled, clock
+        self._changed = threading.Condition()
+        self._pages: dict[StoreKey, _Page] = {}
+        """By the key of the first part, the oldest first. Guarded by _changed."""
+        self._waiting_bytes = 0
+        """Guarded by _changed."""
+        self._close_by: float | None = None
+        """When to stop trying; None: not closing. Guarded by _changed."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-owed", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of all pages that wait."""
+        return self._waiting_bytes
+
+    def has(self, key: StoreKey) -> bool:
+        """Whether the page whose first part is called so waits already."""
+        with self._changed:
+            return key in self._pages
+
+    def add(self, items: Items) -> bool:
+        """Copies a page, to be written when the pool takes it. False: there is no room, or no time any more."""
+        first, nbytes = items[0][0], sum(len(payload) for _, payload in items)
+        with self._changed:
+            if first in self._pages:
+                return True
+            if self._close_by is not None or self._waiting_bytes + nbytes > self._capacity_bytes:
+                return False
+            self._waiting_bytes += nbytes
+        copies = [(key, np.frombuffer(payload, dtype=np.uint8).copy().data) for key, payload in items]
+        with self._changed:
+            if first in self._pages or self._close_by is not None:
+                self._waiting_bytes -= nbytes
+                return first in self._pages
+            self._pages[first] = _Page(copies, nbytes, self._clock() + self._keep_s)
+            self._changed.notify_all()
+        return True
+
+    def forget(self) -> None:
+        """Drops all that waits, but for what is being written at this moment."""
+        with self._changed:
+            self._waiting_bytes -= sum(page.nbytes for page in self._pages.values())
+            self._pages.clear()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing waits; False: something still does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pages, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what waits, for at most so long and the one write under way. Idempotent."""
+        with self._changed:
+            if self._close_by is None:
+                self._close_by = self._clock() + timeout_s
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while batch := self._next(pause_s):
+            pages = list(batch.values())
+            try:
+                statuses = iter(self._write([item for page in pages for item in page.items]))
+                outcomes = [[next(statuses) for _ in page.items] for page in pages]
+            except Exception:
+                # Tiers do not raise. A bug in one must not end this thread, or nothing would be tried again.
+                _log.exception("writing %d pages failed", len(pages))
+                outcomes = [[WriteStatus.FAILED] * len(page.items) for page in pages]
+            is_better = self._settle(batch, outcomes)
+            pause_s = 0.0 if is_better else min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        with self._changed:
+            if self._pages:
+                _log.warning("%d pages that the pool did not take are lost", len(self._pages))
+
+    def _next(self, pause_s: float) -> dict[StoreKey, _Page]:
+        """The oldest pages, after a pause; none when it is time to end."""
+        with self._changed:
+            if pause_s:
+                self._changed.wait_for(lambda: self._close_by is not None, pause_s)
+            self._changed.wait_for(lambda: self._pages or self._close_by is not None)
+            if self._close_by is not None and self._clock() >= self._close_by:
+                return {}
+            if pause_s and self._close_by is not None:
+                # Closing ends a pause at once; from then on pauses are short ones.
+                self._changed.wait(_FIRST_PAUSE_S)
+            batch: dict[StoreKey, _Page] = {}
+            nbytes = 0
+            for key, page in self._pages.items():
+                if batch and nbytes + page.nbytes > _BATCH_BYTES:
+                    break
+                batch[key] = page
+                nbytes += page.nbytes
+            return batch
+
+    def _settle(self, batch: dict[StoreKey, _Page], outcomes: Sequence[Sequence[WriteStatus]]) -> bool:
+        """Lets go of what is written or has no chance. Whether any was."""
+        now = self._clock()
+        settled: list[str] = []
+        with self._changed:
+            for (key, page), statuses in zip(batch.items(), outcomes, strict=True):
+                has_chance = WriteStatus.FULL not in statuses and now < page.give_up_at
+                is_open = any(status in _AGAIN for status in statuses)
+                if is_open and has_chance:
+                    continue
+                settled.append("dropped" if is_open or WriteStatus.FULL in statuses else "retried")
+                if self._pages.get(key) is page:
+                    del self._pages[key]
+                    self._waiting_bytes -= page.nbytes
+            self._changed.notify_all()
+        for outcome in settled:
+            self._on_settled(outcome)
+        return bool(settled)

@@ -1,0 +1,198 @@
+"""Pages in the cache pool: whether they are there, reading them, writing them. What fails is not there."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier_sglang.host_pages import Lent
+from kvtier_sglang.metrics import StorageStats
+from kvtier_sglang.owed_pages import Items, OwedPages
+from kvtier_sglang.page_keys import PageKeys
+
+_THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
+_MAX_SEEN = 1 << 17
+"""Pages that `clear` can forget: some 20 MB of keys."""
+_T = TypeVar("_T")
+Lend = Callable[[Sequence[int]], Lent]
+"""Buffers for the pages at these places in the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageKind:
+    """Pages of one host pool, as the pool has them."""
+
+    name: str
+    """The host pool's, in SGLang and in metrics."""
+    namespaces: tuple[NamespaceId, ...]
+    """Of the parts of a page, in order."""
+    part_bytes: tuple[int, ...]
+    batch_pages: int
+    """Pages in one transfer."""
+
+
+class PageStore:
+    """Any thread. Every method ends within a few deadlines of the tiers, and raises nothing for what they do.
+
+    A page is there when all its parts are, and is read as a whole or not at all.
+    """
+
+    def __init__(
+        self,
+        keys: PageKeys,
+        *,
+        queries: Tier,
+        data: Tier,
+        stats: StorageStats,
+        patience_s: float,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """
+        :param queries: the pool, for questions: with a short deadline, and not behind transfers.
+        :param data: the same pool, for transfers.
+        :param patience_s: after which a call of SGLang's begins no further transfer.
+        """
+        self._keys, self._queries, self._data = keys, queries, data
+        self._stats = stats
+        self._patience_s, self._clock = patience_s, clock
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[tuple[NamespaceId, ...], BlockKey], None] = {}
+        """Pages that were found or written, the oldest first. Guarded by _lock."""
+
+    def present(self, wanted: Sequence[tuple[PageKind, Sequence[str]]]) -> list[list[bool]]:
+        """Of pages of several kinds, which are there. One round trip for all."""
+        keys = list(chain.from_iterable(self._part_keys(kind, names) for kind, names in wanted))
+        found = iter(self._queries.lookup(keys) if keys else [])
+        answers: list[list[bool]] = []
+        for kind, names in wanted:
+            is_there = [True] * len(names)
+            for _ in kind.namespaces:
+                for i, status in zip(range(len(names)), found, strict=False):
+                    is_there[i] = is_there[i] and status is Status.HIT
+            answers.append(is_there)
+            self._note_seen(kind, names, is_there)
+        return answers
+
+    def begin_by(self) -> float:
+        """Until when a call of SGLang's that comes now may begin transfers; each has a deadline of its own."""
+        return self._clock() + self._patience_s
+
+    def read(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float) -> list[bool]:
+        """Reads pages into what `lend` gives, until one is missing: those after it are of no use."""
+        started, got = self._clock(), [False] * len(names)
+        for places in _batches(range(len(names)), kind.batch_pages):
+            if self._clock() > begin_by:
+                break
+            lent = lend(places)
+            into = [page[part] for part in range(len(kind.namespaces)) for page in lent.buffers]
+            statuses = self._data.read(self._part_keys(kind, [names[i] for i in places]), into)
+            for i, of_page in zip(places, _by_page(statuses, len(places)), strict=True):
+                got[i] = all(status is Status.HIT for status in of_page)
+            lent.give_back()
+            if not all(got[i] for i in places):
+                break
+        num_hits = sum(got)
+        self._stats.count(kind.name, "read", "hit", num_hits)
+        self._stats.count(kind.name, "read", "miss", len(names) - num_hits)
+        self._stats.sample("read", num_hits, num_hits * sum(kind.part_bytes), self._clock() - started)
+        return got
+
+    def write(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: OwedPages) -> list[bool]:
+        """Writes pages that are not there. True: the pool has it, or it waits in `owed`. What is lent is not kept."""
+        started = self._clock()
+        is_kept = self.present([(kind, names)])[0] if started <= begin_by else [False] * len(names)
+        self._stats.count(kind.name, "write", "exists", sum(is_kept))
+        firsts = self._part_keys(kind, names)
+        is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=False)]
+        num_stored, is_well = 0, True
+        for places in _batches([i for i, kept in enumerate(is_kept) if not kept], kind.batch_pages):
+            lent = lend(places)
+            pages = self._items(kind, [names[i] for i in places], lent.buffers)
+            may_try = is_well and self._clock() <= begin_by
+            statuses = self._write_now(pages) if may_try else [WriteStatus.FAILED] * len(pages)
+            for i, items, status in zip(places, pages, statuses, strict=True):
+                is_stored = status in _THERE
+                is_kept[i] = is_stored or (status is not WriteStatus.FULL and owed.add(items))
+                num_stored += is_stored
+                outcome = status.name.lower() if is_stored else "owed" if is_kept[i] else "dropped"
+                self._stats.count(kind.name, "write", outcome)
+            lent.give_back()
+            is_well = any(status in _THERE for status in statuses)
+        self._note_seen(kind, names, is_kept)
+        self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
+        return is_kept
+
+    def write_owed(self, items: Items) -> list[WriteStatus]:
+        """Tries again what was owed; a status per item."""
+        is_there = self._are_there([key for key, _ in items])
+        missing = [i for i, there in enumerate(is_there) if not there]
+        statuses = [WriteStatus.EXISTS] * len(items)
+        for i, status in zip(missing, self._write_surely([items[i] for i in missing]), strict=True):
+            statuses[i] = status
+        return statuses
+
+    def clear(self) -> None:
+        """Has the pool forget what this process has written or found there, as far as it remembers and time allows."""
+        begin_by = self.begin_by()
+        with self._lock:
+            seen, self._seen = list(self._seen), {}
+        by_kind: dict[tuple[NamespaceId, ...], list[BlockKey]] = {}
+        for namespaces, key in seen:
+            by_kind.setdefault(namespaces, []).append(key)
+        for namespaces, keys in by_kind.items():
+            for namespace in namespaces:
+                if self._clock() > begin_by:
+                    return
+                self._data.discard(rank_keys(keys, namespace))
+
+    def _write_now(self, pages: Sequence[Items]) -> list[WriteStatus]:
+        """One status per page, the worst of its parts'."""
+        items = [page[part] for part in range(len(pages[0])) for page in pages]
+        return [max(parts) for parts in _by_page(self._write_surely(items), len(pages))]
+
+    def _write_surely(self, items: Items) -> list[WriteStatus]:
+        """A status per item; FAILED also of what somebody else has begun to write, and may never end.
+
+        So it is with a writer whose patience has ended, or who has died, until the pool has noticed: perhaps with us,
+        a moment ago.
+        """
+        statuses = self._data.write(items)
+        unsure = [i for i, status in enumerate(statuses) if status is WriteStatus.EXISTS]
+        for i, there in zip(unsure, self._are_there([items[i][0] for i in unsure]), strict=True):
+            statuses[i] = WriteStatus.EXISTS if there else WriteStatus.FAILED
+        return statuses
+
+    def _are_there(self, keys: Sequence[StoreKey]) -> list[bool]:
+        return [status is Status.HIT for status in self._queries.lookup(keys)] if keys else []
+
+    def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[memoryview]]) -> list[Items]:
+        """The parts of each page, with their keys."""
+        keys = list(_by_page(self._part_keys(kind, names), len(names)))
+        return [list(zip(of_page, page, strict=True)) for of_page, page in zip(keys, buffers, strict=True)]
+
+    def _part_keys(self, kind: PageKind, names: Sequence[str]) -> list[StoreKey]:
+        """All first parts, then all second ones, and so on: what is sent together is of one size and namespace."""
+        keys = self._keys.of(names)
+        return [key for namespace in kind.namespaces for key in rank_keys(keys, namespace)]
+
+    def _note_seen(self, kind: PageKind, names: Sequence[str], is_there: Sequence[bool]) -> None:
+        keys = self._keys.of([name for name, there in zip(names, is_there, strict=True) if there])
+        with self._lock:
+            for key in keys:
+                self._seen[kind.namespaces, key] = None
+            while len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+
+def _by_page(answers: Sequence[_T], num_pages: int) -> Iterator[tuple[_T, ...]]:
+    """Of what is in the order of `_part_keys`, that of each page."""
+    return zip(*(answers[start : start + num_pages] for start in range(0, len(answers), num_pages)), strict=True)
+
+
+def _batches(places: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """At most so many at a time."""
+    return (places[start : start + most] for start in range(0, len(places), most))
