@@ -95,9 +95,10 @@ def test_paths_are_held_against_floors(tmp_path: Path) -> None:
 
 
 def test_tiers(tmp_path: Path) -> None:
-    report = run("tiers", *SMALL, "--disk-dir", str(tmp_path))
+    report = run("tiers", *SMALL, "--disk-dir", str(tmp_path), "--peers", str(tmp_path / "peers"))
     assert {case["name"] for case in report["cases"]} >= {"host", "disk", "pool"}
     assert {case["floor"] for case in report["cases"] if case["name"] == "disk"} == {"raw disk"}
+    assert any(note.startswith("Without lmcache-disk: ") and "make peers" in note for note in report["notes"])
     assert not list(tmp_path.iterdir())
 
 
@@ -167,7 +168,7 @@ def test_a_peer_is_told_round_by_round(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     with ExitStack() as stack:
-        peers, notes = start_peers(4096, 8, environments=tmp_path, logs=tmp_path, stack=stack)
+        peers, notes = start_peers([4096, 8], environments=tmp_path, logs=tmp_path, stack=stack)
         assert [peer.kind.name for peer in peers] == ["redis-py"]
         assert [note.split(":")[0] for note in notes] == ["redis-py", "Without mooncake-tcp", "Without lmcache-shm"]
         (redis,) = peers
@@ -186,7 +187,7 @@ def test_a_peer_that_does_not_start_is_left_out(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
     python.chmod(0o755)
     with ExitStack() as stack:
-        peers, notes = start_peers(4096, 8, environments=tmp_path, logs=tmp_path, stack=stack)
+        peers, notes = start_peers([4096, 8], environments=tmp_path, logs=tmp_path, stack=stack)
     assert not peers
     assert notes[0] == "Without redis-py: ended: out of luck."
 

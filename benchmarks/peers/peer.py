@@ -1,9 +1,10 @@
 """What all peers share: the same blocks as ours, rounds on request, servers that end with their peer.
 
-`kvtier bench paths` starts `python NAME_peer.py PAYLOAD_BYTES NUM_SLOTS` with the peer's own Python. The peer
-prints `{"pids": [...], "calls": {"read": [...], "write": [...]}}` when it is ready; then for each line
-`{"do": "prepare" | "run", "op": ..., "call": ..., "batch": ...}` it prints `{"calls": [seconds, ...]}`, or
-`{"error": ...}`. A run moves all blocks once, `batch` of them a call. The end of its input ends it.
+`kvtier bench paths` starts `python NAME_peer.py PAYLOAD_BYTES NUM_SLOTS` with the peer's own Python, `kvtier bench
+tiers` names a folder besides. The peer prints `{"pids": [...], "calls": {"read": [...], "write": [...]}}` when it is
+ready; then for each line `{"do": "prepare" | "run", "op": ..., "call": ..., "batch": ...}` it prints
+`{"calls": [seconds, ...]}`, or `{"error": ...}`. A run moves all blocks once, `batch` of them a call. The end of its
+input ends it.
 """
 
 import contextlib

@@ -56,8 +56,7 @@ def bench_paths(
         memory_bytes = max(64 << 20, _ROOM * payload_bytes * num_slots)
         pool = stack.enter_context(pool_process(folder, memory_bytes))
         started, notes = start_peers(
-            payload_bytes,
-            num_slots,
+            [payload_bytes, num_slots],
             environments=peers or CHECKOUT / ".venv" / "peers",
             logs=folder,
             stack=stack,

@@ -32,13 +32,15 @@ class PeerKind:
     name: str
     """In reports."""
     folder: str
-    """Its environment, and its script."""
+    """Its environment."""
     floor: str
     """What it is held against."""
     packages: tuple[str, ...]
     """Whose versions belong to a figure."""
     apart: frozenset[str] = frozenset()
     """Calls with a row of their own, `NAME-CALL`. Of the others the fastest stands for the peer."""
+    script: str = ""
+    """Its script's name before `_peer.py`, where that is not the folder's."""
 
 
 KINDS = (
@@ -46,6 +48,8 @@ KINDS = (
     PeerKind("mooncake-tcp", "mooncake", "raw tcp", ("mooncake-transfer-engine-non-cuda",)),
     PeerKind("lmcache-shm", "lmcache", "memcpy", ("lmcache", "torch"), apart=frozenset({"one-page", "slots"})),
 )
+DISK_KINDS = (PeerKind("lmcache-disk", "lmcache", "raw disk", ("lmcache", "torch"), script="lmcache_disk"),)
+"""Those that `kvtier bench tiers` runs beside its disk."""
 
 
 class Peer:
@@ -97,13 +101,21 @@ class Peer:
 
 
 def start_peers(
-    payload_bytes: int, num_slots: int, *, environments: Path, logs: Path, stack: ExitStack
+    arguments: Sequence[object],
+    *,
+    environments: Path,
+    logs: Path,
+    stack: ExitStack,
+    kinds: Sequence[PeerKind] = KINDS,
 ) -> tuple[list[Peer], list[str]]:
-    """The peers that are prepared and run, and a line about each kind. `stack` stops them."""
+    """The peers that are prepared and run, and a line about each kind. `stack` stops them.
+
+    :param arguments: of their scripts: bytes of a payload, number of blocks, and for disks a folder.
+    """
     peers, notes = [], []
-    for kind in KINDS:
+    for kind in kinds:
         try:
-            peers.append(stack.enter_context(_started(kind, [payload_bytes, num_slots], environments, logs)))
+            peers.append(stack.enter_context(_started(kind, arguments, environments, logs)))
             notes.append(f"{kind.name}: {_versions(kind, environments)}.")
         except (KvtierError, OSError, ValueError) as error:
             notes.append(f"Without {kind.name}: {str(error).removeprefix(f'{kind.name}: ')}.")
@@ -116,13 +128,13 @@ def _versions(kind: PeerKind, environments: Path) -> str:
 
 
 @contextmanager
-def _started(kind: PeerKind, arguments: Sequence[int], environments: Path, logs: Path) -> Iterator[Peer]:
-    environment, script = environments / kind.folder, CHECKOUT / SCRIPTS / f"{kind.folder}_peer.py"
+def _started(kind: PeerKind, arguments: Sequence[object], environments: Path, logs: Path) -> Iterator[Peer]:
+    environment, script = environments / kind.folder, CHECKOUT / SCRIPTS / f"{kind.script or kind.folder}_peer.py"
     if not (environment / PREPARED).exists():
         raise KvtierError(f"nothing in {environment}; make peers prepares it")
     if not script.exists():
         raise KvtierError(f"no {script}: peers run from a checkout only")
-    log = logs / f"{kind.folder}.log"
+    log = logs / f"{kind.name}.log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [environment / "bin" / "python", script, *map(str, arguments)],

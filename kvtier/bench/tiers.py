@@ -4,6 +4,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from kvtier.bench.blocks import NUM_SLOTS, Rotation, keys_of
 from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json, PayloadBytes, Plot, Rounds
+from kvtier.bench.peers import CHECKOUT, DISK_KINDS, Peer, start_peers
 from kvtier.bench.pool_process import CALL_TIMEOUT_S, pool_process
 from kvtier.bench.raw_disk import RawDisk
 from kvtier.bench.redis_process import redis_binary, redis_process
@@ -49,12 +51,16 @@ def bench_tiers(
     disk_dir: Annotated[
         Path | None, typer.Option(help="Where the disk tier makes its folder; default: the system's temporary folder.")
     ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(help="Where `make peers` has prepared LMCache to run beside; default: .venv/peers.")
+    ] = None,
 ) -> None:
     """Read and write 64 blocks in turn in host memory, on disk, in a Redis and in a pool process, all verified.
 
     The disk's floor is a bare loop over one preallocated file, past the page cache, with as many blocks at a time: it
-    is filled in order and read at random. CPU time is this process's and that of the servers it started. What the
-    kernel does for a disk afterwards is not in it, nor is a drive's own cache switched off, nor is anything synced.
+    is filled in order and read at random, and so is LMCache's disk backend, where it is prepared. CPU time is this
+    process's and that of the servers it started. What the kernel does for a disk afterwards is not in it, nor is a
+    drive's own cache switched off, nor is anything synced.
     """
     keep_freed_memory()
     rotation = Rotation(payload_bytes, max(NUM_SLOTS, batch))
@@ -88,7 +94,15 @@ def bench_tiers(
         for own in ("host", "disk", "redis"):
             if own in tiers:
                 stack.callback(tiers[own][0].close)
-        cases = [case for op in ("read", "write") for case in _moves(op, rotation, tiers, raw, batch, rounds)]
+        others, peer_notes = start_peers(
+            [payload_bytes, len(rotation.sources), tempfile.mkdtemp(prefix="peer-", dir=disk_folder)],
+            environments=peers or CHECKOUT / ".venv" / "peers",
+            logs=folder,
+            stack=stack,
+            kinds=DISK_KINDS,
+        )
+        notes += peer_notes + ["Peers do not verify what they read."] * bool(others)
+        cases = [case for op in ("read", "write") for case in _moves(op, rotation, tiers, raw, others, batch, rounds)]
     report("Tiers", cases, as_json=json, plot=plot, notes=notes)
 
 
@@ -97,6 +111,7 @@ def _moves(
     rotation: Rotation,
     tiers: dict[str, tuple[Tier, tuple[int, ...]]],
     raw: RawDisk,
+    peers: Sequence[Peer],
     batch: int,
     rounds: int,
 ) -> list[Case]:
@@ -109,19 +124,21 @@ def _moves(
             subjects[name] = rotation.reads(tier, "read", batch, pids)
         else:
             subjects[name] = rotation.writes(tier, "write", batch, pids)
-    samples = in_turn(subjects, rounds=rounds, label=op)
-    floors = {"disk": _RAW_DISK}
+    of_peers = {row: subject for peer in peers for (row, _), subject in peer.subjects(op, batch).items()}
+    samples = in_turn(subjects | of_peers, rounds=rounds, label=op)
+    floors = {"disk": _RAW_DISK} | dict.fromkeys(of_peers, _RAW_DISK)
     return [
         Case.of(
             name,
             op,
             samples[name],
             floor=(floors.get(name, "memcpy"), samples[floors.get(name, "memcpy")]),
+            beside={row: samples[row] for row in of_peers} if name == "disk" else {},
             round_bytes=rotation.nbytes,
             payload_bytes=rotation.payload_bytes,
             batch=batch,
         )
-        for name in (_RAW_DISK, *tiers)
+        for name in (_RAW_DISK, *tiers, *of_peers)
     ]
 
 
