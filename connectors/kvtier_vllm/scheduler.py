@@ -170,6 +170,8 @@ class SchedulerSide:
             named = self._media.take(request.request_id)
             if named is not None:
                 self._requests[request.request_id] = named
+                # What vLLM has just found on the device it has found by the names before: they may be another medium's.
+                return None, False
         known = self._requests.get(request.request_id)
         if known is None or self._work is None:
             return 0, False

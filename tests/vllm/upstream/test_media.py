@@ -80,6 +80,12 @@ def is_waiting(engine: Engine, request_id: str) -> bool:
     return request_id in engine.connector._scheduler._media  # type: ignore[attr-defined]
 
 
+def lose_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for media has waited for too long."""
+    waiting = engine.connector._scheduler._media  # type: ignore[attr-defined]
+    monkeypatch.setattr(waiting, "_clock", lambda: time.monotonic() + 60)
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_media_meet_by_content_alone(start: Start, where: str) -> None:
     engine = start()
@@ -135,7 +141,7 @@ def test_media_that_take_too_long_are_computed_and_not_kept(
     slow = engine.ask(1, NUM_TOKENS, media=[image(1)])
     engine.step()
     assert is_waiting(engine, slow)
-    monkeypatch.setattr(engine.connector._scheduler, "_clock", lambda: time.monotonic() + 60)  # type: ignore[attr-defined]
+    lose_patience(engine, monkeypatch)
     engine.finish()
     assert engine.requests[slow].mm_features[0].identifier == "a name"
     gate.open.set()
@@ -143,6 +149,25 @@ def test_media_that_take_too_long_are_computed_and_not_kept(
     assert spared(engine, image(1)) == 0
     engine.forget_device()
     assert spared(engine, image(1)) == NUM_HIT
+
+
+def test_what_was_found_by_a_clients_name_is_not_kept_as_what_it_is(
+    start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that vLLM's own cache has of another image by the same name, when the content is told in between."""
+    engine = start()
+    other = engine.ask(1, NUM_TOKENS, media=[image(2)])
+    engine.step()
+    with monkeypatch.context() as late:
+        lose_patience(engine, late)
+        engine.finish()
+    assert engine.requests[other].mm_features[0].identifier == "a name"
+    asked = engine.ask(1, NUM_TOKENS, media=[image(1)])
+    engine.step()
+    assert is_waiting(engine, asked)
+    gate.open.set()
+    engine.finish()
+    assert engine.spared[asked] <= BLOCK
 
 
 def test_who_reads_no_cache_does_not_wait_and_is_not_kept(start: Start, gate: Gate) -> None:
