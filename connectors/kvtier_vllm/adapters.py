@@ -35,9 +35,12 @@ class _Adapter:
 class Adapters:
     """The digests of an engine's adapters. Scheduler thread only; another thread hashes, and nobody waits for it."""
 
-    def __init__(self, digests: Path) -> None:
-        """:param digests: folder in which digests are remembered."""
-        self._digests = digests
+    def __init__(self, digests: Path, use: str) -> None:
+        """
+        :param digests: folder in which digests are remembered.
+        :param use: what decides what the engine makes of an adapter, beside its content.
+        """
+        self._digests, self._use = digests, use.encode()
         self._known: dict[int, _Adapter] = {}
         """By vLLM's id, under which it keeps what it has loaded."""
         self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
@@ -66,7 +69,7 @@ class Adapters:
             known.is_trusted = False
             return None
         # With the format: the same bytes in another one are another adapter.
-        return hashlib.sha256(digest + bytes([request.is_3d_lora_weight])).digest()
+        return hashlib.sha256(digest + bytes([request.is_3d_lora_weight]) + self._use).digest()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

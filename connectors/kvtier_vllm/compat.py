@@ -125,6 +125,15 @@ def _hash_again(request: Request) -> None:
     request.update_block_hashes()
 
 
+def use_of_adapters(config: VllmConfig) -> str:
+    """What decides what becomes of LoRA adapters, beside their content and the model: empty without them."""
+    lora = config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(lora.target_modules)
+    return f"dtype={lora.lora_dtype} modules={modules} tower={lora.enable_tower_connector_lora}"
+
+
 def encoder_of(config: VllmConfig) -> str:
     """What decides what becomes of processed media, beside the model: empty for models that take none."""
     media, lora = config.model_config.multimodal_config, config.lora_config

@@ -25,9 +25,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_vllm import compat
+from kvtier_vllm.contents import Contents
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.kv_events import KVEvents
-from kvtier_vllm.media import Media
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
@@ -68,8 +68,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             events = KVEvents(tokens_per_block, groups, compat.attention_kinds(kv_cache_config))
         self._scheduler: SchedulerSide | None = None
         if is_scheduler:
-            media = Media(compat.encoder_of(vllm_config), compat.refused_media(vllm_config))
-            self._scheduler = SchedulerSide(config, tokens_per_block, groups, media=media, events=events)
+            contents = Contents.of(vllm_config)
+            self._scheduler = SchedulerSide(config, tokens_per_block, groups, contents=contents, events=events)
         self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
 
     @property

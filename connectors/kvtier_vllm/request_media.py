@@ -22,10 +22,7 @@ class RequestMedia:
     """Scheduler thread only. Nothing blocks."""
 
     def __init__(self, media: Media, *, patience_s: float, clock: Clock) -> None:
-        """
-        :param media: taken over, and closed with this.
-        :param patience_s: how long a request waits for what its media are.
-        """
+        """:param patience_s: how long a request waits for what its media are."""
         self._media, self._patience_s, self._clock = media, patience_s, clock
         self._unnamed: dict[str, _Unnamed] = {}
         """By request."""
@@ -63,9 +60,6 @@ class RequestMedia:
     def drop(self, request_id: str) -> None:
         """It has ended, whether it is here or not."""
         self._unnamed.pop(request_id, None)
-
-    def close(self) -> None:
-        self._media.close()
 
     def _name(self, known: KnownRequest, media: AwaitedMedia) -> bool:
         """False: one of them could not be read.

@@ -22,13 +22,11 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
-from kvtier_vllm.adapters import Adapters
+from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.identity import DIGESTS
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 from kvtier_vllm.kv_events import KVEvents
-from kvtier_vllm.media import Media
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.request_keys import RequestKeys
@@ -67,12 +65,12 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
-        media: Media,
+        contents: Contents,
         events: KVEvents | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
-        :param media: taken over, and closed with this.
+        :param contents: taken over, and closed with this.
         :param events: None when nobody listens.
         """
         self._config, self._events = config, events
@@ -93,10 +91,9 @@ class SchedulerSide:
             save_answers=config.cache.save_answers,
             clock=clock,
         )
-        self._adapters = Adapters(DIGESTS)
-        self._stack.callback(self._adapters.close)
-        self._media = RequestMedia(media, patience_s=config.cache.lookup_deadline_s, clock=clock)
-        self._stack.callback(self._media.close)
+        self._adapters = contents.adapters
+        self._media = RequestMedia(contents.media, patience_s=config.cache.lookup_deadline_s, clock=clock)
+        self._stack.callback(contents.close)
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
         self._allocated: set[int] = set()

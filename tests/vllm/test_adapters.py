@@ -41,7 +41,7 @@ def _digest(adapters: Adapters, folder: Path, number: int = 1) -> bytes:
 
 
 def test_an_adapter_is_what_is_in_it(tmp_path: Path) -> None:
-    adapters = Adapters(tmp_path / "digests")
+    adapters = Adapters(tmp_path / "digests", "")
     tiny_llama.make_adapter(tmp_path / "one", seed=1)
     tiny_llama.make_adapter(tmp_path / "same", seed=1)
     tiny_llama.make_adapter(tmp_path / "weights", seed=2)
@@ -50,12 +50,14 @@ def test_an_adapter_is_what_is_in_it(tmp_path: Path) -> None:
         _digest(adapters, tmp_path / name, number) for number, name in enumerate(("one", "same", "weights", "scale"), 1)
     )
     assert one == same
-    assert len({one, weights, scale}) == 3
+    in_fewer_modules = Adapters(tmp_path / "digests", "modules=['o_proj']")
+    assert len({one, weights, scale, _digest(in_fewer_modules, tmp_path / "one")}) == 4
     adapters.close()
+    in_fewer_modules.close()
 
 
 def test_an_adapter_that_changes_is_not_kept(tmp_path: Path) -> None:
-    adapters = Adapters(tmp_path / "digests")
+    adapters = Adapters(tmp_path / "digests", "")
     tiny_llama.make_adapter(tmp_path / "one", seed=1)
     _digest(adapters, tmp_path / "one")
     weights = tmp_path / "one" / "adapter_model.safetensors"
@@ -74,7 +76,7 @@ def test_an_adapter_that_changes_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["a name", "no weights", "no configuration", "garbled"])
 def test_what_cannot_be_told_by_its_content_is_left_alone(tmp_path: Path, what: str) -> None:
-    adapters = Adapters(tmp_path / "digests")
+    adapters = Adapters(tmp_path / "digests", "")
     folder = tmp_path / "one"
     tiny_llama.make_adapter(folder, seed=1)
     if what == "a name":
