@@ -18,8 +18,10 @@ lint: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two files at a time, each on a core of its own: threads of two models that wait for each other in loops take for ever.
 unit: .venv/dev.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # Needs a Docker engine at DOCKER_HOST, and docker-compose.
 test-compose: .venv/dev.stamp
