@@ -43,7 +43,7 @@ def bench_sglang(
     """Write a prompt of 64 pages through SGLang's controller into a pool and, in turn, into its own files; read it.
 
     A write is timed from the controller's queue to its answer, a read with the lookup before it. Before each write the
-    storage forgets the prompt; files stay in the page cache. Every byte that is read is compared, outside of the time.
+    storage forgets the prompt; files stay in the page cache. Every byte that is read is compared, between the rounds.
     """
     _require_sglang()
     import torch
@@ -71,6 +71,8 @@ def bench_sglang(
             }
             subjects = {name: Subject(run, prepare, pids[name]) for name, (run, prepare) in steps.items()}
             samples = in_turn({_MEMCPY: memcpy, **subjects}, rounds=rounds, label=op)
+            for each in running.values():
+                each.require_equal()
             cases += [_case(name, op, samples, pages, PAGE_BYTES) for name in samples]
             notes.append(_verdict(op, samples))
     report("SGLang's HiCache", cases, as_json=json, plot=plot, notes=notes)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hicache_rig import Shape, Storage
+from engine_shape import Shape, Storage
 
 _SCRIPT = Path(__file__).with_name("hicache_child.py")
 _WAIT_S = 120.0

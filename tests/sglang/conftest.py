@@ -16,7 +16,7 @@ collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
 if not collect_ignore_glob:
     sys.path.insert(0, str(HERE))
 
-    from hicache_rig import ENVIRON
+    from engine_shape import ENVIRON
 
     from cache_pool import TOKENS, CachePool
 

@@ -11,7 +11,8 @@ import sys
 import traceback
 from typing import Any
 
-from hicache_rig import Engine, Shape, Storage, engine
+from engine_shape import Shape, Storage
+from hicache_rig import Engine, engine
 
 
 def produce(running: Engine, tokens: list[int], seed: int) -> int:

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hicache_rig import Engine, Shape, Storage, engine, kvtier, pages
+from engine_shape import Shape, Storage, kvtier, pages
+from hicache_rig import Engine, engine
 from sglang.srt.environ import envs
 
 from cache_pool import TOKENS, CachePool, until

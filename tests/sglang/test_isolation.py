@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from hicache_rig import Shape, Storage, engine, kvtier, pages
+from engine_shape import Shape, Storage, kvtier, pages
+from hicache_rig import engine
 
 from cache_pool import CachePool
 

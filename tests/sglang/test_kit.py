@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hicache_rig import LAYOUTS, PAGE_SIZES, Kit, Shape, kits, kvtier, pages
+from engine_shape import LAYOUTS, PAGE_SIZES, Shape, kvtier, pages
+from hicache_rig import Kit, kits
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 

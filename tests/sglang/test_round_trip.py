@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 from child_rig import Child, child
-from hicache_rig import LAYOUTS, PAGE_SIZES, Shape, engine, kvtier, pages
+from engine_shape import LAYOUTS, PAGE_SIZES, Shape, kvtier, pages
+from hicache_rig import engine
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from cache_pool import CachePool
