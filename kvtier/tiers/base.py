@@ -29,7 +29,8 @@ class WriteStatus(enum.IntEnum):
 
     STORED = 0
     EXISTS = 1
-    """Already there, or being written by another thread; these bytes were not used."""
+    """Already there, or being written by somebody else, who may yet fail: then it is forgotten. These bytes were not
+    used. Who must know looks it up afterwards: HIT or PENDING."""
     FULL = 2
     """No room that may be freed, quota reached, or payload longer than the tier takes."""
     THROTTLED = 3
@@ -70,7 +71,7 @@ class Tier(Protocol):
         """
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
-        """Stores payloads. STORED or EXISTS acknowledge: readable now. Buffers are the caller's again on return.
+        """Stores payloads. STORED acknowledges: readable now; for EXISTS see there. Buffers are the caller's on return.
 
         Keys are content addresses, so a key that exists is not overwritten.
         """
