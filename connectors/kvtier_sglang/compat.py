@@ -11,13 +11,15 @@ from sglang.srt.mem_cache.memory_pool_host import (
 )
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context, get_server_args
 
 from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.5.23",)
 _REPLICATED = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool)
 """Host pools of which all tensor-parallel ranks hold the same, where the model's KV is of that kind."""
+_CHANGES_WEIGHTS = frozenset(("model_runner.update_model_fields", "scheduler.weight_version"))
+"""What SGLang notes beside its options when it has taken other weights from disk, or been told that they are others."""
 
 
 def require_version() -> None:
@@ -40,6 +42,14 @@ def option(name: str) -> Any | None:
     except ValueError:
         return None
     return resolution_result(args, name)
+
+
+def num_weight_changes() -> int:
+    """How often the weights have changed since the server started, as far as SGLang takes notes of it.
+
+    It does for weights from disk, and for all that come with a new `weight_version`.
+    """
+    return sum(source in _CHANGES_WEIGHTS for source, _ in get_context().overrides_log())
 
 
 def holds_no_bytes(host_pool: Any) -> bool:

@@ -19,24 +19,84 @@ from kvtier_sglang.settings import SOURCE, Settings
 DIGESTS = Path("~/.cache/kvtier").expanduser()
 """Where digests of weights are remembered."""
 _LABEL = b"kvtier.sglang.model.v1"
+_REMEDY = "model_revision with a text that changes whenever the weights do"
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
 """Fields of a model's configuration that change with the folder or the library, not with the arithmetic."""
 _ARITHMETIC = (
     "dtype",
     "kv_cache_dtype",
     "quantization",
+    "modelopt_quant",
     "json_model_override_args",
+    "model_config_parser",
     "load_format",
     "model_impl",
+    "forward_hooks",
+    "dllm_algorithm",
     "device",
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
+    "dsa_prefill_backend",
+    "dsa_decode_backend",
+    "dsv4_prefill_backend",
+    "dsv4_attn_backend",
+    "qsa_indexer_dtype",
+    "enable_deepseek_v4_fp4_indexer",
+    "enable_dsa_fused_indexer",
+    "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay",
+    "mamba_backend",
     "mamba_ssm_dtype",
-    "torchao_config",
+    "enable_int8_mamba_checkpoint",
+    "linear_attn_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_decode_backend",
+    "enable_quant_communications",
+    "deepep_dispatcher_output_dtype",
+    "flashinfer_mxfp4_moe_precision",
+    "enable_w4a4_mxfp4_megamoe",
+    "mm_attention_backend",
+    "mm_process_config",
+    "image_processor_backend",
+    "disable_fast_image_processor",
+    "enable_precise_embedding_interpolation",
     "speculative_algorithm",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_draft_attention_backend",
+    "speculative_draft_model_quantization",
 )
 """Options of the server that say how the weights are used, and in which form KV is kept."""
+_OF_THE_FOLDER = (
+    None,
+    "auto",
+    "safetensors",
+    "instanttensor",
+    "fastsafetensors",
+    "runai_streamer",
+    "mistral",
+    "layered",
+)
+"""Values of `--load-format` with which weights are what the folder's safetensors files hold."""
+_FROM_ELSEWHERE = {
+    "modelopt_checkpoint_restore_path": None,
+    "kt_weight_path": None,
+    "weight_cache_mode": "off",
+    "checkpoint_engine_wait_weights_before_ready": False,
+    "decrypted_config_file": None,
+    "decrypted_draft_config_file": None,
+}
+"""Options with which they are not, or their configuration is not, and the values with which these do nothing."""
+_SAY_MORE = (
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+    "params.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files beside `config.json` that say how the weights are used, or what a model is given of an image."""
 _GEOMETRY = (
     "layout",
     "page_size",
@@ -85,6 +145,12 @@ def model_digest(settings: Settings, model_name: str | None, digests: Path = DIG
     if settings.model_revision is not None:
         used |= {"name": str(model_name), "draft": str(draft), "revision": settings.model_revision}
         return _digest(_LABEL, used)
+    _require_weights_of_the_folder(has_draft=bool(draft))
+    if compat.num_weight_changes():
+        raise ConfigError(
+            f"{SOURCE}: weights have changed since SGLang started, so that the model's folder may hold others; start "
+            f"SGLang again, or add {_REMEDY}"
+        )
     used |= _content(settings.model_folder or _folder("model_path", "revision"), "", digests)
     if draft:
         used |= _content(_folder("speculative_draft_model_path", "speculative_draft_model_revision"), "draft.", digests)
@@ -140,6 +206,20 @@ def _scales() -> str:
         raise ConfigError(f"--quantization-param-path: cannot read {path}: {error}") from error
 
 
+def _require_weights_of_the_folder(*, has_draft: bool) -> None:
+    """Raises `ConfigError` when the server's options have it take weights from where they cannot be looked at."""
+    formats = ("load_format", "speculative_draft_load_format") if has_draft else ("load_format",)
+    chosen = {name: compat.option(name) for name in (*formats, *_FROM_ELSEWHERE)}
+    elsewhere = [name for name in formats if chosen[name] not in _OF_THE_FOLDER]
+    elsewhere += [name for name, idle in _FROM_ELSEWHERE.items() if chosen[name] not in (None, idle)]
+    if elsewhere:
+        name = elsewhere[0]
+        raise ConfigError(
+            f"{SOURCE}: KV is kept by the content of the weights, and with --{name.replace('_', '-')} {chosen[name]} "
+            f"they are not, or not only, what the model's folder holds; add {_REMEDY}"
+        )
+
+
 def _folder(path_option: str, revision_option: str) -> Path:
     """Where a model of the server's options lies on this machine."""
     path = compat.option(path_option)
@@ -157,8 +237,7 @@ def _folder(path_option: str, revision_option: str) -> Path:
     else:
         reason = "no server's options say where the model is"
     raise ConfigError(
-        f"{SOURCE}: KV is kept by the content of the weights, and {reason}; add model_folder, or model_revision with a "
-        "text that changes whenever the weights do"
+        f"{SOURCE}: KV is kept by the content of the weights, and {reason}; add model_folder, or {_REMEDY}"
     )
 
 
@@ -170,15 +249,18 @@ def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
             f"{folder}: no *.safetensors there, and KV is kept by the content of the weights; add model_revision to "
             "the extra config, with a text that changes whenever the weights do"
         )
+    code = folder.glob("*.py") if compat.option("trust_remote_code") else ()
+    more = [*(folder / name for name in _SAY_MORE), *code]
     try:
         config = json.loads((folder / "config.json").read_text())
+        said = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in more if file.exists()}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: cannot be read: {error}") from error
-    said = {name: value for name, value in config.items() if name not in _SAYS_NOTHING}
-    return {
-        f"{prefix}weights": weights_digest(files, digests).hex(),
-        f"{prefix}config": json.dumps(said, sort_keys=True),
-    }
+        raise ConfigError(f"{folder}: config.json, or what stands beside it, cannot be read: {error}") from error
+    said["config"] = json.dumps(
+        {name: value for name, value in config.items() if name not in _SAYS_NOTHING}, sort_keys=True
+    )
+    said["weights"] = weights_digest(files, digests).hex()
+    return {f"{prefix}{name}": content for name, content in said.items()}
 
 
 def _plain(value: Any) -> Any:

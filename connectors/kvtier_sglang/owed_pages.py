@@ -80,14 +80,19 @@ class OwedPages:
             if self._close_by is not None or self._waiting_bytes + nbytes > self._capacity_bytes:
                 return False
             self._waiting_bytes += nbytes
-        copies = [(key, np.frombuffer(payload, dtype=np.uint8).copy().data) for key, payload in items]
-        with self._changed:
-            if first in self._pages or self._close_by is not None:
-                self._waiting_bytes -= nbytes
-                return first in self._pages
-            self._pages[first] = _Page(copies, nbytes, self._clock() + self._keep_s)
-            self._changed.notify_all()
-        return True
+        copies: list[tuple[StoreKey, memoryview]] = []
+        try:
+            copies += ((key, np.frombuffer(payload, dtype=np.uint8).copy().data) for key, payload in items)
+        finally:
+            with self._changed:
+                is_new = len(copies) == len(items) and first not in self._pages and self._close_by is None
+                if is_new:
+                    self._pages[first] = _Page(copies, nbytes, self._clock() + self._keep_s)
+                    self._changed.notify_all()
+                else:
+                    self._waiting_bytes -= nbytes
+                is_kept = first in self._pages
+        return is_kept
 
     def forget(self) -> None:
         """Drops all that waits, but for what is being written at this moment."""

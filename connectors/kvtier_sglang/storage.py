@@ -20,6 +20,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.build_tiers import shared_tier
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import Tier
@@ -47,7 +48,8 @@ class KvtierStorage(HiCacheStorage):
 
     SGLang calls from one thread for queries, one for reads and one for writes. No call begins a transfer after half of
     `pool.call_timeout_s`, which each has for itself, and `cache.lookup_deadline_s` for its question; none raises. What
-    fails is a miss, or a page that waits to be written again. Nobody touches SGLang's memory after a call.
+    fails is a miss, or a page that waits to be written again. Nobody touches SGLang's memory after a call. Once the
+    model has other weights than those that its namespaces are of, all calls fail.
 
     A page that was written is True when the pool has it or when a copy waits for the pool; False when it is given up.
     """
@@ -64,6 +66,8 @@ class KvtierStorage(HiCacheStorage):
         keys = PageKeys(config)
         metrics = Metrics()
         self._stats = StorageStats(metrics, collects=storage_config.enable_storage_metrics)
+        self._num_weight_changes = compat.num_weight_changes()
+        """Those that `model` is after."""
         model = model_digest(settings, storage_config.model_name)
         self._pools = HostPools(storage_config, model, is_zero_copy=settings.is_zero_copy)
         self._failed = QuietLog(_log)
@@ -205,6 +209,8 @@ class KvtierStorage(HiCacheStorage):
         if self._is_closed:
             return failed
         try:
+            if compat.num_weight_changes() != self._num_weight_changes and op != "clear":
+                raise ConfigError("the weights have changed, and what is in the pool is of those before")
             return call()
         except Exception as error:
             if not self._is_closed:

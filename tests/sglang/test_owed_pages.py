@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import not_reached  # noqa: F401  (before SGLang)
+import pytest
 
 from cache_pool import until
 from kvtier.keys import StoreKey
@@ -45,6 +46,15 @@ def owing(pool: Pool, *, capacity_bytes: int = 1000, keep_s: float = LONG_S) -> 
 
 def page(name: bytes, *parts: bytes) -> Items:
     return [(StoreKey(name + bytes([i])), memoryview(part)) for i, part in enumerate(parts)]
+
+
+def test_a_page_that_cannot_be_copied_takes_no_room() -> None:
+    with owing(Pool(), capacity_bytes=3) as (owed, _):
+        for _ in range(3):
+            with pytest.raises((ValueError, BufferError)):
+                owed.add([(StoreKey(b"a"), memoryview(b"1")), (StoreKey(b"b"), memoryview(b"2345")[::2])])
+        assert owed.waiting_bytes == 0
+        assert owed.add(page(b"a", b"1", b"2"))
 
 
 def test_pages_are_tried_again_until_they_are_taken() -> None:

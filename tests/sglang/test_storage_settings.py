@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import sglang
 import torch
 from safetensors.torch import save_file
 from sglang.srt.runtime_context import get_context
@@ -15,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from storage_rig import ALONE, CachePool, digests, extra, host_pool, indices, storage
 
 from kvtier.errors import ConfigError
-from kvtier_sglang import KvtierStorage, compat
+from kvtier_sglang import KvtierStorage, compat, identity
 from kvtier_sglang.identity import model_digest
 from kvtier_sglang.page_keys import PageKeys
 from kvtier_sglang.settings import load_settings
@@ -126,10 +128,98 @@ def test_options_of_the_server_part_engines(tmp_path: Path) -> None:
         digest(kv_cache_dtype="fp8_e5m2"),
         digest(json_model_override_args='{"rope_theta": 1}'),
         digest(load_format="dummy"),
+        digest(linear_attn_backend="flashinfer"),
+        digest(enable_decoder_swa_bounded_replay=True),
+        digest(forward_hooks=[{"name": "steer"}]),
+        digest(mm_process_config={"image": {"max_pixels": 1}}),
+        digest(speculative_draft_kv_cache_dtype="fp8_e4m3"),
     ]
     assert len({plain, *others}) == 1 + len(others)
     with pytest.raises(ConfigError, match="--lora-paths"):
         digest(lora_paths=["/adapters/a"])
+
+
+def test_options_that_count_are_options_of_sglang() -> None:
+    known = {field.name for field in msgspec.structs.fields(ServerArgs)}
+    assert {*identity._ARITHMETIC, *identity._FROM_ELSEWHERE} <= known, "another name is always None"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_format": "dummy"},
+        {"load_format": "pt"},
+        {"load_format": "remote_instance"},
+        {"weight_cache_mode": "client"},
+        {"kt_weight_path": "/experts"},
+        {"modelopt_checkpoint_restore_path": "/quantised"},
+        {"checkpoint_engine_wait_weights_before_ready": True},
+        {"decrypted_config_file": "/config.json"},
+    ],
+    ids=lambda options: "-".join(map(str, *options.items())),
+)
+def test_weights_that_are_not_those_of_the_folder_need_a_revision(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    settings = load_settings(extra(pool=POOL, model_revision=None))
+    with serving(model_path=str(tmp_path), **options):
+        with pytest.raises(ConfigError, match="model_revision") as error:
+            model_digest(settings, "any", tmp_path / "digests")
+        assert "--" + next(iter(options)).replace("_", "-") in str(error.value)
+        model_digest(replace(settings, model_revision="1"), "any")
+
+
+def test_files_beside_the_configuration_count(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    settings = replace(load_settings(extra(pool=POOL, model_revision=None)), model_folder=tmp_path)
+
+    def digest(**options: Any) -> bytes:
+        with serving(model_path=str(tmp_path), **options):
+            return model_digest(settings, "any", tmp_path / "digests")
+
+    plain = digest()
+    (tmp_path / "modeling_tiny.py").write_text("# another model")
+    assert digest() == plain, "code that SGLang does not run"
+    trusted = digest(trust_remote_code=True)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    quantised = digest()
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": 1}')
+    assert len({plain, trusted, quantised, digest()}) == 4
+
+
+@pytest.mark.parametrize(
+    "change", [("model_runner.update_model_fields", "model_path"), ("scheduler.weight_version",) * 2]
+)
+def test_weights_that_change_while_sglang_runs_end_it(pool: CachePool, tmp_path: Path, change: tuple[str, str]) -> None:
+    keys, mine = digests(2, start=52 + len(change[1])), host_pool(seed=52)
+    save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    named: dict[str, Any] = {"model_revision": None, "model_folder": str(tmp_path)}
+    with get_context().override_server_args():
+        with storage(pool, mine, **named) as made:
+            assert made.batch_set_v1(keys[:1], indices(0)) == [True]
+            assert made.batch_exists(keys) == 1
+            source, name = change
+            get_context().override(source, **{name.removeprefix("scheduler."): "others"})
+            assert made.batch_exists(keys) == 0
+            assert made.batch_exists_v2(keys).kv_hit_pages == 0
+            assert made.batch_get_v1(keys[:1], indices(1)) == [False]
+            assert made.batch_set_v1(keys[1:], indices(1)) == [False]
+            assert not made.exists(keys[0])
+        with pytest.raises(ConfigError, match="model_revision"), storage(pool, mine, **named):
+            pass
+        with storage(pool, mine, model_revision="after the change") as made:
+            assert made.batch_set_v1(keys, indices(0, 1)) == [True] * 2
+            assert made.batch_exists(keys) == 2
+
+
+def test_changes_of_weights_are_noted_by_these_names() -> None:
+    srt = Path(sglang.__file__).parent / "srt"
+    noting = (srt / "model_executor" / "model_runner.py", srt / "managers" / "scheduler.py")
+    source = "".join(file.read_text() for file in noting)
+    for name in compat._CHANGES_WEIGHTS:
+        assert f'"{name}"' in source
 
 
 def test_the_models_folder_is_the_servers(tmp_path: Path) -> None:
