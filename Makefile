@@ -52,10 +52,10 @@ soak: .venv/dev.stamp .venv/sglang
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
 	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
-# Every kind of fault over every path, 20 seconds each, and 200 processes killed over a disk: about 12 minutes.
+# Every kind of fault over every path, 20 seconds each, and 400 processes killed over a disk: about 15 minutes.
 chaos: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --sweep --seconds 20 --json .venv/chaos.json $(SOAK_ARGS)
-	$(BIN)/python tests/disk_crash_rig.py --rounds 200
+	$(BIN)/python tests/disk_crash_rig.py --rounds 200 --clients 200
 
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash

@@ -1,9 +1,10 @@
 """Kills a process that works on a disk tier, again and again, and looks what is left: by hand, or from a test.
 
-    python tests/disk_crash_rig.py [--rounds 200] [--seed N]
+    python tests/disk_crash_rig.py [--rounds 200] [--clients 200] [--seed N]
 
-Half of the rounds end in a file operation that the seed chooses, and replay exactly; the others end at a moment that
-another process chooses.
+Rounds with one client: half of them end in a file operation that the seed chooses, and replay exactly; the others end
+at a moment that another process chooses. Rounds with several clients at once: the seed replays what they ask for and
+the moment of the kill, not how threads take turns, so it may take several runs to see something again.
 """
 
 import argparse
@@ -12,14 +13,19 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from disk_crash_child import CAPACITY_BYTES, NUM_LABELS, TENANTS, open_tier, payload, payload_bytes
+from disk_crash_clients import BLOCKS, Load, read_versions
+from disk_crash_clients import payload_bytes as client_bytes
+from disk_crash_history import History
 from disk_rig import used_bytes
 from kvtier.keys import tenant_id
 from kvtier.testing.blocks import make_key, read_blocks
+from kvtier.tiers.files import OsFiles
 
 PATIENCE_S = 60.0
 NEWEST = 4
@@ -138,11 +144,95 @@ def run_rounds(folder: Path, seed: int, rounds: int) -> None:
     assert seen > rounds, "there was hardly anything to look at"
 
 
+def client_load(seed: int, number: int) -> Load:
+    """What clients do in one round, and on what tier."""
+    order = random.Random(f"{seed}/{number}/load")
+    return Load(
+        seed=f"{seed}.{number}",
+        num_clients=order.choice([2, 4, 6, 8]),
+        capacity_bytes=order.choice([1, 1, 2, 4]) << 19,
+        segment_bytes=order.choice([16, 32, 64, 256]) << 10,
+        num_threads=order.choice([1, 2, 4, 4]),
+        direct=order.random() < 0.5,
+        sync=order.choice(["none", "none", "sealed", "batch"]),
+        faults=order.choice([0.0, 0.0, 0.02]),
+        most_pause_s=order.choice([0.0, 0.005]),
+        dies_at=order.choice([0, order.randrange(1, 500)]),
+    )
+
+
+def run_clients_round(folder: Path, history: History, seed: int, number: int) -> int:
+    """Processes with several clients each, killed one after the other; then every block is looked at."""
+    order = random.Random(f"{seed}/{number}/end")
+    load = client_load(seed, number)
+    if order.random() < 0.3:  # this one at its start, or a moment later, before anybody has cleaned up
+        first = replace(load, seed=f"{load.seed}.first")
+        _kill_clients(folder, history, first, order.uniform(0, 0.05))
+    opened = _kill_clients(folder, history, load, order.uniform(0.05, 0.5) if not load.dies_at else PATIENCE_S)
+    newest = history.newest(load.capacity_bytes // 16, client_bytes) if not load.faults else set()
+    if opened:
+        assert used_bytes(folder) <= load.capacity_bytes, "the folder took more than its capacity"
+    tier = load.open(str(folder), OsFiles(direct=load.is_direct(str(folder))))
+    try:
+        num_there = 0
+        for block in BLOCKS:
+            (version,) = read_versions(tier, [block])
+            history.found(block, version)
+            assert version is not None or block not in newest, f"block {block} was acknowledged and is gone"
+            num_there += version is not None
+        tier.check()
+    finally:
+        tier.close()
+    assert used_bytes(folder) <= load.capacity_bytes
+    return num_there
+
+
+def _kill_clients(folder: Path, history: History, load: Load, after_s: float) -> bool:
+    """One process, killed so long after it began to open the tier; whether it had opened it."""
+    history.next_process()
+    command = [sys.executable, str(Path(__file__).parent / "disk_crash_clients.py"), str(folder), load.dump()]
+    opened = False
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        killer = threading.Timer(after_s, child.kill)
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                words = json.loads(line) if line.endswith("\n") else ["torn"]
+                if words == ["start"]:
+                    killer.start()
+                elif words == ["open"]:
+                    opened = True
+                elif words != ["torn"]:
+                    history.hear(*words)
+            assert child.wait(PATIENCE_S) == -9, "it did not die as it should"
+        finally:
+            killer.cancel()
+            child.kill()
+    history.killed()
+    return opened
+
+
+def run_clients_rounds(folder: Path, seed: int, rounds: int) -> None:
+    """Raises `AssertionError` at the first round after which something is wrong."""
+    print(f"disk crash test, several clients: seed {seed}")
+    history = History()
+    seen = 0
+    for number in range(rounds):
+        try:
+            seen += run_clients_round(folder, history, seed, number)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, round {number}, {client_load(seed, number)}: {error}") from error
+    assert seen > rounds, "there was hardly anything to look at"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Kills a process that works on a disk tier, again and again.")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help="with one client")
+    parser.add_argument("--clients", type=int, default=200, help="rounds with several clients at once")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as home:
-        run_rounds(Path(home) / "disk", options.seed, options.rounds)
-    print(f"{options.rounds} rounds, nothing wrong")
+    for run, rounds in ((run_rounds, options.rounds), (run_clients_rounds, options.clients)):
+        with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as home:
+            if rounds:
+                run(Path(home) / "disk", options.seed, rounds)
+    print(f"{options.rounds} rounds with one client, {options.clients} with several: nothing wrong")

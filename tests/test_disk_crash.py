@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_crash_rig import run_rounds
+from disk_crash_rig import run_clients_rounds, run_rounds
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk import DiskTier
 
@@ -16,8 +16,13 @@ CHILD = Path(__file__).parent / "disk_crash_child.py"
 
 
 def test_nothing_wrong_is_left_by_a_kill(tmp_path: Path) -> None:
-    """`make chaos` runs ten times as many rounds."""
-    run_rounds(tmp_path / "disk", random.SystemRandom().randrange(2**32), 20)
+    """`make chaos` runs twenty times as many rounds."""
+    run_rounds(tmp_path / "disk", random.SystemRandom().randrange(2**32), 10)
+
+
+def test_nothing_wrong_is_left_by_a_kill_of_several_clients(tmp_path: Path) -> None:
+    """Likewise."""
+    run_clients_rounds(tmp_path / "disk", random.SystemRandom().randrange(2**32), 10)
 
 
 @pytest.fixture

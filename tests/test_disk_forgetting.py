@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from disk_rig import damage, killed, opened, segments
+from disk_rig import contents, damage, killed, opened, overwrite, segments
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
@@ -20,7 +20,7 @@ from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_log import forgetting
-from kvtier.tiers.disk_log.format import PAGE
+from kvtier.tiers.disk_log.format import PAGE, Kind
 from kvtier.tiers.disk_log.index import Rows
 from kvtier.tiers.files import OsFiles
 
@@ -180,12 +180,90 @@ class TestAKill:
             assert found(tier, range(6)) == 0
 
 
+class TestCopiesThatTheIndexDoesNotHave:
+    """What is discarded later must be forgotten there, too."""
+
+    @pytest.mark.parametrize("sealed", [False, True])
+    def test_of_a_block_that_was_dropped_without_a_tombstone(self, tmp_path: Path, sealed: bool) -> None:
+        files = FaultyFiles(OsFiles(direct=False))
+        with opened(tmp_path / "disk", files=files) as tier:
+            tier.write(items(range(3)))
+            if sealed:
+                tier._log.retire_all()
+            files.fail_next("read", errno.EIO)
+            files.fail_next("write", errno.EIO, times=2)
+            assert read_blocks(tier, [make_key(1)], SMALL) == [None]
+            tier.discard([make_key(1)])
+            copy = killed(tmp_path / "disk", tmp_path / "copy")
+        for folder in (copy, tmp_path / "disk"):
+            with opened(folder) as tier:
+                assert [found(tier, [i]) for i in range(3)] == [1, 0, 1]
+
+    def test_of_blocks_that_were_moved_before_a_kill(self, tmp_path: Path) -> None:
+        """The segment with the copies goes first."""
+        files = Held("cut")
+        labels = range(3)
+        with opened(tmp_path / "disk", MIB, files=files) as tier, ThreadPoolExecutor(1) as executor:
+            tier.write(items(labels))
+            read_blocks(tier, [make_key(i) for i in labels], SMALL)
+            files.armed = True
+            filling = executor.submit(lambda: [tier.write(items([("fill", i)], 20_000)) for i in range(100)])
+            files.wait_until_reached()
+            copy = killed(tmp_path / "disk", tmp_path / "copy")
+            files.go_on.set()
+            filling.result(WAIT_S)
+        with opened(copy, 2 * MIB) as tier:
+            assert found(tier, labels) == len(labels)
+            (number,) = set(
+                tier._books.index.records(tier._books.index.find(tier._books.tags([make_key(0)])))["segment"]
+            )
+            assert number > 1
+            with tier._books.lock:
+                newest = tier._books.segments.mark(next(s for s in tier._books.segments if s.number == number))
+            assert tier._room.evict(newest)
+            assert found(tier, labels) == 0
+            tier.discard([make_key(i) for i in labels])
+            again = killed(copy, tmp_path / "again")
+        for folder in (again, copy):
+            with opened(folder, 2 * MIB) as tier:
+                assert found(tier, labels) == 0
+
+
+def test_a_footer_is_read_again_before_a_scan_that_may_miss_tombstones(tmp_path: Path) -> None:
+    class Flipping(OsFiles):
+        armed = False
+
+        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            done = super().read(fd, buffers, offset)
+            if self.armed and bytes(buffers[-1][-32:-24]) == b"KVTTRAIL":
+                self.armed = False
+                buffers[-1][-1] ^= 1
+            return done
+
+    files = Flipping(direct=False)
+    with opened(tmp_path / "disk", files=files) as tier:
+        tier.write(items(range(3)))
+        tier.discard([make_key(1)])
+        tier._log.retire_all()
+        (segment,) = tier._books.segments
+        (path,) = segments(tmp_path / "disk")
+        place = contents(path)
+        assert place.sealed
+        head = int((place.entries["kind"] == Kind.FORGET).argmax())
+        overwrite(path, (int(place.entries["page"][head]) - 1) * PAGE, bytes(PAGE))
+        files.armed = True
+        entries = tier._files.entries(segment)
+        assert not files.armed
+        assert entries is not None
+        assert entries["kind"].tolist() == [Kind.RECORD] * 3 + [Kind.FORGET]
+
+
 @pytest.mark.parametrize("forget", [discard, purge])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("times", "waits"), [(1, True), (2, True), (2, False)])
 def test_a_tombstone_that_cannot_be_written_beside_a_write_under_way(
-    tmp_path: Path, forget: Forget, times: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Forget, times: int, waits: bool
 ) -> None:
-    """Once: it goes to another segment. Twice: the segment goes when the write is over."""
+    """Once: it goes to another segment. Twice: the segment goes when the write is over, which is waited for a while."""
 
     class NoTombstones(Held):
         left = 0
@@ -197,20 +275,28 @@ def test_a_tombstone_that_cannot_be_written_beside_a_write_under_way(
             super().write(fd, buffers, offset)
 
     files = NoTombstones("write")
-    with opened(tmp_path / "disk", files=files) as tier, ThreadPoolExecutor(1) as executor:
+    monkeypatch.setattr(forgetting, "_PATIENCE_S", WAIT_S if waits else 0.01)
+    with opened(tmp_path / "disk", files=files) as tier, ThreadPoolExecutor(2) as executor:
         tier.write(items(range(20)))
+        (first,) = tier._books.segments
         files.armed = True
         writing = executor.submit(tier.write, items(["other"]))
         files.wait_until_reached()
         files.left = times
-        forget(tier, [make_key(i) for i in range(20)])
+        forgetting_all = executor.submit(forget, tier, [make_key(i) for i in range(20)])
+        if times == 2 and waits:
+            while not first.doomed:
+                assert not forgetting_all.done()
+            files.go_on.set()
+        forgetting_all.result(WAIT_S)
         assert not files.left
+        copies = [killed(tmp_path / "disk", tmp_path / "at once")] if times == 1 or waits else []
         files.go_on.set()
         writing.result(WAIT_S)
         tier.check()  # what was filled is sealed, or removed, then
         assert found(tier, range(20)) == 0
-        copy = killed(tmp_path / "disk", tmp_path / "copy")
-    for folder in (copy, tmp_path / "disk"):
+        copies.append(killed(tmp_path / "disk", tmp_path / "copy"))
+    for folder in (*copies, tmp_path / "disk"):
         with opened(folder) as tier:
             assert found(tier, range(20)) == 0
 

@@ -63,9 +63,9 @@ class SegmentLog:
                 if opening is None:
                     mine = self._opening[tenant] = Future()
             if opening is not None:
-                if not opening.result():
+                if not opening.result() and payload_pages:
                     return None
-                continue
+                continue  # tombstones find room where others do not
             try:
                 extent = self._open(tenant, num_entries, payload_pages, epoch)
             finally:

@@ -1,5 +1,7 @@
 """Forgetting for good: tombstones in the log, so that no later start brings back what was discarded."""
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,6 +24,9 @@ _MOST_AT_ONCE = 512
 """Tombstones in one extent."""
 _ROWS_AT_ONCE = 8192
 """Looked at by a purge while nobody else can look: about 1 ms."""
+_PATIENCE_S = 2.0
+"""For writes under way, all together, where only the removal of what they write to can forget: a drive that takes
+longer hangs."""
 
 Place = tuple[StoreKey, int, int]
 """A key, and the segment and page of a record."""
@@ -31,7 +36,8 @@ class Forgetter:
     """Discards, purges, and drops of bad blocks. Any thread; raises nothing.
 
     When a tombstone cannot be written, in a new segment either, the segments that hold the records go instead, whatever
-    else is in them; one that is being written to when that is over.
+    else is in them, and so do those of the tenant that are being written, as they may hold copies. A call waits for
+    that, but not for a drive that hangs: then the last one to write removes the segment.
     """
 
     def __init__(self, books: Books, log: SegmentLog, room: Room, outbox: Outbox, trouble: Trouble) -> None:
@@ -62,7 +68,7 @@ class Forgetter:
         forgotten += {key for key in keys if key[:TENANT_ID_BYTES] in unlisted} - set(forgotten)
         for tenant, of_tenant in _by_tenant(forgotten).items():
             if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
-                self._evict(segments)
+                self._evict(tenant, segments)
             self._drop_dead(tenant)
         return len(gone)
 
@@ -70,7 +76,7 @@ class Forgetter:
         """Records that were discarded while they were written are on disk now, in this segment."""
         # With the epochs of then: the keys may have been written again since.
         if not self._write(tenant, [c.key for c in claims], Kind.FORGET, [c.discarded for c in claims]):
-            self._evict([segment])
+            self._evict(tenant, [segment])
         self._room.drop_dead(tenant)
 
     def drop(self, places: Sequence[Place]) -> list[bool]:
@@ -92,8 +98,10 @@ class Forgetter:
             books.take_out(rows[same[first]])
             gone = [keys[index] for index in same[first].tolist()]
             self._outbox.post(EventKind.REMOVED, gone)
+            numbers = set(records["segment"].tolist())
         for tenant, of_tenant in _by_tenant(gone).items():
-            self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False)
+            if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
+                self._owe(numbers)
             self._room.drop_dead(tenant)
         dropped = np.zeros(len(places), bool)
         dropped[same] = True
@@ -125,7 +133,7 @@ class Forgetter:
             with books.lock:
                 books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
         else:
-            self._evict(pages)
+            self._evict(tenant, pages)
         self._drop_dead(tenant)
         return sum(len(part) for parts in pages.values() for part in parts)
 
@@ -173,21 +181,34 @@ class Forgetter:
         self._log.seal(to_seal)
         return True
 
-    def _evict(self, numbers: Iterable[int]) -> None:
-        """Removes whole segments, and with them what must not come back."""
-        for number in sorted(numbers):
-            with self._books.lock:
+    def _owe(self, numbers: Iterable[int]) -> None:
+        with self._books.lock:
+            for number in numbers:
                 segment = self._books.segments.find(number)
-                if segment is None or segment.evicting:
+                if segment is not None:
+                    self._books.segments.owe(segment)
+
+    def _evict(self, tenant: TenantId, numbers: Iterable[int]) -> None:
+        """Removes these segments and those that may have more of the tenant, and with them what must not come back."""
+        segments = self._books.segments
+        with self._books.lock:
+            going = sorted({*numbers, *segments.unsure_of(tenant)})
+        busy: list[tuple[int, threading.Event]] = []
+        for number in going:
+            with self._books.lock:
+                segment = segments.find(number)
+                if segment is None:
                     continue
-                if segment.in_flight:
-                    segment.doomed = True
-                    if self._books.segments.is_open(segment):
-                        self._books.segments.retire(segment.id.tenant)
+                if segment.in_flight or segment.evicting:
+                    busy.append((number, segments.doom(segment)))
                     continue
-                self._books.segments.mark(segment)
+                segments.mark(segment)
             if not self._room.evict(segment):
                 self._trouble.warn(f"segment {number} holds what was forgotten and cannot go: a start may find it")
+        end_s = time.monotonic() + _PATIENCE_S
+        for number, removed in busy:
+            if not removed.wait(max(0.0, end_s - time.monotonic())):
+                self._trouble.warn(f"segment {number} holds what was forgotten until a write to it ends")
 
 
 def _by_tenant(keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:

@@ -135,11 +135,16 @@ def decide(gathered: list[Gathered], books: Books) -> list[tuple[Entries, npt.ND
     there = np.zeros(len(tags), bool)
     there[order[last]] = True
     there &= (kinds == Kind.RECORD) & (epochs >= limits)
+    copies = np.zeros(len(tags), bool)
+    copies[order] = there[order[last]][np.cumsum(last) - last]  # whether the latest entry of its key is a live record
+    copies &= (kinds == Kind.RECORD) & ~there
     start = 0
     which: list[tuple[Entries, npt.NDArray[np.bool_]]] = []
     live: list[Records] = []
     for g in gathered:
         mine = there[start : start + len(g.entries)]
+        if copies[start : start + len(g.entries)].any():  # it may outlive the segment of the newest one
+            books.segments.owe(g.segment)
         start += len(g.entries)
         books.segments.count(g.segment, int(mine.sum()))
         live.append(records_of(g.entries[mine], g.tags[mine], g.segment.number))

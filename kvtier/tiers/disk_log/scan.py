@@ -146,13 +146,8 @@ class _Pages:
             return parse_header(page), may_be_ours(page), not np.frombuffer(page, np.uint8).any()
 
     def footer(self, num_pages: int) -> tuple[SegmentId, Entries] | None:
-        """What stands at the end of these pages."""
-        with self._buffers.lend(PAGE) as page:
-            place = parse_trailer(page) if self._has(page, num_pages - 1) else None
-        if place is None or not 1 <= place[0] < num_pages:
-            return None
-        with self._buffers.lend((num_pages - place[0]) * PAGE) as footer:
-            return parse_footer(footer, place[0]) if self._has(footer, place[0]) else None
+        """What stands at the end of these pages; read again if it is not sound, as a scan may miss what it says."""
+        return self._footer(num_pages) or self._footer(num_pages)
 
     def begins_like_ours(self) -> tuple[bool, bool]:
         """Whether any page begins like an extent or footer; whether all are zeros."""
@@ -190,6 +185,14 @@ class _Pages:
         whole = [kind != Kind.RECORD or self._is_whole(entries, i) for i, kind in enumerate(entries["kind"])]
         good: Entries = entries[np.array(whole, bool)]
         return good
+
+    def _footer(self, num_pages: int) -> tuple[SegmentId, Entries] | None:
+        with self._buffers.lend(PAGE) as page:
+            place = parse_trailer(page) if self._has(page, num_pages - 1) else None
+        if place is None or not 1 <= place[0] < num_pages:
+            return None
+        with self._buffers.lend((num_pages - place[0]) * PAGE) as footer:
+            return parse_footer(footer, place[0]) if self._has(footer, place[0]) else None
 
     def _head(self, segment: SegmentId, page: int) -> Head | None:
         with self._buffers.lend(PAGE) as buffer:

@@ -1,6 +1,7 @@
 """Which segments there are, who has how many, and which one goes first. Bookkeeping only."""
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -229,7 +230,26 @@ class SegmentSet:
         """Its footer says what it has, and its file is cut behind that."""
         self.shrink(segment, num_pages)
         segment.sealed, segment.landed = True, []
-        self.set_unlisted(segment, unlisted=False)
+        self.set_unlisted(segment, unlisted=segment.owing)
+
+    def owe(self, segment: Segment) -> None:
+        """Records in it were forgotten without a tombstone: who discards them later is to write one."""
+        segment.owing = True
+        self.set_unlisted(segment, unlisted=True)
+
+    def unsure_of(self, tenant: TenantId) -> list[int]:
+        """Numbers of the tenant's segments that may have records that the index does not: some are being written."""
+        of = self._of.get(tenant)
+        return [s.number for s in of.segments.values() if s.unlisted or s.in_flight] if of is not None else []
+
+    def doom(self, segment: Segment) -> threading.Event:
+        """It is to be removed by those who write to it or evict it; set when that was tried."""
+        segment.doomed = True
+        segment.removed = segment.removed or threading.Event()
+        self.owe(segment)
+        if self.is_open(segment):
+            self.retire(segment.id.tenant)
+        return segment.removed
 
     def mark(self, segment: Segment) -> Segment:
         """The caller is about to remove it."""
@@ -242,6 +262,7 @@ class SegmentSet:
     def stuck(self, segment: Segment) -> None:
         """It could not be removed."""
         segment.evicting, segment.compacted, segment.stuck_until_s = False, False, self._clock() + _STUCK_S
+        self._tell(segment)
 
     def emptied(self, segment: Segment) -> None:
         """Its file has nothing in it, and could not be unlinked. It counts a page: there is to be an end to them."""
@@ -252,11 +273,13 @@ class SegmentSet:
     def compacted(self, segment: Segment, num_pages: int, num_entries: int) -> None:
         """A segment that was to be removed has nothing but tombstones now, and so many pages."""
         of = self._of[segment.id.tenant]
+        segment.doomed = segment.owing = False
         self.sealed(segment, num_pages)
         of.epochs.drop(segment.number)
         segment.num_entries, segment.min_epoch, segment.compacted = num_entries, NO_EPOCH, True
         segment.evicting, segment.stuck_until_s = False, -math.inf
         self._note(of, segment)
+        self._tell(segment)
 
     def gone(self, segment: Segment) -> None:
         """Its file is no longer there."""
@@ -268,6 +291,7 @@ class SegmentSet:
         del self._segments[segment.number], of.segments[segment.number]
         of.epochs.drop(segment.number)
         of.empty.drop(segment.number)
+        self._tell(segment)
         if not of.segments:
             del self._of[segment.id.tenant]
             self._fullest.drop(segment.id.tenant)
@@ -319,6 +343,13 @@ class SegmentSet:
         of = self._of[segment.id.tenant]
         of.num_pages += num_pages
         self._fullest.put(segment.id.tenant, -of.num_pages)
+
+    @staticmethod
+    def _tell(segment: Segment) -> None:
+        """Those who wait for it to go."""
+        if segment.removed is not None:
+            segment.removed.set()
+            segment.removed = None
 
     @staticmethod
     def _note(of: _OfTenant, segment: Segment) -> None:

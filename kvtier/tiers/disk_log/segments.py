@@ -1,6 +1,7 @@
 """A segment as a tier knows it: how full it is, and who works on it; and how large the next one is."""
 
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,8 @@ class Segment:
         "num_entries",
         "num_live",
         "num_pages",
+        "owing",
+        "removed",
         "retired",
         "sealed",
         "stuck_until_s",
@@ -73,8 +76,12 @@ class Segment:
         """It has tombstones and nothing else, in as few pages as can be."""
         self.doomed = False
         """It holds what must not come back: whoever is the last to write to it removes it."""
+        self.removed: threading.Event | None = None
+        """Of a doomed one: set when it was removed, or could not be."""
+        self.owing = False
+        """Records in it are not in the index, and no tombstone says so."""
         self.unlisted = False
-        """Its file may have records that the index does not: it is being removed, or a write to it has failed."""
+        """Its file may have records that the index does not: it is owing or being removed, or a write to it failed."""
         self.stuck_until_s = -math.inf
         """It could not be removed a moment ago; until then, others are tried first."""
 
