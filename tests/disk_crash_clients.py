@@ -7,6 +7,7 @@ before and after each call, in the order in which that happened.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from disk_crash_child import DyingFiles, say
+from disk_crash_child import DyingFiles, die, say
 from kvtier.keys import StoreKey, tenant_id
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.testing.faults import FaultyFiles
@@ -28,7 +29,7 @@ from kvtier.tiers.files import FileLayer, supports_direct
 TENANTS = ("red", "blue", "green")
 BLOCKS = range(150)
 """Of all tenants, in turns."""
-_HOT = 24
+_HOT = 9
 """Blocks that half of all calls are about, so that clients meet."""
 _MOST = 30
 """Blocks of a large write: more than a segment takes."""
@@ -50,7 +51,9 @@ class Load:
     most_pause_s: float
     """Before and after operations on files: others come in between."""
     dies_at: int
-    """The number of the operation on files in which it kills itself; 0: others do."""
+    """The number of the operation on files in which it kills itself; 0: it does not."""
+    dies_answering: int
+    """The number of the discard after whose answer it kills itself at once; 0: likewise."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -140,21 +143,26 @@ def read_versions(tier: DiskTier, blocks: Sequence[int]) -> list[str | None]:
     ]
 
 
-def work(tier: DiskTier, load: Load, client: int) -> None:
+def work(tier: DiskTier, load: Load, client: int, answers: Iterator[int]) -> None:
     """Writes, reads, discards and purges for ever."""
     order = random.Random(f"{load.seed}/{client}")
     number = 0
     try:
         while True:
             number += 1
-            _call(tier, order, f"{load.seed}.{client}.{number}")
+            what = _call(tier, order, f"{load.seed}.{client}.{number}")
+            if what == "discard" and next(answers) == load.dies_answering:
+                die()
     except BaseException as error:
         say("raised", f"{load.seed}.{client}.{number}", repr(error))
         raise
 
 
-def _call(tier: DiskTier, order: random.Random, call: str) -> None:
-    """:param call: its name, and that of the version if it is a write."""
+def _call(tier: DiskTier, order: random.Random, call: str) -> str:
+    """What it was.
+
+    :param call: its name, and that of the version if it is a write.
+    """
     what = order.random()
     among = BLOCKS[:_HOT] if order.random() < 0.5 else BLOCKS
     blocks = order.sample(among, _MOST if what < 0.02 and among == BLOCKS else order.randrange(1, 7))
@@ -163,18 +171,21 @@ def _call(tier: DiskTier, order: random.Random, call: str) -> None:
         say("write", call, blocks)
         statuses = tier.write([(key, payload(block, call)) for key, block in zip(keys, blocks, strict=True)])
         say("wrote", call, [status.name for status in statuses])
-    elif what < 0.7:
+        return "write"
+    if what < 0.7:
         say("read", call, blocks)
         say("got", call, read_versions(tier, blocks))
-    elif what < 0.99:
+        return "read"
+    if what < 0.99:
         say("discard", call, blocks)
         tier.discard(keys)
         say("discarded", call)
-    else:
-        tenant = order.choice(TENANTS)
-        say("purge", call, [block for block in BLOCKS if tenant_of(block) == tenant])
-        tier.purge(tenant_id(tenant))
-        say("purged", call)
+        return "discard"
+    tenant = order.choice(TENANTS)
+    say("purge", call, [block for block in BLOCKS if tenant_of(block) == tenant])
+    tier.purge(tenant_id(tenant))
+    say("purged", call)
+    return "purge"
 
 
 if __name__ == "__main__":
@@ -187,7 +198,8 @@ if __name__ == "__main__":
     tier = load.open(folder, files)
     files.fail_by_chance(load.faults)
     say("open")
-    clients = [threading.Thread(target=work, args=(tier, load, number)) for number in range(load.num_clients)]
+    answers = itertools.count(1)
+    clients = [threading.Thread(target=work, args=(tier, load, n, answers)) for n in range(load.num_clients)]
     for client in clients:
         client.start()
     for client in clients:

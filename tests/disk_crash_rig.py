@@ -4,7 +4,7 @@
 
 Rounds with one client: half of them end in a file operation that the seed chooses, and replay exactly; the others end
 at a moment that another process chooses. Rounds with several clients at once: the seed replays what they ask for and
-the moment of the kill, not how threads take turns, so it may take several runs to see something again.
+when the kill comes, not how threads take turns, so it may take several runs to see something again.
 """
 
 import argparse
@@ -147,6 +147,7 @@ def run_rounds(folder: Path, seed: int, rounds: int) -> None:
 def client_load(seed: int, number: int) -> Load:
     """What clients do in one round, and on what tier."""
     order = random.Random(f"{seed}/{number}/load")
+    dies_at, dies_answering = order.choice([(0, 0), (order.randrange(1, 500), 0), (0, order.randrange(1, 60))])
     return Load(
         seed=f"{seed}.{number}",
         num_clients=order.choice([2, 4, 6, 8]),
@@ -156,8 +157,9 @@ def client_load(seed: int, number: int) -> Load:
         direct=order.random() < 0.5,
         sync=order.choice(["none", "none", "sealed", "batch"]),
         faults=order.choice([0.0, 0.0, 0.02]),
-        most_pause_s=order.choice([0.0, 0.005]),
-        dies_at=order.choice([0, order.randrange(1, 500)]),
+        most_pause_s=order.choice([0.0, 0.005, 0.02]),
+        dies_at=dies_at,
+        dies_answering=dies_answering,
     )
 
 
@@ -168,7 +170,8 @@ def run_clients_round(folder: Path, history: History, seed: int, number: int) ->
     if order.random() < 0.3:  # this one at its start, or a moment later, before anybody has cleaned up
         first = replace(load, seed=f"{load.seed}.first")
         _kill_clients(folder, history, first, order.uniform(0, 0.05))
-    opened = _kill_clients(folder, history, load, order.uniform(0.05, 0.5) if not load.dies_at else PATIENCE_S)
+    dies_itself = load.dies_at or load.dies_answering
+    opened = _kill_clients(folder, history, load, PATIENCE_S if dies_itself else order.uniform(0.05, 0.5))
     newest = history.newest(load.capacity_bytes // 16, client_bytes) if not load.faults else set()
     if opened:
         assert used_bytes(folder) <= load.capacity_bytes, "the folder took more than its capacity"

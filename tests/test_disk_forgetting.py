@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from disk_rig import contents, damage, killed, opened, overwrite, segments
+from disk_rig import contents, damage, killed, opened, overwrite, place_of, segments
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
@@ -127,6 +127,31 @@ class TestAKill:
             assert found(tier, "a") == 0
         with opened(tmp_path / "disk") as tier:
             assert found(tier, "a") == 0
+
+    @pytest.mark.parametrize("forget", [discard, purge, "drop"])
+    def test_while_somebody_else_forgets_the_same_block(self, tmp_path: Path, forget: Forget | str) -> None:
+        """The one who took it out of the index is still writing that down; the other must not rely on it."""
+        files = Held("write")
+        with opened(tmp_path / "disk", files=files) as tier, ThreadPoolExecutor(1) as executor:
+            tier.write(items(range(3)))
+            if forget == "drop":
+                path, offset, nbytes = place_of(tmp_path / "disk", make_key(1))
+                sound = path.read_bytes()[offset : offset + nbytes]
+                damage(tmp_path / "disk", make_key(1))
+            files.armed = True
+            if callable(forget):
+                forgetting_it = executor.submit(forget, tier, [make_key(1)])
+            else:
+                forgetting_it = executor.submit(read_blocks, tier, [make_key(1)], SMALL)
+            files.wait_until_reached()
+            if forget == "drop":
+                overwrite(path, offset, sound)  # it was the read that failed
+            assert tier.discard([make_key(1)]) == 0
+            copy = killed(tmp_path / "disk", tmp_path / "copy")
+            files.go_on.set()
+            forgetting_it.result(WAIT_S)
+        with opened(copy) as tier:
+            assert found(tier, [1]) == 0
 
     def test_after_a_purge_that_came_before_the_first_segment(self, tmp_path: Path) -> None:
         class Slow(OsFiles):

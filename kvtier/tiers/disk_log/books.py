@@ -53,7 +53,9 @@ class Books:
         self.purges_written: dict[TenantId, int] = {}
         """The same, once its tombstone is on disk: it stands for all tombstones before it."""
         self.purging: Counter[TenantId] = Counter()
-        """Purges under way: until they have taken out all records, none is moved, since a copy is later than they."""
+        """Purges whose tombstone is not yet written. No record is moved meanwhile, since a copy is later than they."""
+        self.forgetting: Counter[StoreKey] = Counter()
+        """Keys whose tombstones are being written: they are no longer in the index, but still on disk."""
         self.epoch = 0
         """The last one given. What has a larger one is later, in this life of the folder or another."""
         self.new_bytes = 0
@@ -142,6 +144,11 @@ class Books:
             return None
         segment.in_flight += 1
         return segment
+
+    def may_be_on_disk(self, key: StoreKey) -> bool:
+        """Whether a record may be there that the index does not have: evicted, or about to be forgotten by others."""
+        tenant = TenantId(key[:TENANT_ID_BYTES])
+        return key in self.forgetting or tenant in self.purging or self.segments.has_unlisted(tenant)
 
     def take_out(self, rows: Rows) -> None:
         """Forgets records, each row once."""

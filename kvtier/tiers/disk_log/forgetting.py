@@ -62,14 +62,16 @@ class Forgetter:
             under_way = [claim for key in keys if (claim := books.pending.pop(key, None)) is not None]
             for claim in under_way:
                 claim.discarded = epoch
-            # What was evicted, or could not be written, may still be in a file.
-            unlisted = {tenant for tenant in _by_tenant(keys) if books.segments.has_unlisted(tenant)}
-        forgotten = gone + [claim.key for claim in under_way]
-        forgotten += {key for key in keys if key[:TENANT_ID_BYTES] in unlisted} - set(forgotten)
-        for tenant, of_tenant in _by_tenant(forgotten).items():
-            if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
-                self._evict(tenant, segments)
-            self._drop_dead(tenant)
+            forgotten = gone + [claim.key for claim in under_way]
+            forgotten += {key for key in keys if books.may_be_on_disk(key)} - set(forgotten)
+            books.forgetting.update(forgotten)
+        try:
+            for tenant, of_tenant in _by_tenant(forgotten).items():
+                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
+                    self._evict(tenant, segments)
+                self._drop_dead(tenant)
+        finally:
+            self._forgot(forgotten)
         return len(gone)
 
     def forget_late(self, tenant: TenantId, claims: Sequence[Claim], segment: int) -> None:
@@ -99,10 +101,14 @@ class Forgetter:
             gone = [keys[index] for index in same[first].tolist()]
             self._outbox.post(EventKind.REMOVED, gone)
             numbers = set(records["segment"].tolist())
-        for tenant, of_tenant in _by_tenant(gone).items():
-            if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
-                self._owe(numbers)
-            self._room.drop_dead(tenant)
+            books.forgetting.update(gone)
+        try:
+            for tenant, of_tenant in _by_tenant(gone).items():
+                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
+                    self._owe(numbers)
+                self._room.drop_dead(tenant)
+        finally:
+            self._forgot(gone)
         dropped = np.zeros(len(places), bool)
         dropped[same] = True
         return dropped.tolist()
@@ -125,15 +131,15 @@ class Forgetter:
                     books.take_out(rows)
                 for number in np.unique(records["segment"]).tolist():
                     pages.setdefault(number, []).append(records["page"][records["segment"] == number])
+            self._tell_of(pages)
+            if self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
+                with books.lock:
+                    books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
+            else:
+                self._evict(tenant, pages)
         finally:
             with books.lock:
                 books.purging -= Counter([tenant])
-        self._tell_of(pages)
-        if self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
-            with books.lock:
-                books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
-        else:
-            self._evict(tenant, pages)
         self._drop_dead(tenant)
         return sum(len(part) for parts in pages.values() for part in parts)
 
@@ -180,6 +186,11 @@ class Forgetter:
             to_seal = self._log.settle(extent, landed)
         self._log.seal(to_seal)
         return True
+
+    def _forgot(self, keys: Sequence[StoreKey]) -> None:
+        """Their tombstones are written, or what they forget is gone, as far as that could be."""
+        with self._books.lock:
+            self._books.forgetting -= Counter(keys)
 
     def _owe(self, numbers: Iterable[int]) -> None:
         with self._books.lock:
