@@ -44,12 +44,18 @@ def option(name: str) -> Any | None:
     return resolution_result(args, name)
 
 
-def num_weight_changes() -> int:
-    """How often the weights have changed since the server started, as far as SGLang takes notes of it.
+def num_notes() -> int:
+    """How many changes of its options SGLang has noted since the server started."""
+    return len(get_context()._overrides_log)
 
-    It does for weights from disk, and for all that come with a new `weight_version`.
+
+def have_weights_changed(since: int) -> bool:
+    """Whether one of the notes from this one on is of other weights.
+
+    SGLang notes weights from disk, and all that come with a new `weight_version`. Its notes are of other options, too,
+    some that speculative decoding changes all the time: its own `overrides_log` would copy all of them.
     """
-    return sum(source in _CHANGES_WEIGHTS for source, _ in get_context().overrides_log())
+    return any(source in _CHANGES_WEIGHTS for source, _ in get_context()._overrides_log[since:])
 
 
 def holds_no_bytes(host_pool: Any) -> bool:

@@ -146,7 +146,7 @@ def model_digest(settings: Settings, model_name: str | None, digests: Path = DIG
         used |= {"name": str(model_name), "draft": str(draft), "revision": settings.model_revision}
         return _digest(_LABEL, used)
     _require_weights_of_the_folder(has_draft=bool(draft))
-    if compat.num_weight_changes():
+    if compat.have_weights_changed(since=0):
         raise ConfigError(
             f"{SOURCE}: weights have changed since SGLang started, so that the model's folder may hold others; start "
             f"SGLang again, or add {_REMEDY}"

@@ -66,8 +66,8 @@ class KvtierStorage(HiCacheStorage):
         keys = PageKeys(config)
         metrics = Metrics()
         self._stats = StorageStats(metrics, collects=storage_config.enable_storage_metrics)
-        self._num_weight_changes = compat.num_weight_changes()
-        """Those that `model` is after."""
+        self._num_notes = compat.num_notes()
+        """Of SGLang, up to which the weights are those of `model`. Written whole: any thread."""
         model = model_digest(settings, storage_config.model_name)
         self._pools = HostPools(storage_config, model, is_zero_copy=settings.is_zero_copy)
         self._failed = QuietLog(_log)
@@ -209,8 +209,8 @@ class KvtierStorage(HiCacheStorage):
         if self._is_closed:
             return failed
         try:
-            if compat.num_weight_changes() != self._num_weight_changes and op != "clear":
-                raise ConfigError("the weights have changed, and what is in the pool is of those before")
+            if op != "clear":
+                self._require_same_weights()
             return call()
         except Exception as error:
             if not self._is_closed:
@@ -218,6 +218,12 @@ class KvtierStorage(HiCacheStorage):
                 _log.debug("%s failed", op, exc_info=True)
                 self._stats.count("any", op, "refused", num_pages)
             return failed
+
+    def _require_same_weights(self) -> None:
+        num_notes = compat.num_notes()
+        if compat.have_weights_changed(since=self._num_notes):
+            raise ConfigError("the weights have changed, and what is in the pool is of those before")
+        self._num_notes = num_notes
 
     def _present_prefix(self, keys: Sequence[str]) -> int:
         pool = self._pools.anchor

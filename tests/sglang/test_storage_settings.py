@@ -199,7 +199,8 @@ def test_weights_that_change_while_sglang_runs_end_it(pool: CachePool, tmp_path:
     with get_context().override_server_args():
         with storage(pool, mine, **named) as made:
             assert made.batch_set_v1(keys[:1], indices(0)) == [True]
-            assert made.batch_exists(keys) == 1
+            get_context().override("eagle", speculative_num_steps=2)
+            assert made.batch_exists(keys) == 1, "options that change are not weights"
             source, name = change
             get_context().override(source, **{name.removeprefix("scheduler."): "others"})
             assert made.batch_exists(keys) == 0
@@ -207,6 +208,7 @@ def test_weights_that_change_while_sglang_runs_end_it(pool: CachePool, tmp_path:
             assert made.batch_get_v1(keys[:1], indices(1)) == [False]
             assert made.batch_set_v1(keys[1:], indices(1)) == [False]
             assert not made.exists(keys[0])
+            assert made.batch_exists(keys) == 0, "nor later"
         with pytest.raises(ConfigError, match="model_revision"), storage(pool, mine, **named):
             pass
         with storage(pool, mine, model_revision="after the change") as made:
