@@ -6,7 +6,7 @@ import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +18,6 @@ from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Samples, Subject, in_turn, ratios
 from kvtier.errors import KvtierError
 from kvtier.malloc import keep_freed_memory
-
-if TYPE_CHECKING:
-    from kvtier_sglang_bench.controller import Controller
 
 _FILES, _OURS, _MEMCPY = "HiCacheFile", "kvtier", "memcpy"
 _BARS = {"write": 2.0, "read": 1.0}
@@ -99,12 +96,6 @@ def _ours(pool: PoolProcess) -> dict[str, Any]:
         "tenants": {TENANT: {"secret": f"env:{_SECRET}", "token": f"env:{_TOKEN}"}},
         "pool": {"address": [pool.unix]},
     }
-
-
-def _subject(op: str, controller: "Controller", pids: tuple[int, ...]) -> Subject:
-    if op == "write":
-        return Subject(controller.write, controller.forget, pids)
-    return Subject(controller.read, controller.poison, pids)
 
 
 def _case(name: str, op: str, samples: dict[str, Samples], pages: int, page_bytes: int) -> Case:
