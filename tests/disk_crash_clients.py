@@ -7,6 +7,7 @@ before and after each call, in the order in which that happened.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -47,7 +48,7 @@ class Load:
     direct: bool
     sync: str
     faults: float
-    """Share of new files, reads and writes that fail."""
+    """Share of operations on files that fail."""
     most_pause_s: float
     """Before and after operations on files: others come in between."""
     dies_at: int
@@ -73,12 +74,14 @@ class Load:
         )
 
 
-class SlowFiles(DyingFiles):
-    """They pause now and then, before and after what they do."""
+class RoughFiles(DyingFiles):
+    """They pause now and then, before and after what they do. What `FaultyFiles` lets pass fails by chance, too."""
 
     def __init__(self, load: Load, *, direct: bool) -> None:
         super().__init__(load.dies_at, direct=direct)
         self._most_s = load.most_pause_s
+        self.faults = 0.0
+        """Share of cuts, removals and syncs that fail. Set before clients begin."""
 
     def create(self, path: str, nbytes: int) -> int:
         with self._pauses():
@@ -90,17 +93,27 @@ class SlowFiles(DyingFiles):
 
     def truncate(self, fd: int, nbytes: int) -> None:
         with self._pauses():
+            self._may_fail()
             super().truncate(fd, nbytes)
 
     def remove(self, path: str) -> None:
         with self._pauses():
+            self._may_fail()
             super().remove(path)
+
+    def sync(self, fd: int) -> None:
+        self._may_fail()
+        super().sync(fd)
 
     @contextlib.contextmanager
     def _pauses(self) -> Iterator[None]:
         self._pause()
         yield
         self._pause()
+
+    def _may_fail(self) -> None:
+        if random.random() < self.faults:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _pause(self) -> None:
         if self._most_s and random.random() < 0.3:
@@ -193,10 +206,11 @@ if __name__ == "__main__":
     load = Load(**json.loads(options))
     say("start")
     with contextlib.redirect_stdout(sys.stderr):  # it prints its seed
-        slow = SlowFiles(load, direct=load.is_direct(folder))
-        files = FaultyFiles(slow, seed=random.Random(load.seed).getrandbits(32))
+        rough = RoughFiles(load, direct=load.is_direct(folder))
+        files = FaultyFiles(rough, seed=random.Random(load.seed).getrandbits(32))
     tier = load.open(folder, files)
     files.fail_by_chance(load.faults)
+    rough.faults = load.faults
     say("open")
     answers = itertools.count(1)
     clients = [threading.Thread(target=work, args=(tier, load, n, answers)) for n in range(load.num_clients)]

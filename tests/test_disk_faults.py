@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_rig import segments
+from disk_rig import segments, used_bytes
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.codec import Codec
 from kvtier.events import Event, EventKind, TierState
@@ -35,6 +35,17 @@ def states(metrics: Metrics) -> list[float]:
 
 
 class TestFailingWrites:
+    def test_count_the_space_of_a_file_that_could_be_neither_begun_nor_removed(
+        self, tmp_path: Path, open_disk: Open
+    ) -> None:
+        files = FaultyFiles(OsFiles(direct=False))
+        tier = open_disk(files=files)
+        for op in ("write", "truncate", "remove"):
+            files.fail_next(op, errno.EIO)
+        assert tier.write([block("a")]) == [WriteStatus.FAILED]
+        assert tier.usage().used_bytes == used_bytes(tmp_path / "disk") > 0
+        assert tier.write([block("a")]) == [WriteStatus.STORED]
+
     @pytest.mark.parametrize(
         ("op", "code", "status"),
         [

@@ -73,7 +73,7 @@ class SegmentFiles:
         return self._files.free_bytes(self._folder.path)
 
     def make(self, segment: Segment, epoch: int) -> None:
-        """A file with its header; after an error there is none."""
+        """A file with its header. After an error there is none, or its space is counted."""
         path = self.path(segment)
         fd = self._files.create(path, segment.num_pages * PAGE)
         try:
@@ -84,7 +84,7 @@ class SegmentFiles:
                 self._files.sync_folder(self._folder.path)
         except OSError:
             self._files.close(fd)
-            self._files.remove(path)
+            self.drop(segment.number)
             raise
         self.descriptors.add(segment.number, fd)
 
