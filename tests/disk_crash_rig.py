@@ -151,7 +151,7 @@ def client_load(seed: int, number: int) -> Load:
     return Load(
         seed=f"{seed}.{number}",
         num_clients=order.choice([2, 4, 6, 8]),
-        capacity_bytes=order.choice([1, 1, 2, 4]) << 19,
+        capacity_bytes=order.choice([1, 1, 2, 4]) << 18,
         segment_bytes=order.choice([16, 32, 64, 256]) << 10,
         num_threads=order.choice([1, 2, 4, 4]),
         direct=order.random() < 0.5,
