@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import Config, parse_config
+from kvtier.config import Config, merge_tables, parse_config
 from kvtier.errors import ConfigError
 
 SOURCE = "hicache-storage-backend-extra-config"
@@ -61,7 +61,7 @@ def load_settings(extra: Mapping[str, Any]) -> Settings:
             data = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{SOURCE}.{_FILE}: cannot read {path}: {error}") from error
-    config = parse_config(_merged(data, inline), source=source, folder=folder)
+    config = parse_config(merge_tables(data, inline), source=source, folder=folder)
     _require_pool(config, source)
     return Settings(
         config,
@@ -87,13 +87,3 @@ def _text(key: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ConfigError(f"{SOURCE}.{key}: {value!r} is no text")
     return value
-
-
-def _merged(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables key by key, everything else as a whole."""
-    merged = dict(data)
-    for name, value in over.items():
-        known = merged.get(name)
-        both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(known, value) if both else value  # type: ignore[arg-type]
-    return merged

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import Config, parse_config
+from kvtier.config import Config, merge_tables, parse_config
 from kvtier.errors import ConfigError
 
 _SOURCE = "kv_connector_extra_config"
@@ -28,10 +28,10 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
             data = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{_SOURCE}.{_FILE}: cannot read {path}: {error}") from error
-    data = _merged(data, inline)
+    data = merge_tables(data, inline)
     if "tokens_per_block" in data.get("cache", {}):
         raise ConfigError(f"{source}: cache.tokens_per_block: vLLM decides that (--block-size); leave it out")
-    data = _merged(data, {"cache": {"tokens_per_block": tokens_per_block}})
+    data = merge_tables(data, {"cache": {"tokens_per_block": tokens_per_block}})
     config = parse_config(data, source=source, folder=folder)
     for name, policy in (
         ("host", config.host.write_policy),
@@ -49,13 +49,3 @@ def of_worker(config: Config, name: str) -> Config:
         return config
     disk = config.disk.model_copy(update={"directory": config.disk.directory / name})
     return config.model_copy(update={"disk": disk})
-
-
-def _merged(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables key by key, everything else as a whole."""
-    merged = dict(data)
-    for name, value in over.items():
-        known = merged.get(name)
-        both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(known, value) if both else value  # type: ignore[arg-type]
-    return merged

@@ -63,6 +63,16 @@ def parse_config(
     return config
 
 
+def merge_tables(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with what stands in `over` put in its place: tables key by key, everything else as a whole."""
+    merged = dict(data)
+    for name, value in over.items():
+        known = merged.get(name)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        merged[name] = merge_tables(known, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
 def token_sha256(token: str) -> str:
     """What the pool's `token_sha256` must be for this token."""
     return hashlib.sha256(token.encode()).hexdigest()
