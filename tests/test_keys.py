@@ -20,6 +20,7 @@ from kvtier.keys import (
     Extra,
     NamespaceId,
     PrefixHasher,
+    are_of_tenant,
     split_store_key,
     store_key,
     tenant_id,
@@ -188,3 +189,13 @@ def test_every_field_changes_the_namespace() -> None:
 def test_bad_input_names_the_thing(call: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 63, 64, 200])
+def test_one_key_of_another_tenant_is_found_among_many(num_keys: int) -> None:
+    own, other = tenant_id("red"), tenant_id("blue")
+    hashes = [ChainHash(i.to_bytes(32)) for i in range(num_keys)]
+    keys = [store_key(own, NamespaceId(bytes(16)), chain_hash) for chain_hash in hashes]
+    assert are_of_tenant(keys, own)
+    for i in range(num_keys):
+        assert not are_of_tenant([*keys[:i], store_key(other, NamespaceId(bytes(16)), hashes[i]), *keys[i + 1 :]], own)

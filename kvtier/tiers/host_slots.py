@@ -70,13 +70,10 @@ class HostSlots:
         """Where each visible key is. Guarded by lock."""
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        statuses = [Status.MISS] * len(keys)
+        miss, hit, pending = Status.MISS, Status.HIT, Status.PENDING
         with self.lock:
-            lanes = map(self._lane_of.get, keys)
-            for i, (key, lane) in enumerate(zip(keys, lanes, strict=True)):
-                if lane is not None and (entry := lane.index.find(key)) is not None:
-                    statuses[i] = Status.HIT if entry.ready else Status.PENDING
-        return statuses
+            entries = self._find_all(keys)
+            return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
     def hold(
         self, key: StoreKey, *, touch: bool = True, nbytes: int | None = None
@@ -197,6 +194,15 @@ class HostSlots:
                 raise InvariantError(f"tier {self._name}: keys and lanes disagree")
             if any(lane.index.find(key) is None for key, lane in self._lane_of.items()):
                 raise InvariantError(f"tier {self._name}: a key is not in its lane")
+
+    def _find_all(self, keys: Sequence[StoreKey]) -> list[Entry[StoreKey] | None]:
+        """What is visible of these. Most batches are of one tenant, size and writer: one lane. Locked."""
+        lanes = list(map(self._lane_of.get, keys))
+        distinct = set(filter(None, lanes))
+        if len(distinct) == 1:
+            (lane,) = distinct
+            return lane.index.find_all(keys)
+        return [lane.index.find(key) if lane is not None else None for key, lane in zip(keys, lanes, strict=True)]
 
     def _take_slot(self, lane: Lane, key: StoreKey, nbytes: int) -> WriteSlot | WriteStatus:
         """A free slot of the lane, or that of its coldest block. Locked."""

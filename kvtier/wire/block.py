@@ -147,7 +147,7 @@ class Fields:
         """A byte per item, each a value of `kind`."""
         members = {member.value: member for member in kind}
         try:
-            return [members[byte] for byte in self.data(name)]
+            return list(map(members.__getitem__, self.data(name)))
         except KeyError as error:
             raise InvalidInputError(f"header: {name} holds {error}, which is no {kind.__name__}") from None
 

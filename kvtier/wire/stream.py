@@ -19,6 +19,8 @@ from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, TCP_PIECE_BYTES, 
 MAX_DESCRIPTORS = 16
 """File descriptors that one frame may carry."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+_DONT_WAIT, _WAIT_ALL, _CLOSE_ON_EXEC = map(int, (socket.MSG_DONTWAIT, socket.MSG_WAITALL, socket.MSG_CMSG_CLOEXEC))
+"""As plain integers: to join two flags of an enum takes as long as a small message."""
 _RECEIVE_SLICE_S = 0.05
 """Between two looks at the clock. A constant, so that most calls set no socket option."""
 _UNIX_BUFFER_BYTES = 1 << 20
@@ -100,7 +102,7 @@ class PlainStream:
 
     def poll(self, into: memoryview) -> int | None:
         """See `Stream.poll`."""
-        return self._receive([into], socket.MSG_DONTWAIT)
+        return self._receive([into], _DONT_WAIT)
 
     def receive(self, into: Sequence[memoryview], *, fill: bool, deadline: float) -> int:
         """See `Stream.receive`."""
@@ -109,7 +111,7 @@ class PlainStream:
             if remaining_s <= 0:
                 raise TimeoutError("the peer did not send in time")
             self._set_receive_timeout(min(remaining_s, _RECEIVE_SLICE_S))
-            count = self._receive(into, socket.MSG_WAITALL if fill else 0)
+            count = self._receive(into, _WAIT_ALL if fill else 0)
             if count is not None:
                 return count
 
@@ -162,7 +164,7 @@ class PlainStream:
                 if len(into) == 1:
                     return self._socket.recv_into(into[0], 0, flags)
                 return self._socket.recvmsg_into(into, 0, flags)[0]
-            count, ancillary, _, _ = self._socket.recvmsg_into(into, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+            count, ancillary, _, _ = self._socket.recvmsg_into(into, _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC)
         except BlockingIOError:
             return None
         for level, kind, data in ancillary:

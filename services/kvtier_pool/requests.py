@@ -6,11 +6,8 @@ from typing import cast
 import numpy as np
 
 from kvtier.errors import InvalidInputError, LimitExceededError
-from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, STORE_KEY_BYTES, StoreKey, TenantId
+from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, NUMPY_PAYS_FROM, STORE_KEY_BYTES, StoreKey, TenantId
 from kvtier_pool.settings import PoolLimits
-
-_MANY = 64
-"""Keys; numpy costs more than it saves for fewer."""
 
 
 def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: bytes, limits: PoolLimits) -> None:
@@ -29,7 +26,7 @@ def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: b
             f"{NAMESPACE_ID_BYTES} and a multiple of {CHAIN_HASH_BYTES}"
         )
     prefix = tenant + namespace
-    if len(hashes) < _MANY * CHAIN_HASH_BYTES:
+    if len(hashes) < NUMPY_PAYS_FROM * CHAIN_HASH_BYTES:
         joined = [prefix + hashes[at : at + CHAIN_HASH_BYTES] for at in range(0, len(hashes), CHAIN_HASH_BYTES)]
     else:
         rows = np.empty((len(hashes) // CHAIN_HASH_BYTES, STORE_KEY_BYTES), dtype=np.uint8)

@@ -3,19 +3,18 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby, repeat
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from kvtier.errors import InvalidInputError
-from kvtier.keys import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.keys import NAMESPACE_ID_BYTES, NUMPY_PAYS_FROM, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
 
-_MANY = 64
-"""Keys; numpy costs more than it saves for fewer."""
 _namespace_of = itemgetter(slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES))
 _HASH_WORD = (TENANT_ID_BYTES + NAMESPACE_ID_BYTES) // 8
 """Where the chain hash begins in a store key, in words of 8 bytes."""
 _hash_of = itemgetter(slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None))
+_T = TypeVar("_T")
 
 
 class Grouped(NamedTuple):
@@ -25,6 +24,16 @@ class Grouped(NamedTuple):
     """The request's `groups`."""
     order: Sequence[int]
     """Places in the batch in the order in which the pool answers."""
+
+    def in_batch_order(self, answered: list[_T]) -> list[_T]:
+        """What the pool answers, one item per block, as the batch has its blocks.
+
+        Raises `InvalidInputError` for an answer about another number of blocks.
+        """
+        require_count(len(answered), len(self.order))
+        if isinstance(self.order, range):
+            return answered
+        return [item for _, item in sorted(zip(self.order, answered, strict=True), key=itemgetter(0))]
 
 
 def group(keys: Sequence[StoreKey], sizes: Sequence[int] | None = None) -> Grouped:
@@ -62,7 +71,7 @@ def windows(sizes: Sequence[int], max_bytes: int, max_blocks: int) -> Iterator[t
 
 def _of_one_namespace(keys: Sequence[StoreKey]) -> tuple[bytes, bytes] | None:
     """Namespace and joined hashes; None where namespaces differ."""
-    if len(keys) < _MANY:
+    if len(keys) < NUMPY_PAYS_FROM:
         namespaces = set(map(_namespace_of, keys))
         return (namespaces.pop(), b"".join(map(_hash_of, keys))) if len(namespaces) == 1 else None
     words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), STORE_KEY_BYTES // 8)

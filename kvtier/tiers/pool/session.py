@@ -223,7 +223,7 @@ class Session:
             self._num_waiting -= 1
 
     def _take_sending(self, deadline: float) -> None:
-        if self._sending.acquire(blocking=False):
+        if self._sending.acquire(False):
             return
         if not self._sending.acquire(timeout=min(max(0.0, deadline - MONOTONIC()), threading.TIMEOUT_MAX)):
             raise TimeoutError("other calls to the pool took all the time")

@@ -87,12 +87,7 @@ class SocketTransport:
         """See `PoolTransport.lookup`."""
         grouped = group(keys)
         with self._call(Verb.LOOKUP, {"groups": grouped.fields}, MONOTONIC() + timeout_s) as (_, answer):
-            found = answer.members("statuses", Status)
-            require_count(len(found), len(keys))
-        statuses = [Status.MISS] * len(keys)
-        for i, status in zip(grouped.order, found, strict=True):
-            statuses[i] = status
-        return statuses
+            return grouped.in_batch_order(answer.members("statuses", Status))
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
@@ -155,12 +150,7 @@ class SocketTransport:
         grouped = group(keys)
 
         def statuses_of(answer: Fields) -> list[PinStatus]:
-            answered = answer.members("statuses", PinStatus)
-            require_count(len(answered), len(keys))
-            statuses = [PinStatus.MISS] * len(keys)
-            for i, status in zip(grouped.order, answered, strict=True):
-                statuses[i] = status
-            return statuses
+            return grouped.in_batch_order(answer.members("statuses", PinStatus))
 
         return self._ask_of_pins(Verb.PIN, {"groups": grouped.fields, "ttl_ms": ttl_ms}, timeout_s, statuses_of)
 

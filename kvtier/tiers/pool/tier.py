@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError
-from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.keys import StoreKey, TenantId, are_of_tenant
 from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
@@ -236,5 +236,5 @@ class PoolTier:
             _log.warning("tier %s: the pool pins no blocks: it is older, or max_pin_s or pin_share is 0", self._name)
 
     def _require_own(self, keys: Sequence[StoreKey]) -> None:
-        if any(key[:TENANT_ID_BYTES] != self._tenant for key in keys):
+        if not are_of_tenant(keys, self._tenant):
             raise InvalidInputError(f"tier {self._name}: a key of another tenant than the one it is connected for")
