@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -156,7 +157,7 @@ class Paths:
         return [Case.of(name, "lookup", of, batch=NUM_LOOKUP_KEYS) for name, of in samples.items()]
 
     def acquires(self) -> list[Case]:
-        """Blocks held in place in shared memory and released again, nothing copied."""
+        """Blocks held in place in shared memory and released again, nothing copied, beside a bare round trip."""
         tier = next(iter(self._tiers.values()))
         keys: list[StoreKey] = []
         while len(keys) < max(_ACQUIRE_BATCHES):
@@ -174,22 +175,27 @@ class Paths:
             if num_held != batch:
                 raise KvtierError("an acquire missed: the figures would mean nothing")
 
-        subjects = {
-            str(batch): Subject(repeated(lambda batch=batch: acquire(batch), _ACQUIRES_A_ROUND), pids=self._pids)  # type: ignore[misc]
-            for batch in _ACQUIRE_BATCHES
-        }
+        floor = FLOORS["unix"]
+        raw = self._raw[floor]
+        subjects = {floor: Subject(repeated(lambda: raw.write([], 0), _ACQUIRES_A_ROUND), pids=(os.getpid(), raw.pid))}
+        for batch in _ACQUIRE_BATCHES:
+            subjects[str(batch)] = Subject(repeated(partial(acquire, batch), _ACQUIRES_A_ROUND), pids=self._pids)
         samples = in_turn(subjects, rounds=self._rounds, label="acquire and release")
-        return [
-            Case.of(
-                SHM,
-                "acquire",
-                samples[str(batch)],
-                payload_bytes=self._rotation.payload_bytes,
-                batch=batch,
-                figures={"p50_us_per_block": percentile(samples[str(batch)].calls_s, 50) * 1e6 / batch},
+        cases = [Case.of(floor, "acquire", samples[floor], payload_bytes=0, batch=1)]
+        for batch in _ACQUIRE_BATCHES:
+            of = samples[str(batch)]
+            cases.append(
+                Case.of(
+                    SHM,
+                    "acquire",
+                    of,
+                    floor=(floor, samples[floor]),
+                    payload_bytes=self._rotation.payload_bytes,
+                    batch=batch,
+                    figures={"p50_us_per_block": percentile(of.calls_s, 50) * 1e6 / batch},
+                )
             )
-            for batch in _ACQUIRE_BATCHES
-        ]
+        return cases
 
     def _subject(self, tier: PoolTier, name: str, op: str, batch: int) -> Subject:
         if op == "read":
