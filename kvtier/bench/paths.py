@@ -30,8 +30,9 @@ MEMCPY = "memcpy"
 FLOORS = {"shm": MEMCPY, "unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"}
 NUM_LOOKUP_KEYS = 4096
 _LOOKUPS_A_ROUND = 8
-_ACQUIRE_BATCHES = (1, 128)
-_ACQUIRES_A_ROUND = 100
+_ACQUIRES_A_ROUND = {1: 5000, 128: 100}
+"""By blocks in each. Single ones for some tenths of a second: two processes that wake each other up share a core at
+first, and the system takes so long to give each one its own."""
 _ROOM = 16
 """Memory of the pool, in rounds: blocks to read, and blocks that each path writes."""
 
@@ -160,7 +161,7 @@ class Paths:
         """Blocks held in place in shared memory and released again, nothing copied, beside a bare round trip."""
         tier = next(iter(self._tiers.values()))
         keys: list[StoreKey] = []
-        while len(keys) < max(_ACQUIRE_BATCHES):
+        while len(keys) < max(_ACQUIRES_A_ROUND):
             label = f"acquire-{len(keys)}"
             self._rotation.fill(tier, label)
             keys += keys_of(len(self._rotation.sources), label)
@@ -177,12 +178,13 @@ class Paths:
 
         floor = FLOORS["unix"]
         raw = self._raw[floor]
-        subjects = {floor: Subject(repeated(lambda: raw.write([], 0), _ACQUIRES_A_ROUND), pids=(os.getpid(), raw.pid))}
-        for batch in _ACQUIRE_BATCHES:
-            subjects[str(batch)] = Subject(repeated(partial(acquire, batch), _ACQUIRES_A_ROUND), pids=self._pids)
+        bare = repeated(lambda: raw.write([], 0), _ACQUIRES_A_ROUND[1])
+        subjects = {floor: Subject(bare, pids=(os.getpid(), raw.pid))}
+        for batch, times in _ACQUIRES_A_ROUND.items():
+            subjects[str(batch)] = Subject(repeated(partial(acquire, batch), times), pids=self._pids)
         samples = in_turn(subjects, rounds=self._rounds, label="acquire and release")
         cases = [Case.of(floor, "acquire", samples[floor], payload_bytes=0, batch=1)]
-        for batch in _ACQUIRE_BATCHES:
+        for batch in _ACQUIRES_A_ROUND:
             of = samples[str(batch)]
             cases.append(
                 Case.of(
