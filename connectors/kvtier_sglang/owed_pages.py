@@ -13,13 +13,14 @@ import numpy as np
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.keys import StoreKey
+from kvtier.pieces import Payload, Pieces
 from kvtier.tiers.base import WriteStatus
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED)
-Items = Sequence[tuple[StoreKey, memoryview]]
+Items = Sequence[tuple[StoreKey, Payload]]
 """The parts of a page, or of several."""
 Write = Callable[[Items], Sequence[WriteStatus]]
 
@@ -82,7 +83,7 @@ class OwedPages:
             self._waiting_bytes += nbytes
         copies: list[tuple[StoreKey, memoryview]] = []
         try:
-            copies += ((key, np.frombuffer(payload, dtype=np.uint8).copy().data) for key, payload in items)
+            copies += ((key, _copy(payload)) for key, payload in items)
         finally:
             with self._changed:
                 is_new = len(copies) == len(items) and first not in self._pages and self._close_by is None
@@ -169,3 +170,7 @@ class OwedPages:
         for outcome in settled:
             self._on_settled(outcome)
         return bool(settled)
+
+
+def _copy(payload: Payload) -> memoryview:
+    return payload.copied() if isinstance(payload, Pieces) else np.frombuffer(payload, dtype=np.uint8).copy().data

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.pieces import Payload, Target
+from kvtier.tiers.base import Status, Tier, TierOf, WriteStatus
 from kvtier_sglang.host_pages import Lent
 from kvtier_sglang.metrics import StorageStats
 from kvtier_sglang.owed_pages import Items, OwedPages
@@ -46,7 +47,7 @@ class PageStore:
         keys: PageKeys,
         *,
         queries: Tier,
-        data: Tier,
+        data: TierOf[Payload, Target],
         stats: StorageStats,
         patience_s: float,
         clock: Clock = MONOTONIC,
@@ -169,7 +170,7 @@ class PageStore:
     def _are_there(self, keys: Sequence[StoreKey]) -> list[bool]:
         return [status is Status.HIT for status in self._queries.lookup(keys)] if keys else []
 
-    def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[memoryview]]) -> list[Items]:
+    def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[Target]]) -> list[Items]:
         """The parts of each page, with their keys."""
         keys = list(_by_page(self._part_keys(kind, names), len(names)))
         return [list(zip(of_page, page, strict=True)) for of_page, page in zip(keys, buffers, strict=True)]

@@ -22,8 +22,9 @@ from kvtier.build_tiers import shared_tier
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
+from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import TierOf
 from kvtier_sglang import compat
 from kvtier_sglang.copied_pages import CopiedPages
 from kvtier_sglang.hits import usable_prefix
@@ -285,7 +286,7 @@ def _with_timeout(config: Config, timeout_s: float) -> Any:
     return config.pool.model_copy(update={"call_timeout_s": timeout_s})
 
 
-def _open(stack: contextlib.ExitStack, config: Config, metrics: Metrics) -> Tier:
+def _open(stack: contextlib.ExitStack, config: Config, metrics: Metrics) -> TierOf[Payload, Target]:
     shared = stack.enter_context(shared_tier(config, [], metrics))
     assert shared is not None, "pool.address is there"
     return shared.tier

@@ -214,7 +214,7 @@ def test_clear_forgets_what_this_engine_has_seen(pool: CachePool) -> None:
 
 def test_calls_of_several_transfers(pool: CachePool, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, missing = digests(31, start=22), digests(1, start=23)
-    monkeypatch.setattr("kvtier_sglang.host_pages._STAGING_BYTES", 100_000)
+    monkeypatch.setattr("kvtier_sglang.host_pages._COPIED_BYTES", 100_000)
     monkeypatch.setattr("kvtier_sglang.host_pages._BATCH_BYTES", 100_000)
     for layout in ("layer_first", "page_first"):
         mine, theirs = host_pool(layout, seed=15), host_pool(layout)
