@@ -230,6 +230,16 @@ def test_clear_forgets_what_this_engine_has_seen(pool: CachePool) -> None:
         assert second.batch_exists(keys) == 0
 
 
+def test_clear_forgets_the_latest_of_many(pool: CachePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_sglang.page_store._MAX_SEEN", 2)
+    keys, mine = digests(4, start=42), host_pool(seed=42)
+    with storage(pool, mine) as first:
+        assert all(first.batch_set_v1(keys, indices(0, 1, 2, 3)))
+        first.clear()
+        assert first.batch_exists(keys) == 2
+        assert first.batch_exists(keys[2:]) == 0
+
+
 def test_calls_of_several_transfers(pool: CachePool, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, missing = digests(31, start=22), digests(1, start=23)
     monkeypatch.setattr("kvtier_sglang.host_pages._COPIED_BYTES", 100_000)
