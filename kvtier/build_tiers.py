@@ -12,9 +12,10 @@ from kvtier.errors import ConfigError
 from kvtier.events import EventSink
 from kvtier.keys import NamespaceId, StoreKey, tenant_id
 from kvtier.metrics import Metrics
+from kvtier.pieces import Payload, Target
 from kvtier.tiers import memfd
 from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_log.direct_io import DirectIo
@@ -76,7 +77,7 @@ def tiers_below(
 class SharedTier:
     """The pool, for all tenants of the engine."""
 
-    tier: Tier
+    tier: TierOf[Payload, Target]
     pin: Callable[[Sequence[StoreKey], float], int]
     """See `PoolTier.pin`; keys of several tenants are several calls."""
 

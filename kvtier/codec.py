@@ -20,6 +20,7 @@ The checksum finds accidents, not attackers: xxh3 has no key.
 
 import enum
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ import xxhash
 from kvtier.bitshuffle import pack, unpack_into
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import STORE_KEY_BYTES, StoreKey
+from kvtier.pieces import Grid, Payload, Pieces, Target
 
 HEADER_BYTES = 96
 VERSION = 1
@@ -128,15 +130,28 @@ def checksum(key: StoreKey, payload: _Buffer) -> int:
     return _checksum(_prefix(key, Codec.RAW, len(payload), len(payload)), payload)
 
 
-def copy_checked(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
+def copy_checked(key: StoreKey, into: Target, payload: Payload) -> int:
     """Copies a raw `payload` over the front of `into`; returns the `checksum` of what then stands there.
 
-    For a `payload` that may change meanwhile, too. In pieces, so that each is looked at while it is in the processor's
+    For a `payload` that may change meanwhile, too. In parts, so that each is looked at while it is in the processor's
     cache: a third of the price of a second pass. Releases the GIL.
+
+    :param into: as long as `payload`, where it is in pieces. One of the two may be.
     """
     nbytes = len(payload)
     hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
-    if nbytes:  # numpy refuses empty buffers
+    if isinstance(payload, Pieces):
+        assert not isinstance(into, Pieces), "one of the two"
+        for part, grid in _parts(into, payload):
+            np.copyto(part, grid)
+            hasher.update(part.data)
+    elif isinstance(into, Pieces):
+        for part, grid in _parts(payload, into):
+            np.copyto(grid, part)
+            for group in grid:
+                for piece in group:
+                    hasher.update(piece.data)
+    elif nbytes:  # numpy refuses empty buffers
         source = np.frombuffer(payload, dtype=np.uint8)
         target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
         for start in range(0, nbytes, _PIECE_BYTES):
@@ -144,6 +159,15 @@ def copy_checked(key: StoreKey, into: memoryview, payload: _Buffer) -> int:
             np.copyto(target[start:stop], source[start:stop])
             hasher.update(into[start:stop])
     return int(hasher.intdigest())
+
+
+def _parts(whole: _Buffer, pieces: Pieces) -> Iterator[tuple[Grid, Grid]]:
+    """Pieces of a block, not too many at a time, behind the bytes of `whole` that belong there."""
+    memory = np.frombuffer(whole, dtype=np.uint8)
+    at = 0
+    for grid in pieces.batches(_PIECE_BYTES):
+        yield memory[at : at + grid.nbytes].reshape(grid.shape), grid
+        at += grid.nbytes
 
 
 class RunningChecksum:

@@ -4,11 +4,15 @@ The format: u64 little endian length of a JSON header, the header, the tensors' 
 place of each tensor by name. https://github.com/huggingface/safetensors#format
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import mmap
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +23,72 @@ _log = logging.getLogger(__name__)
 _LABEL = b"kvtier.weights.v2"
 _MAX_HEADER_BYTES = 100 << 20
 """Of the format."""
+_WAIT_S, _WAIT_S_PER_GIB = 10.0, 5.0
+"""For another process to hash the same files: several times what it takes. Whoever waits in vain does it, too."""
+_POLL_S = 0.05
 
 
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
     """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
 
     Costs one pass over the files, a second per GiB or so; remembered in `cache_dir` under their paths, inodes, sizes
-    and times of change. `ConfigError`: a file is no safetensors file, or is cut short.
+    and times of change. Of several processes that ask at a time, e.g. an engine's ranks, one makes that pass and the
+    others wait for it. `ConfigError`: a file is no safetensors file, or is cut short.
     """
     known_as = hashlib.sha256(json.dumps([_identity(path) for path in sorted(files)]).encode()).hexdigest()
     memory = cache_dir / "digests" / known_as
     digest = _remembered_digest(memory)
-    if digest is None:
-        digest = _digest_tensors(files)
-        try:
-            write_text_atomically(memory, digest.hex() + "\n")
-        except OSError as error:
-            _log.warning("the digest of %s is not remembered, and made again next time: %s", files[0].parent, error)
+    if digest is not None:
+        return digest
+    with _alone(memory.with_suffix(".lock"), sum(path.stat().st_size for path in files)):
+        digest = _remembered_digest(memory)
+        if digest is None:
+            digest = _digest_tensors(files)
+            try:
+                write_text_atomically(memory, digest.hex() + "\n")
+            except OSError as error:
+                _log.warning("the digest of %s is not remembered, and made again next time: %s", files[0].parent, error)
     return digest
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, nbytes: int) -> Iterator[None]:
+    """Waits while another process is in here for the same file, for a time; then, or where files cannot be locked, goes
+    on beside it. The lock ends with its process.
+
+    :param nbytes: to be hashed in here.
+    """
+    patience_s = _WAIT_S + _WAIT_S_PER_GIB * nbytes / 2**30
+    with contextlib.ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, descriptor)
+            if _is_locked(descriptor, patience_s):
+                stack.callback(_remove, lock)  # who comes now finds the digest
+            else:
+                _log.warning("%s: another process hashes the weights for longer than %.0f s", lock, patience_s)
+        except OSError as error:
+            _log.debug("%s: %s", lock, error)
+        yield
+
+
+def _remove(lock: Path) -> None:
+    with contextlib.suppress(OSError):
+        lock.unlink()
+
+
+def _is_locked(descriptor: int, patience_s: float) -> bool:
+    """By us now; False: another process has it for all that time."""
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                return False
+        time.sleep(_POLL_S)
 
 
 def _identity(path: Path) -> tuple[str | int, ...]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import sglang
 from sglang.srt.arg_groups.overrides import resolution_result
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool_host import (
     DeepSeekV4PagedHostPool,
     DeepSeekV4StateHostPool,
@@ -61,6 +62,14 @@ def have_weights_changed(since: int) -> bool:
 def holds_no_bytes(host_pool: Any) -> bool:
     """Whether a host pool hands out indices alone, and others hold the bytes."""
     return isinstance(host_pool, LogicalHostPool)
+
+
+def is_written_by_all(pool_name: str) -> bool:
+    """Whether every tensor-parallel rank writes this pool's pages also where latent attention is written by the first.
+
+    SGLang's `should_backup` has it so of states alone, for backends that it loads by name.
+    """
+    return pool_name == str(PoolName.MAMBA)
 
 
 def is_replicated(host_pool: Any, *, is_mla_model: bool) -> bool:

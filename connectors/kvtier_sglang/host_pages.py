@@ -7,31 +7,30 @@ Three ways, by what a host pool offers:
   namespace of its own, so that it goes straight between the two memories, without a copy between. One block of all
   pieces would need a pool that gathers.
 - **gathered**: a page is in a piece or two of each layer (`layer_first`). As blocks, these would be some dozens of keys
-  for every page, so they are brought together in a staging buffer: one copy more, in the processor's cache.
+  for every page, so all are one block, which the pool's client brings together while it copies.
 - **flat**: a host pool that does not say where its pages are hands out copies.
 """
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.pieces import Pieces, Target
 
 MAX_PARTS = 8
 """Pieces of a page that are worth blocks of their own."""
-_STAGING_BYTES = 32 << 20
-"""What pages take at a time that are copied on the way."""
+_COPIED_BYTES = 32 << 20
+"""What copies of pages take at a time."""
 _BATCH_BYTES = 64 << 20
-"""And others: what came in time counts, batch by batch."""
+"""And pages that are not copied: what came in time counts, batch by batch."""
 _DIRECT, _GATHERED, _FLAT = "direct", "gathered", "flat"
 _Places = tuple[list[int], list[int]]
 """Addresses and sizes of pieces, all of one page, then all of the next."""
@@ -41,7 +40,7 @@ _Places = tuple[list[int], list[int]]
 class Lent:
     """Buffers for some pages, until `give_back`."""
 
-    buffers: list[list[memoryview]]
+    buffers: Sequence[Sequence[Target]]
     """Of each page, its parts."""
     give_back: Callable[[], None]
     """Whoever has read into the buffers has the pages where SGLang looks for them, after this."""
@@ -61,7 +60,7 @@ class PageForm:
     @property
     def batch_pages(self) -> int:
         """Pages in one transfer."""
-        most = _BATCH_BYTES if self.kind == _DIRECT else _STAGING_BYTES
+        most = _COPIED_BYTES if self.kind == _FLAT else _BATCH_BYTES
         return max(1, most // max(1, sum(self.part_bytes)))
 
 
@@ -121,47 +120,22 @@ class DirectPages:
 
 
 class GatheredPages:
-    """Copies in staging buffers, which are made when needed and kept.
-
-    Pieces stand there in the host pool's order, whatever that of their addresses is in this process.
-    """
+    """Host memory itself, in pieces."""
 
     def __init__(self, host_pool: Any, addresses: Sequence[int], piece_bytes: Sequence[int]) -> None:
         """:param addresses: of the pieces of any page; where the others' are is asked for when it matters."""
         self._pool, self.form = host_pool, PageForm(_GATHERED, tuple(piece_bytes), (sum(piece_bytes),))
         self._offsets = np.array(addresses, dtype=np.int64) - addresses[0]
-        ends = np.cumsum(piece_bytes).tolist()
-        places = [end - nbytes for end, nbytes in zip(ends, piece_bytes, strict=True)]
-        self._rows = tuple(_rows(sorted(zip(self._offsets.tolist(), piece_bytes, places, strict=True))))
-        self._idle: SimpleQueue[npt.NDArray[np.uint8]] = SimpleQueue()
+        self._grids = tuple(_grids(self._offsets.tolist(), piece_bytes))
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
-        pages = self._pages(indices)
-        staging = self._take()
-        for page, staged in zip(pages, staging, strict=False):
-            for rows in self._rows:
-                np.copyto(rows.staged(staged), rows.of_page(page))
-        return Lent([[staged.data] for staged in staging[: len(pages)]], lambda: self._idle.put(staging))
+        pages = (Pieces([grid.of_page(page) for grid in self._grids]) for page in self._pages(indices))
+        return Lent([[page] for page in pages], _nothing)
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
         """See `HostPages`."""
-        pages = self._pages(indices)
-        staging = self._take()
-
-        def scatter() -> None:
-            for page, staged in zip(pages, staging, strict=False):
-                for rows in self._rows:
-                    np.copyto(rows.of_page(page), rows.staged(staged))
-            self._idle.put(staging)
-
-        return Lent([[staged.data] for staged in staging[: len(pages)]], scatter)
-
-    def _take(self) -> npt.NDArray[np.uint8]:
-        """`[pages, bytes]`"""
-        with suppress(Empty):
-            return self._idle.get_nowait()
-        return np.zeros((self.form.batch_pages, self.form.part_bytes[0]), dtype=np.uint8)
+        return self.lend_filled(indices)
 
     def _pages(self, indices: torch.Tensor) -> list[int]:
         """Where each page's first piece is. `InvalidInputError`: the others are not where they should be from there."""
@@ -172,41 +146,52 @@ class GatheredPages:
         return list(map(int, pieces[:, 0]))
 
 
-class _Rows(NamedTuple):
-    """Pieces of one size at equal distances: one copy for all of them, so that the interpreter is asked for once."""
+class _Grid(NamedTuple):
+    """Groups of pieces of one size: keys and values of every layer, or just the layers."""
 
-    num: int
-    nbytes: int
-    """Of each."""
-    offset: int
-    """From the page's first piece; may be negative."""
-    step: int
-    at: int
-    """In the staged page."""
-    at_step: int
+    shape: tuple[int, int, int]
+    """Groups, pieces of each, bytes of each."""
+    steps: tuple[int, int]
+    """From one group to the next, and from one piece of a group to the next; in any direction."""
+    first: int
+    """From the page's first piece, in bytes; so is `lowest`."""
+    lowest: int
+    span_bytes: int
+    """From `lowest` on."""
+
+    @classmethod
+    def of(cls, offsets: Sequence[int], num_groups: int, num_pieces: int, nbytes: int) -> "_Grid":
+        """:param offsets: of the pieces from the first one on."""
+        ours = offsets[: num_groups * num_pieces]
+        group_step = offsets[num_pieces] - offsets[0] if num_groups > 1 else 0
+        step = offsets[1] - offsets[0] if num_pieces > 1 else 0
+        lowest = min(ours)
+        return cls((num_groups, num_pieces, nbytes), (group_step, step), ours[0], lowest, max(ours) + nbytes - lowest)
 
     def of_page(self, page: int) -> npt.NDArray[np.uint8]:
-        memory = _view(page + self.offset, (self.num - 1) * self.step + self.nbytes)
-        return np.ndarray((self.num, self.nbytes), dtype=np.uint8, buffer=memory, strides=(self.step, 1))
-
-    def staged(self, page: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return as_strided(page[self.at :], (self.num, self.nbytes), (self.at_step, 1))
+        """:param page: address of its first piece."""
+        memory = _view(page + self.lowest, self.span_bytes)
+        return np.ndarray(self.shape, np.uint8, memory, self.first - self.lowest, (*self.steps, 1))
 
 
-def _rows(pieces: Sequence[tuple[int, int, int]]) -> Iterator[_Rows]:
-    """:param pieces: offset, size and place in the staged page of each, in order of their offsets."""
-    first = 0
-    while first < len(pieces):
-        offset, nbytes, at = pieces[first]
-        last, step = first, (nbytes, nbytes)
-        while last + 1 < len(pieces) and pieces[last + 1][1] == nbytes:
-            following, _, following_at = pieces[last + 1]
-            distance = (following - pieces[last][0], following_at - pieces[last][2])
-            if distance[1] <= 0 or (last > first and distance != step):
-                break
-            step, last = distance, last + 1
-        yield _Rows(last - first + 1, nbytes, offset, step[0], at, step[1])
-        first = last + 1
+def _grids(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Grid]:
+    """Of the pieces of a page, in order, as few as may be."""
+    while offsets:
+        num_alike = next((i for i, size in enumerate(sizes) if size != sizes[0]), len(sizes))
+        alike = offsets[:num_alike]
+        num_pieces = _run([[offset] for offset in alike])
+        num_groups = _run([alike[at : at + num_pieces] for at in range(0, num_alike - num_pieces + 1, num_pieces)])
+        if num_groups == 1:  # a batch of copies is made of groups
+            num_groups, num_pieces = num_pieces, 1
+        yield _Grid.of(offsets, num_groups, num_pieces, sizes[0])
+        offsets, sizes = offsets[num_groups * num_pieces :], sizes[num_groups * num_pieces :]
+
+
+def _run(groups: Sequence[Sequence[int]]) -> int:
+    """How many of these, from the first one on, follow one another at equal distances as they are."""
+    steps = [{b - a for a, b in zip(one, other, strict=True)} for one, other in itertools.pairwise(groups)]
+    is_one = [len(step) == 1 and step == steps[0] for step in steps]
+    return 1 + next((i for i, one in enumerate(is_one) if not one), len(steps))
 
 
 class FlatPages:

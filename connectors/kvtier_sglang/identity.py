@@ -246,8 +246,7 @@ def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{folder}: no *.safetensors there, and KV is kept by the content of the weights; add model_revision to "
-            "the extra config, with a text that changes whenever the weights do"
+            f"{SOURCE}: KV is kept by the content of the weights, and {folder} has no *.safetensors; add {_REMEDY}"
         )
     code = folder.glob("*.py") if compat.option("trust_remote_code") else ()
     more = [*(folder / name for name in _SAY_MORE), *code]

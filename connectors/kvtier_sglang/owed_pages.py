@@ -13,22 +13,32 @@ import numpy as np
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.keys import StoreKey
+from kvtier.pieces import Payload, Pieces
 from kvtier.tiers.base import WriteStatus
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED)
-Items = Sequence[tuple[StoreKey, memoryview]]
+_OTHERS_S = 30.0
+"""How long a page waits for another writer who has begun it. No call of a client lasts longer: whoever has not ended by
+then is a stopped process, whose slots the pool keeps as long as it lives."""
+Outcome = WriteStatus | None
+"""None: another writer has begun it, and may yet fail."""
+_AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED, None)
+Items = Sequence[tuple[StoreKey, Payload]]
 """The parts of a page, or of several."""
-Write = Callable[[Items], Sequence[WriteStatus]]
+Write = Callable[[Items], Sequence[Outcome]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Page:
     items: Items
     nbytes: int
+    number: int
+    """They are counted as they come."""
     give_up_at: float
+    others_since: float | None = None
+    """Another writer has had it, each time that it was tried. The thread's."""
 
 
 class OwedPages:
@@ -56,6 +66,8 @@ class OwedPages:
         """By the key of the first part, the oldest first. Guarded by _changed."""
         self._waiting_bytes = 0
         """Guarded by _changed."""
+        self._num_added = 0
+        """Since the beginning. Guarded by _changed."""
         self._close_by: float | None = None
         """When to stop trying; None: not closing. Guarded by _changed."""
         self._thread = threading.Thread(target=self._run, name="kvtier-owed", daemon=True)
@@ -82,12 +94,13 @@ class OwedPages:
             self._waiting_bytes += nbytes
         copies: list[tuple[StoreKey, memoryview]] = []
         try:
-            copies += ((key, np.frombuffer(payload, dtype=np.uint8).copy().data) for key, payload in items)
+            copies += ((key, _copy(payload)) for key, payload in items)
         finally:
             with self._changed:
                 is_new = len(copies) == len(items) and first not in self._pages and self._close_by is None
                 if is_new:
-                    self._pages[first] = _Page(copies, nbytes, self._clock() + self._keep_s)
+                    self._num_added += 1
+                    self._pages[first] = _Page(copies, nbytes, self._num_added, self._clock() + self._keep_s)
                     self._changed.notify_all()
                 else:
                     self._waiting_bytes -= nbytes
@@ -116,56 +129,86 @@ class OwedPages:
 
     def _run(self) -> None:
         pause_s = 0.0
-        while batch := self._next(pause_s):
-            pages = list(batch.values())
-            try:
-                statuses = iter(self._write([item for page in pages for item in page.items]))
-                outcomes = [[next(statuses) for _ in page.items] for page in pages]
-            except Exception:
-                # Tiers do not raise. A bug in one must not end this thread, or nothing would be tried again.
-                _log.exception("writing %d pages failed", len(pages))
-                outcomes = [[WriteStatus.FAILED] * len(page.items) for page in pages]
-            is_better = self._settle(batch, outcomes)
+        while newest := self._begin_round(pause_s):
+            is_better, tried = False, 0
+            while batch := self._next(tried, newest):
+                is_better |= self._settle(batch, self._try(batch))
+                tried = batch[-1].number
             pause_s = 0.0 if is_better else min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         with self._changed:
             if self._pages:
                 _log.warning("%d pages that the pool did not take are lost", len(self._pages))
 
-    def _next(self, pause_s: float) -> dict[StoreKey, _Page]:
-        """The oldest pages, after a pause; none when it is time to end."""
+    def _begin_round(self, pause_s: float) -> int:
+        """Waits for pages, and as long as that beforehand. The number of the newest; 0 when it is time to end.
+
+        In a round each page is tried once: one that has to wait for somebody else keeps nobody behind it.
+        """
         with self._changed:
             if pause_s:
                 self._changed.wait_for(lambda: self._close_by is not None, pause_s)
             self._changed.wait_for(lambda: self._pages or self._close_by is not None)
-            if self._close_by is not None and self._clock() >= self._close_by:
-                return {}
             if pause_s and self._close_by is not None:
                 # Closing ends a pause at once; from then on pauses are short ones.
                 self._changed.wait(_FIRST_PAUSE_S)
-            batch: dict[StoreKey, _Page] = {}
-            nbytes = 0
-            for key, page in self._pages.items():
+            return self._num_added if self._pages and not self._is_over() else 0
+
+    def _next(self, tried: int, newest: int) -> list[_Page]:
+        """The oldest pages that this round has not tried yet; none when it is at its end."""
+        batch: list[_Page] = []
+        nbytes = 0
+        with self._changed:
+            for page in () if self._is_over() else self._pages.values():
+                if not tried < page.number <= newest:
+                    continue
                 if batch and nbytes + page.nbytes > _BATCH_BYTES:
                     break
-                batch[key] = page
+                batch.append(page)
                 nbytes += page.nbytes
-            return batch
+        return batch
 
-    def _settle(self, batch: dict[StoreKey, _Page], outcomes: Sequence[Sequence[WriteStatus]]) -> bool:
+    def _is_over(self) -> bool:
+        """Caller holds _changed."""
+        return self._close_by is not None and self._clock() >= self._close_by
+
+    def _try(self, batch: Sequence[_Page]) -> list[list[Outcome]]:
+        """What came of each page's parts."""
+        try:
+            outcomes = iter(self._write([item for page in batch for item in page.items]))
+            return [[next(outcomes) for _ in page.items] for page in batch]
+        except Exception:
+            # Tiers do not raise. A bug in one must not end this thread, or nothing would be tried again.
+            _log.exception("writing %d pages failed", len(batch))
+            return [[WriteStatus.FAILED] * len(page.items) for page in batch]
+
+    def _settle(self, batch: Sequence[_Page], outcomes: Sequence[Sequence[Outcome]]) -> bool:
         """Lets go of what is written or has no chance. Whether any was."""
         now = self._clock()
         settled: list[str] = []
         with self._changed:
-            for (key, page), statuses in zip(batch.items(), outcomes, strict=True):
-                has_chance = WriteStatus.FULL not in statuses and now < page.give_up_at
-                is_open = any(status in _AGAIN for status in statuses)
-                if is_open and has_chance:
+            for page, of_parts in zip(batch, outcomes, strict=True):
+                is_open = any(outcome in _AGAIN for outcome in of_parts)
+                if is_open and WriteStatus.FULL not in of_parts and now < self._give_up_at(page, of_parts, now):
                     continue
-                settled.append("dropped" if is_open or WriteStatus.FULL in statuses else "retried")
-                if self._pages.get(key) is page:
-                    del self._pages[key]
+                settled.append("dropped" if is_open or WriteStatus.FULL in of_parts else "retried")
+                first = page.items[0][0]
+                if self._pages.get(first) is page:
+                    del self._pages[first]
                     self._waiting_bytes -= page.nbytes
             self._changed.notify_all()
         for outcome in settled:
             self._on_settled(outcome)
         return bool(settled)
+
+    @staticmethod
+    def _give_up_at(page: _Page, outcomes: Sequence[Outcome], now: float) -> float:
+        if None not in outcomes:
+            page.others_since = None
+            return page.give_up_at
+        if page.others_since is None:
+            page.others_since = now
+        return min(page.give_up_at, page.others_since + _OTHERS_S)
+
+
+def _copy(payload: Payload) -> memoryview:
+    return payload.copied() if isinstance(payload, Pieces) else np.frombuffer(payload, dtype=np.uint8).copy().data

@@ -1,6 +1,7 @@
 """Pages in the cache pool: whether they are there, reading them, writing them. What fails is not there."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,13 +9,20 @@ from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.pieces import Payload, Target
+from kvtier.tiers.base import Status, Tier, TierOf, WriteStatus
 from kvtier_sglang.host_pages import Lent
 from kvtier_sglang.metrics import StorageStats
-from kvtier_sglang.owed_pages import Items, OwedPages
+from kvtier_sglang.owed_pages import Items, Outcome, OwedPages
 from kvtier_sglang.page_keys import PageKeys
 
 _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
+_OF_OTHERS: dict[Status, Outcome] = {
+    Status.HIT: WriteStatus.EXISTS,
+    Status.PENDING: None,
+    Status.MISS: WriteStatus.FAILED,
+}
+"""What has come of a block that was not written here, by what the pool has now."""
 _MAX_SEEN = 1 << 17
 """Pages that `clear` can forget: some 20 MB of keys."""
 _T = TypeVar("_T")
@@ -46,7 +54,7 @@ class PageStore:
         keys: PageKeys,
         *,
         queries: Tier,
-        data: Tier,
+        data: TierOf[Payload, Target],
         stats: StorageStats,
         patience_s: float,
         clock: Clock = MONOTONIC,
@@ -54,14 +62,19 @@ class PageStore:
         """
         :param queries: the pool, for questions: with a short deadline, and not behind transfers.
         :param data: the same pool, for transfers.
-        :param patience_s: after which a call of SGLang's begins no further transfer.
+        :param patience_s: after which a call of SGLang's begins no further transfer. After one that takes longer than
+            that the pool is left alone for as long again: SGLang makes many calls, one after the other, before it looks
+            whether its thread should end.
         """
         self._keys, self._queries, self._data = keys, queries, data
         self._stats = stats
         self._patience_s, self._clock = patience_s, clock
+        self._not_before_s = 0.0
+        """When SGLang's calls may begin transfers again. A single number, written whole: any thread."""
         self._lock = threading.Lock()
-        self._seen: dict[tuple[tuple[NamespaceId, ...], BlockKey], None] = {}
-        """Pages that were found or written, the oldest first. Guarded by _lock."""
+        self._seen: OrderedDict[tuple[tuple[NamespaceId, ...], BlockKey], None] = OrderedDict()
+        """Pages that were found or written, the oldest first: a plain dict that loses items there takes ever longer to
+        find the first one. Guarded by _lock."""
 
     def present(self, wanted: Sequence[tuple[PageKind, Sequence[str]]]) -> list[list[bool]]:
         """Of pages of several kinds, which are there. One round trip for all."""
@@ -85,11 +98,13 @@ class PageStore:
         """Reads pages into what `lend` gives, until one is missing: those after it are of no use."""
         started, got = self._clock(), [False] * len(names)
         for places in _batches(range(len(names)), kind.batch_pages):
-            if self._clock() > begin_by:
+            if not self._may_begin(begin_by):
                 break
             lent = lend(places)
             into = [page[part] for part in range(len(kind.namespaces)) for page in lent.buffers]
+            begun = self._clock()
             statuses = self._data.read(self._part_keys(kind, [names[i] for i in places]), into)
+            self._note_pace(begun)
             for i, of_page in zip(places, _by_page(statuses, len(places)), strict=True):
                 got[i] = all(status is Status.HIT for status in of_page)
             lent.give_back()
@@ -104,15 +119,15 @@ class PageStore:
     def write(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: OwedPages) -> list[bool]:
         """Writes pages that are not there. True: the pool has it, or it waits in `owed`. What is lent is not kept."""
         started = self._clock()
-        is_kept = self.present([(kind, names)])[0] if started <= begin_by else [False] * len(names)
+        is_kept = self.present([(kind, names)])[0] if self._may_begin(begin_by) else [False] * len(names)
         self._stats.count(kind.name, "write", "exists", sum(is_kept))
-        firsts = self._part_keys(kind, names)
-        is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=False)]
+        firsts = rank_keys(self._keys.of(names), kind.namespaces[0])
+        is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=True)]
         num_stored, is_well = 0, True
         for places in _batches([i for i, kept in enumerate(is_kept) if not kept], kind.batch_pages):
             lent = lend(places)
             pages = self._items(kind, [names[i] for i in places], lent.buffers)
-            may_try = is_well and self._clock() <= begin_by
+            may_try = is_well and self._may_begin(begin_by)
             statuses = self._write_now(pages) if may_try else [WriteStatus.FAILED] * len(pages)
             for i, items, status in zip(places, pages, statuses, strict=True):
                 is_stored = status in _THERE
@@ -126,20 +141,20 @@ class PageStore:
         self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
         return is_kept
 
-    def write_owed(self, items: Items) -> list[WriteStatus]:
-        """Tries again what was owed; a status per item."""
-        is_there = self._are_there([key for key, _ in items])
-        missing = [i for i, there in enumerate(is_there) if not there]
-        statuses = [WriteStatus.EXISTS] * len(items)
-        for i, status in zip(missing, self._write_surely([items[i] for i in missing]), strict=True):
-            statuses[i] = status
-        return statuses
+    def write_owed(self, items: Items) -> list[Outcome]:
+        """Tries again what was owed; what came of each item."""
+        outcomes = [_OF_OTHERS[status] for status in self._ask([key for key, _ in items])]
+        missing = [i for i, outcome in enumerate(outcomes) if outcome is WriteStatus.FAILED]
+        for i, outcome in zip(missing, self._write_surely([items[i] for i in missing]), strict=True):
+            outcomes[i] = outcome
+        return outcomes
 
     def clear(self) -> None:
         """Has the pool forget what this process has written or found there, as far as it remembers and time allows."""
         begin_by = self.begin_by()
         with self._lock:
-            seen, self._seen = list(self._seen), {}
+            seen = list(self._seen)
+            self._seen.clear()
         by_kind: dict[tuple[NamespaceId, ...], list[BlockKey]] = {}
         for namespaces, key in seen:
             by_kind.setdefault(namespaces, []).append(key)
@@ -150,26 +165,39 @@ class PageStore:
                 self._data.discard(rank_keys(keys, namespace))
 
     def _write_now(self, pages: Sequence[Items]) -> list[WriteStatus]:
-        """One status per page, the worst of its parts'."""
+        """One status per page, the worst of its parts'; FAILED also of what somebody else has begun to write."""
         items = [page[part] for part in range(len(pages[0])) for page in pages]
-        return [max(parts) for parts in _by_page(self._write_surely(items), len(pages))]
+        begun = self._clock()
+        outcomes = [WriteStatus.FAILED if outcome is None else outcome for outcome in self._write_surely(items)]
+        self._note_pace(begun)
+        return [max(parts) for parts in _by_page(outcomes, len(pages))]
 
-    def _write_surely(self, items: Items) -> list[WriteStatus]:
-        """A status per item; FAILED also of what somebody else has begun to write, and may never end.
+    def _write_surely(self, items: Items) -> list[Outcome]:
+        """What came of each item; EXISTS only of what is there by now.
 
-        So it is with a writer whose patience has ended, or who has died, until the pool has noticed: perhaps with us,
-        a moment ago.
+        Another writer may never end: one whose patience has ended, or who has died, until the pool has noticed:
+        perhaps with us, a moment ago.
         """
-        statuses = self._data.write(items)
-        unsure = [i for i, status in enumerate(statuses) if status is WriteStatus.EXISTS]
-        for i, there in zip(unsure, self._are_there([items[i][0] for i in unsure]), strict=True):
-            statuses[i] = WriteStatus.EXISTS if there else WriteStatus.FAILED
-        return statuses
+        outcomes: list[Outcome] = list(self._data.write(items))
+        unsure = [i for i, outcome in enumerate(outcomes) if outcome is WriteStatus.EXISTS]
+        for i, status in zip(unsure, self._ask([items[i][0] for i in unsure]), strict=True):
+            outcomes[i] = _OF_OTHERS[status]
+        return outcomes
 
-    def _are_there(self, keys: Sequence[StoreKey]) -> list[bool]:
-        return [status is Status.HIT for status in self._queries.lookup(keys)] if keys else []
+    def _may_begin(self, begin_by: float) -> bool:
+        """Whether a call may begin a transfer now."""
+        return self._not_before_s <= self._clock() <= begin_by
 
-    def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[memoryview]]) -> list[Items]:
+    def _note_pace(self, begun: float) -> None:
+        """A transfer has ended."""
+        now = self._clock()
+        if now - begun > self._patience_s:
+            self._not_before_s = now + self._patience_s
+
+    def _ask(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self._queries.lookup(keys) if keys else []
+
+    def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[Target]]) -> list[Items]:
         """The parts of each page, with their keys."""
         keys = list(_by_page(self._part_keys(kind, names), len(names)))
         return [list(zip(of_page, page, strict=True)) for of_page, page in zip(keys, buffers, strict=True)]
@@ -185,7 +213,7 @@ class PageStore:
             for key in keys:
                 self._seen[kind.namespaces, key] = None
             while len(self._seen) > _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
+                self._seen.popitem(last=False)
 
 
 def _by_page(answers: Sequence[_T], num_pages: int) -> Iterator[tuple[_T, ...]]:

@@ -75,10 +75,11 @@ class HostPools:
         return self._pools.get(name)
 
     def add(self, name: str, host_pool: Any) -> None:
-        """Registers a pool; SGLang does that of KV twice. `ConfigError`: its pages cannot be had."""
+        """Registers a pool; SGLang does that of KV twice. `ConfigError`: its pages cannot be had, or never all."""
         known = self._pools.get(name)
         if known is not None and known.host_pool is host_pool:
             return
+        self._require_all_written(name, host_pool)
         pages: HostPages | None = None
         if not compat.holds_no_bytes(host_pool):
             is_copied = name == PoolName.KV and not self._is_zero_copy
@@ -93,7 +94,11 @@ class HostPools:
             )  # fmt: skip
 
     def add_side_pool(self, name: str, host_pool: Any) -> None:
-        """The same for a pool beside KV: one whose pages cannot be had is never there, and so is all that needs it."""
+        """The same for a pool beside KV: one whose pages cannot be had is never there, and so is all that needs it.
+
+        `ConfigError`: they can be had, but not all of them are ever written.
+        """
+        self._require_all_written(name, host_pool)
         try:
             self.add(name, host_pool)
         except ConfigError as error:
@@ -103,6 +108,17 @@ class HostPools:
         """Of copies of whole pages of KV, that long."""
         anchor = self.anchor
         return self._kind(anchor.name, anchor.host_pool, flat_form(nbytes))
+
+    def _require_all_written(self, name: str, host_pool: Any) -> None:
+        """Raises `ConfigError` for a pool that is each rank's own, where SGLang has only some of the ranks write it."""
+        config = self._config
+        some_write = config.is_mla_model and config.tp_size > config.dcp_size and not compat.is_written_by_all(name)
+        if some_write and not compat.holds_no_bytes(host_pool) and not self._is_replicated(host_pool):
+            raise ConfigError(
+                f"each of the {config.tp_size} tensor-parallel ranks has its own share in host pool {name} "
+                f"({type(host_pool).__name__}), and beside latent attention SGLang has the first rank alone write it: "
+                "nothing would ever hit. Leave out speculative decoding with such a draft model, or this backend"
+            )
 
     def _is_replicated(self, host_pool: Any) -> bool:
         return compat.is_replicated(host_pool, is_mla_model=self._config.is_mla_model)

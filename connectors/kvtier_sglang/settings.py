@@ -11,6 +11,8 @@ from kvtier.errors import ConfigError
 
 SOURCE = "hicache-storage-backend-extra-config"
 _FILE, _FOLDER, _REVISION, _V1 = "config", "model_folder", "model_revision", "interface_v1"
+_MOST_S = 9.5
+"""What SGLang's thread may be held for: it is given 10 s to end."""
 _OF_SGLANG = frozenset(
     (
         "backend_name",
@@ -39,6 +41,11 @@ class Settings:
     is_zero_copy: bool
     """`interface_v1`: SGLang hands over places in its host memory rather than copies of pages."""
 
+    @property
+    def question_s(self) -> float:
+        """What a question to the pool may take."""
+        return min(self.config.cache.lookup_deadline_s, self.config.pool.call_timeout_s)
+
 
 def load_settings(extra: Mapping[str, Any]) -> Settings:
     """The settings; keys given inline win over those of the file named by `config`.
@@ -63,12 +70,14 @@ def load_settings(extra: Mapping[str, Any]) -> Settings:
             raise ConfigError(f"{SOURCE}.{_FILE}: cannot read {path}: {error}") from error
     config = parse_config(merge_tables(data, inline), source=source, folder=folder)
     _require_pool(config, source)
-    return Settings(
+    settings = Settings(
         config,
         None if model_folder is None else Path(model_folder).expanduser(),
         _text(_REVISION, revision),
         bool(is_v1),
     )
+    _require_haste(settings, source)
+    return settings
 
 
 def _require_pool(config: Config, source: str) -> None:
@@ -80,6 +89,18 @@ def _require_pool(config: Config, source: str) -> None:
         raise ConfigError(
             f"{source}: pool.write_policy is {config.pool.write_policy!r}: SGLang decides what it stores "
             "(--hicache-write-policy); use write_through"
+        )
+
+
+def _require_haste(settings: Settings, source: str) -> None:
+    """A write that asks, transfers for half of a deadline, begins another transfer and asks again ends in time."""
+    transfer_s, question_s = settings.config.pool.call_timeout_s, settings.question_s
+    longest_s = 1.5 * transfer_s + 2 * question_s
+    if longest_s > _MOST_S:
+        raise ConfigError(
+            f"{source}: pool.call_timeout_s is {transfer_s:g} and cache.lookup_deadline_s {question_s:g}: a pool that "
+            f"hangs could hold SGLang's threads for {longest_s:.1f} s, and SGLang ends when they do not within 10 s of "
+            "/flush_cache; set them lower, to 5 and 1 at most"
         )
 
 

@@ -22,8 +22,9 @@ from kvtier.build_tiers import shared_tier
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
+from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import TierOf
 from kvtier_sglang import compat
 from kvtier_sglang.copied_pages import CopiedPages
 from kvtier_sglang.hits import usable_prefix
@@ -76,8 +77,8 @@ class KvtierStorage(HiCacheStorage):
         self._is_closed = False
         """Changed under _lock."""
         with contextlib.ExitStack() as stack:
-            asked_s = min(config.cache.lookup_deadline_s, config.pool.call_timeout_s)
-            queries = _open(stack, config.model_copy(update={"pool": _with_timeout(config, asked_s)}), metrics)
+            questions = config.pool.model_copy(update={"call_timeout_s": settings.question_s})
+            queries = _open(stack, config.model_copy(update={"pool": questions}), metrics)
             data = _open(stack, config, metrics)
             self._store = PageStore(keys, queries=queries, data=data, stats=self._stats, patience_s=patience_s)
             self._owed = OwedPages(
@@ -281,11 +282,7 @@ def _leading(present: Sequence[bool]) -> int:
     return next((i for i, there in enumerate(present) if not there), len(present))
 
 
-def _with_timeout(config: Config, timeout_s: float) -> Any:
-    return config.pool.model_copy(update={"call_timeout_s": timeout_s})
-
-
-def _open(stack: contextlib.ExitStack, config: Config, metrics: Metrics) -> Tier:
+def _open(stack: contextlib.ExitStack, config: Config, metrics: Metrics) -> TierOf[Payload, Target]:
     shared = stack.enter_context(shared_tier(config, [], metrics))
     assert shared is not None, "pool.address is there"
     return shared.tier

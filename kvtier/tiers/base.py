@@ -4,15 +4,18 @@ Payloads are opaque bytes. All blocks of a namespace have one payload length, wh
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.errors import InvalidInputError
 from kvtier.keys import StoreKey
 
 ReadableBuffer = bytes | bytearray | memoryview
 """C-contiguous bytes. Memoryviews are one-dimensional of format 'B'."""
+PayloadT_contra = TypeVar("PayloadT_contra", bound=Sized, contravariant=True)
+TargetT_contra = TypeVar("TargetT_contra", bound=Sized, contravariant=True)
+"""What a tier writes from and reads into; `len` is bytes."""
 
 
 class Status(enum.IntEnum):
@@ -48,7 +51,7 @@ class Usage:
     capacity_bytes: int
 
 
-class Tier(Protocol):
+class TierOf(Protocol[PayloadT_contra, TargetT_contra]):
     """One level of storage. All methods may be called from any thread and may block on I/O.
 
     A tier never holds a lock across I/O or a copy. Wrong, torn, foreign or stale bytes are a MISS and
@@ -63,14 +66,14 @@ class Tier(Protocol):
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """A status per key, in order. Does not count as a use for eviction."""
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+    def read(self, keys: Sequence[StoreKey], into: Sequence[TargetT_contra]) -> list[Status]:
         """Copies the payload of `keys[i]` over all of `into[i]`.
 
         HIT means that every byte was written and verified. After MISS the content of `into[i]` is
         undefined. A payload of another length than `into[i]` is a MISS. Counts as a use.
         """
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
         """Stores payloads. STORED acknowledges: readable now; for EXISTS see there. Buffers are the caller's on return.
 
         Keys are content addresses, so a key that exists is not overwritten.
@@ -89,7 +92,11 @@ class Tier(Protocol):
         """Gives back everything. Waits for calls in flight. Idempotent."""
 
 
-def require_pairs(keys: Sequence[StoreKey], into: Sequence[memoryview]) -> None:
+Tier = TierOf[ReadableBuffer, memoryview]
+"""A tier of blocks each of which is in one place."""
+
+
+def require_pairs(keys: Sequence[StoreKey], into: Sequence[Sized]) -> None:
     """Raises `InvalidInputError` unless a `read` names as many buffers as keys."""
     if len(keys) != len(into):
         raise InvalidInputError(f"read of {len(keys)} keys into {len(into)} buffers: needs one buffer per key")

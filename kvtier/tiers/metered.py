@@ -1,20 +1,21 @@
 """Counts and times every call of a tier."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from typing import Generic
 
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus
 
 
-class Metered:
+class Metered(Generic[PayloadT_contra, TargetT_contra]):
     """A tier like the one inside, with `Metrics.tier_blocks`, `tier_bytes` and `tier_batch_seconds` kept.
 
     Any thread. About 5 us per batch. Calls that raise are timed but count no blocks.
     """
 
-    def __init__(self, tier: Tier, metrics: Metrics) -> None:
+    def __init__(self, tier: TierOf[PayloadT_contra, TargetT_contra], metrics: Metrics) -> None:
         """:param tier: belongs to this object from now on; its name is the label."""
         self._tier = tier
         name = tier.name
@@ -39,7 +40,7 @@ class Metered:
             self._lookups[status].inc(count)
         return statuses
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+    def read(self, keys: Sequence[StoreKey], into: Sequence[TargetT_contra]) -> list[Status]:
         with self._seconds["read"].time():
             statuses = self._tier.read(keys, into)
         for status, count in Counter(statuses).items():
@@ -47,7 +48,7 @@ class Metered:
         self._read_bytes.inc(_bytes_where(Status.HIT, statuses, into))
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
         with self._seconds["write"].time():
             statuses = self._tier.write(items)
         for status, count in Counter(statuses).items():
@@ -72,6 +73,6 @@ class Metered:
 
 
 def _bytes_where(
-    wanted: Status | WriteStatus, statuses: Iterable[Status | WriteStatus], buffers: Iterable[ReadableBuffer]
+    wanted: Status | WriteStatus, statuses: Iterable[Status | WriteStatus], buffers: Iterable[Sized]
 ) -> int:
     return sum(len(b) for s, b in zip(statuses, buffers, strict=True) if s is wanted)

@@ -2,24 +2,24 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvtier.errors import InvalidInputError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus, require_pairs
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-class PerTenant:
+class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
     """`Tier` that hands each key to its tenant's. Any thread.
 
     A batch of several tenants is several calls, one after the other, each with the deadline of its tier. A key of a
     tenant that has none raises `InvalidInputError` before anything is done.
     """
 
-    def __init__(self, name: str, tiers: Mapping[TenantId, Tier]) -> None:
+    def __init__(self, name: str, tiers: Mapping[TenantId, TierOf[PayloadT_contra, TargetT_contra]]) -> None:
         """:param tiers: owned from now on."""
         self._name, self._tiers = name, dict(tiers)
 
@@ -31,13 +31,13 @@ class PerTenant:
         """See `Tier.lookup`."""
         return self._each(keys, keys, lambda tier, theirs: tier.lookup(theirs))
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+    def read(self, keys: Sequence[StoreKey], into: Sequence[TargetT_contra]) -> list[Status]:
         """See `Tier.read`."""
         require_pairs(keys, into)
         pairs = list(zip(keys, into, strict=True))
         return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
         """See `Tier.write`."""
         return self._each([key for key, _ in items], items, lambda tier, theirs: tier.write(theirs))
 
@@ -70,7 +70,10 @@ class PerTenant:
                 stack.callback(tier.close)
 
     def _each(
-        self, keys: Sequence[StoreKey], items: Sequence[_Item], call: Callable[[Tier, list[_Item]], list[_Answer]]
+        self,
+        keys: Sequence[StoreKey],
+        items: Sequence[_Item],
+        call: Callable[[TierOf[PayloadT_contra, TargetT_contra], list[_Item]], list[_Answer]],
     ) -> list[_Answer]:
         """An answer per item, in order."""
         answers: dict[int, _Answer] = {}

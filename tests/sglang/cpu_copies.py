@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.test.kits.unified_radix_cache import fixtures
 
 _IN_TORCH = "kernel_ascend"
@@ -68,6 +69,44 @@ def _back_up(
         view[where] = torch.stack([buffer[device_indices] for buffer in on_device])
 
 
+def _latent(host: MLATokenToKVPoolHost, layer: int, indices: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The same of latent attention, which has one tensor in the place of keys and values."""
+    match host.layout:
+        case "layer_first":
+            return host.kv_buffer[layer], (indices,)
+        case "page_first":
+            return host.kv_buffer[:, layer], (indices,)
+        case "page_first_direct":
+            return host.kv_buffer[:, layer], (indices // host.page_size, indices % host.page_size)
+        case other:
+            raise ValueError(f"no copy for the layout {other!r}")
+
+
+def _load_latent(
+    host: MLATokenToKVPoolHost,
+    _pool: object,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer: int,
+    _backend: str,
+    **_: object,
+) -> None:
+    view, where = _latent(host, layer, host_indices)
+    host.device_kv_buffers[layer][device_indices] = view[where]
+
+
+def _back_up_latent(
+    host: MLATokenToKVPoolHost,
+    _pool: object,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    _backend: str,
+) -> None:
+    for layer in range(host.layer_num):
+        view, where = _latent(host, layer, host_indices)
+        view[where] = host.device_kv_buffers[layer][device_indices]
+
+
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """While it lasts, pools of all trees of this process copy so."""
@@ -83,6 +122,8 @@ def on_the_cpu() -> Iterator[None]:
     with (
         mock.patch.object(MHATokenToKVPoolHost, "load_to_device_per_layer", _load),
         mock.patch.object(MHATokenToKVPoolHost, "backup_from_device_all_layer", _back_up),
+        mock.patch.object(MLATokenToKVPoolHost, "load_to_device_per_layer", _load_latent),
+        mock.patch.object(MLATokenToKVPoolHost, "backup_from_device_all_layer", _back_up_latent),
         mock.patch.object(MambaPoolHost, "load_to_device_per_layer", load_states_in_torch),
         mock.patch.object(MambaPoolHost, "backup_from_device_all_layer", back_up_states_in_torch),
         mock.patch.object(fixtures, "get_device", return_value="cpu"),

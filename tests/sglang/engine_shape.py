@@ -49,7 +49,8 @@ class Shape:
     """In tokens."""
     layout: str = "page_first"
     kind: str = "full"
-    """`full`: attention of all layers is full; `swa`: most slide over a window; `mamba`: most are state spaces."""
+    """`full`: attention of all layers is full; `latent`: the same over a latent vector, that is all heads'; `swa`: most
+    slide over a window; `mamba`: most are state spaces."""
     num_layers: int = 4
     num_pages: int = 16
     """That fit on the device."""
@@ -58,7 +59,7 @@ class Shape:
     num_ranks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.layout}-{self.page_size}"
+        return f"{self.kind}-{self.layout}-{self.page_size}-{self.num_layers}"
 
     def tensor_parallel(self) -> dict[str, int]:
         """SGLang's names of it: attention and experts are divided among the same ranks."""

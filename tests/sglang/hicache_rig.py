@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import not_reached  # noqa: F401  (before SGLang)
 import torch
@@ -19,12 +20,14 @@ from cpu_copies import on_the_cpu
 from engine_shape import Shape, Storage
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.fixtures import drop_hicache_atexit_pin, node_device_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
@@ -211,7 +214,9 @@ class Engine:
 
 def _layers(name: str, pool: Any, slots: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
-    for part, buffers in (("keys", pool.k_buffer), ("values", pool.v_buffer)):
+    is_latent = isinstance(pool, MLATokenToKVPool)
+    parts = {"latents": pool.kv_buffer} if is_latent else {"keys": pool.k_buffer, "values": pool.v_buffer}
+    for part, buffers in parts.items():
         found |= {f"{name} {part} of layer {layer}": (buffer, slots) for layer, buffer in enumerate(buffers)}
     return found
 
@@ -234,7 +239,14 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def kits(shape: Shape) -> Iterator[Kit]:
     """SGLang's kit. At its end, the threads of all its trees have ended and their storages are closed."""
     with on_the_cpu(), ExitStack() as stack:
+        if shape.kind == "latent":
+            stack.enter_context(mock.patch.object(fixtures, "MHATokenToKVPool", _latent_pool))
         yield Kit(shape, stack)
+
+
+def _latent_pool(*, head_num: int, head_dim: int, **more: Any) -> MLATokenToKVPool:
+    """In the place of the kit's pool of keys and values, with rows of as many bytes as one head's."""
+    return MLATokenToKVPool(kv_lora_rank=head_dim, qk_rope_head_dim=head_dim, **more)
 
 
 @contextlib.contextmanager

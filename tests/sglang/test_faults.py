@@ -161,5 +161,5 @@ def test_faults_that_sglang_injects(kind: str, copying: bool, pool: CachePool) -
             for running in (producer, consumer):
                 running.require_alive()
     with engine(shape, storage) as consumer:
-        for seed, tokens in enumerate(prompts):
-            consumer.fetch(tokens, seed=seed)
+        num_hits = [consumer.fetch(tokens, seed=seed) for seed, tokens in enumerate(prompts)]
+    assert kind != "full" or any(num_hits), "of a dozen, all failed"

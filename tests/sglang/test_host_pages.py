@@ -9,6 +9,7 @@ import torch
 from storage_rig import PAGE, host_pool, indices, page_bytes
 
 from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.pieces import Pieces, Target, land, together
 from kvtier_sglang.host_pages import DirectPages, FlatPages, GatheredPages, pages_of
 
 
@@ -29,6 +30,11 @@ class Scattered:
         return b"".join(bytes(buffer[number].numpy()) for buffer in self.buffers)
 
 
+def stored(buffer: Target) -> bytes:
+    """What the pool has of it."""
+    return bytes(together(buffer))
+
+
 def test_each_layout_has_its_way() -> None:
     kinds = {layout: type(pages_of(host_pool(layout))) for layout in ("page_first", "page_head", "layer_first")}
     assert kinds == {"page_first": DirectPages, "page_head": DirectPages, "layer_first": GatheredPages}
@@ -37,9 +43,11 @@ def test_each_layout_has_its_way() -> None:
 def test_direct_buffers_are_host_memory_itself() -> None:
     pool = host_pool("page_first", seed=1)
     lent = pages_of(pool).lend_filled(indices(3))
-    assert b"".join(bytes(part) for part in lent.buffers[0]) == page_bytes(pool, 3)
-    lent.buffers[0][0][:1] = bytes([lent.buffers[0][0][0] ^ 255])
-    assert page_bytes(pool, 3)[0] == lent.buffers[0][0][0]
+    assert b"".join(stored(part) for part in lent.buffers[0]) == page_bytes(pool, 3)
+    part = lent.buffers[0][0]
+    assert isinstance(part, memoryview)
+    part[:1] = bytes([part[0] ^ 255])
+    assert page_bytes(pool, 3)[0] == part[0]
 
 
 def test_pieces_of_any_sizes_and_places() -> None:
@@ -54,11 +62,9 @@ def test_pieces_of_any_sizes_and_places() -> None:
         pool.buffers = [whole[:, i] for i in order]
         pages = pages_of(pool)
         lent = pages.lend_filled(torch.tensor([2, 3, 6, 7]))
-        assert [bytes(page[0]) for page in lent.buffers] == [pool.page(1), pool.page(3)], "in the pool's order"
-        lent.give_back()
+        assert [stored(page[0]) for page in lent.buffers] == [pool.page(1), pool.page(3)], "in the pool's order"
         lent = pages.lend_empty(torch.tensor([0, 1]))
-        lent.buffers[0][0][:] = bytes(range(80))
-        lent.give_back()
+        land(memoryview(bytes(range(80))), lent.buffers[0][0])
         assert pool.page(0) == bytes(range(80))
 
 
@@ -67,13 +73,11 @@ def test_pieces_of_several_sizes() -> None:
     whole, ends = torch.zeros(4, 300, dtype=torch.uint8).random_(), [3, 10, 17, 40, 41, 60, 67, 74, 90, 91, 200]
     pool.buffers = [whole[:, start:end] for start, end in itertools.pairwise(ends)]
     pages = pages_of(pool)
-    stored = bytes(pages.lend_filled(torch.tensor([6, 7])).buffers[0][0])
-    assert stored == pool.page(3)
-    lent = pages.lend_empty(torch.tensor([2, 3]))
-    lent.buffers[0][0][:] = stored
+    last = stored(pages.lend_filled(torch.tensor([6, 7])).buffers[0][0])
+    assert last == pool.page(3)
     before = whole.clone()
-    lent.give_back()
-    assert pool.page(1) == stored
+    land(memoryview(last), pages.lend_empty(torch.tensor([2, 3])).buffers[0][0])
+    assert pool.page(1) == last
     assert torch.equal(whole[:, :3], before[:, :3])
     assert torch.equal(whole[:, 200:], before[:, 200:]), "nothing beside the pieces"
 
@@ -84,7 +88,7 @@ def test_a_page_is_stored_as_sglang_says_it_is(layout: str) -> None:
     pool = host_pool(layout, seed=3)
     addresses, sizes = pool.get_page_buffer_meta(indices(4))
     expected = b"".join(ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True))
-    assert b"".join(map(bytes, pages_of(pool).lend_filled(indices(4)).buffers[0])) == expected
+    assert b"".join(map(stored, pages_of(pool).lend_filled(indices(4)).buffers[0])) == expected
 
 
 def test_pools_without_addresses_hand_out_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +101,14 @@ def test_pools_without_addresses_hand_out_copies(monkeypatch: pytest.MonkeyPatch
     pages = pages_of(pool)
     assert isinstance(pages, FlatPages)
     lent = pages.lend_filled(indices(5, 6))
-    stored = [bytes(page[0]) for page in lent.buffers]
-    assert stored == [page_bytes(pool, 5), page_bytes(pool, 6)]
+    copies = [stored(page[0]) for page in lent.buffers]
+    assert copies == [page_bytes(pool, 5), page_bytes(pool, 6)]
     lent = pages.lend_empty(indices(7))
-    lent.buffers[0][0][:] = stored[0]
+    copy = lent.buffers[0][0]
+    assert isinstance(copy, memoryview)
+    copy[:] = copies[0]
     lent.give_back()
-    assert page_bytes(pool, 7) == stored[0]
+    assert page_bytes(pool, 7) == copies[0]
     monkeypatch.setattr(pool, "get_dummy_flat_data_page", lambda: refuse(torch.empty(0)))
     with pytest.raises(ConfigError, match="hands out no pages"):
         pages_of(pool)
@@ -113,3 +119,14 @@ def test_pools_without_addresses_hand_out_copies(monkeypatch: pytest.MonkeyPatch
 def test_places_outside_of_the_pool_are_refused(layout: str, places: torch.Tensor) -> None:
     with pytest.raises(InvalidInputError):
         pages_of(host_pool(layout)).lend_filled(places)
+
+
+def test_keys_and_values_of_all_layers_are_one_copy() -> None:
+    for latent, shape in ((False, (6, 2)), (True, (6, 1))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvtier_sglang.host_pages.MAX_PARTS", 1)
+            pages = pages_of(host_pool("layer_first", latent=latent))
+        (pieces,) = pages.lend_filled(indices(2)).buffers[0]
+        assert isinstance(pieces, Pieces)
+        (grid,) = pieces.batches(1 << 40)
+        assert grid.shape[:2] == shape

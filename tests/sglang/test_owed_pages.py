@@ -9,9 +9,11 @@ import not_reached  # noqa: F401  (before SGLang)
 import pytest
 
 from cache_pool import until
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.keys import StoreKey
+from kvtier.pieces import together
 from kvtier.tiers.base import WriteStatus
-from kvtier_sglang.owed_pages import Items, OwedPages
+from kvtier_sglang.owed_pages import Items, Outcome, OwedPages
 
 LONG_S = 60.0
 
@@ -20,23 +22,26 @@ LONG_S = 60.0
 class Pool:
     """What the pages are owed to. Answers when it may."""
 
-    status: WriteStatus = WriteStatus.FAILED
+    status: Outcome = WriteStatus.FAILED
+    begun_by_others: frozenset[StoreKey] = frozenset()
     may_answer: threading.Event = field(default_factory=threading.Event)
     written: list[bytes] = field(default_factory=list)
     num_calls: int = 0
 
-    def write(self, items: Items) -> Sequence[WriteStatus]:
+    def write(self, items: Items) -> Sequence[Outcome]:
         assert self.may_answer.wait(LONG_S)
         self.num_calls += 1
         if self.status is WriteStatus.STORED:
-            self.written += [bytes(payload) for _, payload in items]
-        return [self.status] * len(items)
+            self.written += [bytes(together(payload)) for key, payload in items if key not in self.begun_by_others]
+        return [None if key in self.begun_by_others else self.status for key, _ in items]
 
 
 @contextmanager
-def owing(pool: Pool, *, capacity_bytes: int = 1000, keep_s: float = LONG_S) -> Iterator[tuple[OwedPages, list[str]]]:
+def owing(
+    pool: Pool, *, capacity_bytes: int = 1000, keep_s: float = LONG_S, clock: Clock = MONOTONIC
+) -> Iterator[tuple[OwedPages, list[str]]]:
     settled: list[str] = []
-    owed = OwedPages(pool.write, capacity_bytes=capacity_bytes, keep_s=keep_s, on_settled=settled.append)
+    owed = OwedPages(pool.write, capacity_bytes=capacity_bytes, keep_s=keep_s, on_settled=settled.append, clock=clock)
     try:
         yield owed, settled
     finally:
@@ -104,11 +109,50 @@ def test_what_has_no_chance_is_dropped() -> None:
             assert settled == ["dropped"]
 
 
+def test_a_page_that_another_writer_has_begun_keeps_nobody_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_sglang.owed_pages._BATCH_BYTES", 1)
+    pool = Pool(WriteStatus.STORED, begun_by_others=frozenset([StoreKey(b"a\0")]))
+    with owing(pool) as (owed, settled):
+        for name in (b"a", b"b", b"c"):
+            assert owed.add(page(name, name))
+        pool.may_answer.set()
+        until(lambda: pool.written == [b"b", b"c"], "the others are written")
+        assert owed.has(StoreKey(b"a\0"))
+        pool.begun_by_others = frozenset()
+        assert owed.flush(LONG_S)
+        assert pool.written == [b"b", b"c", b"a"]
+        assert settled == ["retried"] * 3
+
+
+def test_another_writer_is_waited_for_as_long_as_it_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_sglang.owed_pages._LONGEST_PAUSE_S", 0.01)
+    now_s = 0.0
+    pool, others = Pool(), frozenset([StoreKey(b"a\0")])
+    pool.may_answer.set()
+
+    def is_tried_twice_more() -> None:
+        before = pool.num_calls
+        until(lambda: pool.num_calls >= before + 3, "it is tried again")
+
+    with owing(pool, keep_s=100.0, clock=lambda: now_s) as (owed, settled):
+        assert owed.add(page(b"a", b"1"))
+        for now_s, pool.begun_by_others in ((40.0, others), (60.0, frozenset()), (69.0, others), (98.0, others)):
+            is_tried_twice_more()
+            assert not settled, f"{now_s:.0f} s"
+        assert owed.add(page(b"b", b"2"))
+        now_s = 99.5
+        until(lambda: bool(settled), "its time is over")
+        assert settled == ["dropped"]
+        is_tried_twice_more()
+        assert owed.has(StoreKey(b"b\0")), "what the pool does not take has longer"
+        assert not owed.has(StoreKey(b"a\0"))
+
+
 def test_an_error_in_writing_ends_nothing() -> None:
     pool = Pool()
     calls: list[int] = []
 
-    def write(items: Items) -> Sequence[WriteStatus]:
+    def write(items: Items) -> Sequence[Outcome]:
         calls.append(len(items))
         if len(calls) == 1:
             raise RuntimeError("a bug")

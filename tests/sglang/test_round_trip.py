@@ -1,5 +1,6 @@
 """Device, host, pool, another process's host, its device: the bytes that arrive are those that left."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,10 +14,14 @@ from cache_pool import CachePool
 NUM_PAGES = 6
 SHAPES = [
     *(Shape(page_size, layout) for layout in LAYOUTS for page_size in PAGE_SIZES),
+    Shape(16, "layer_first", num_layers=12),
+    *(Shape(16, layout, "latent", num_layers=12) for layout in LAYOUTS if layout != "page_head"),
+    *(Shape(page_size, "layer_first", "latent", num_layers=12) for page_size in (1, 64)),
     *(Shape(16, layout, "swa") for layout in LAYOUTS),
     *(Shape(page_size, layout, "mamba") for layout in ("page_first", "page_first_direct") for page_size in (1, 16)),
 ]
-"""Layouts are a matter of the anchor pool; the others have theirs in `test_kit` too."""
+"""Layouts are a matter of the anchor pool; the others have theirs in `test_kit` too. Pages of four layers of keys and
+values are few enough pieces to be blocks by themselves, those of 12 are not."""
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +72,21 @@ def test_what_is_there_is_not_written_again(pool: CachePool) -> None:
     assert written[2] - written[1] == written[1] - written[0] > 0
     with engine(shape, storage) as consumer:
         assert consumer.fetch(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_latent_attention_is_written_by_one_rank_and_read_by_all(layout: str, pool: CachePool) -> None:
+    """Through SGLang's own trees: its controllers say who writes."""
+    zero, one = (Shape(layout=layout, kind="latent", num_layers=12, rank=rank, num_ranks=2) for rank in (0, 1))
+    storage, tokens = kvtier(pool), pages(zero, 8, NUM_PAGES)
+    written = [pool.num_written()]
+    for shape in (one, zero):
+        with engine(shape, storage) as producer:
+            producer.compute(tokens, seed=8)
+            producer.store(tokens)
+            written.append(pool.num_written())
+            assert producer.num_stored(tokens) == (len(tokens) if shape is zero else 0)
+    assert [after - before for before, after in itertools.pairwise(written)] == [0, NUM_PAGES]
+    for shape in (zero, one):
+        with engine(shape, storage) as consumer:
+            assert consumer.fetch([*tokens, *pages(shape, 9, 1)], seed=8) == len(tokens)

@@ -19,6 +19,8 @@ from storage_rig import (
     transfer,
 )
 
+from kvtier.errors import ConfigError
+
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -119,16 +121,32 @@ def test_latent_attention_is_written_by_one_rank_and_read_by_all(pool: CachePool
     assert page_bytes(mine, 1) == page_bytes(theirs, 5)
 
 
-def test_heads_of_a_side_pool_are_each_ranks_own_where_kv_is_not(pool: CachePool) -> None:
-    """A draft model with heads beside latent attention: SGLang has it written by the first rank alone."""
-    keys, latent, draft = digests(1, start=16), host_pool(latent=True), host_pool(seed=7)
+def test_states_beside_latent_attention_are_each_ranks_own(pool: CachePool) -> None:
+    """SGLang has every rank write those."""
+    keys, latent, states = digests(1, start=16), host_pool(latent=True), host_pool(seed=7)
     ranks = [replace(ALONE, is_mla_model=True, tp_size=2, tp_rank=rank) for rank in (0, 1)]
-    drafts = (PoolName.DRAFT, draft)
-    with storage(pool, latent, drafts, config=ranks[0]) as zero, storage(pool, latent, drafts, config=ranks[1]) as one:
-        written = [transfer(PoolName.DRAFT, keys, 0)]
-        assert zero.batch_set_v2(written) == {PoolName.DRAFT: [True]}
-        assert zero.batch_get_v2(written) == {PoolName.DRAFT: [True]}
-        assert one.batch_get_v2(written) == {PoolName.DRAFT: [False]}
+    own = (PoolName.MAMBA, states)
+    with storage(pool, latent, own, config=ranks[0]) as zero, storage(pool, latent, own, config=ranks[1]) as one:
+        written = [transfer(PoolName.MAMBA, keys, 0)]
+        assert zero.batch_set_v2(written) == {PoolName.MAMBA: [True]}
+        assert zero.batch_get_v2(written) == {PoolName.MAMBA: [True]}
+        assert one.batch_get_v2(written) == {PoolName.MAMBA: [False]}
+        assert one.batch_set_v2(written) == {PoolName.MAMBA: [True]}
+        assert one.batch_get_v2(written) == {PoolName.MAMBA: [True]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_draft_model_with_heads_beside_latent_attention_is_refused(pool: CachePool, rank: int) -> None:
+    """SGLang would have it written by the first rank alone, and ask all of them for it."""
+    latent, drafts = host_pool(latent=True), (PoolName.DRAFT, host_pool())
+    config = replace(ALONE, is_mla_model=True, tp_size=2, tp_rank=rank)
+    with pytest.raises(ConfigError, match="host pool draft"), storage(pool, latent, drafts, config=config):
+        pass
+    with storage(pool, latent, (PoolName.DRAFT, host_pool(latent=True)), config=config):
+        pass
+    with storage(pool, latent, drafts, config=replace(config, tp_size=1, tp_rank=0)) as made:
+        written = [transfer(PoolName.DRAFT, digests(1, start=41), 0)]
+        assert made.batch_set_v2(written) == made.batch_get_v2(written) == {PoolName.DRAFT: [True]}
 
 
 def test_a_hit_is_what_all_pools_have(pool: CachePool) -> None:
@@ -212,9 +230,19 @@ def test_clear_forgets_what_this_engine_has_seen(pool: CachePool) -> None:
         assert second.batch_exists(keys) == 0
 
 
+def test_clear_forgets_the_latest_of_many(pool: CachePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_sglang.page_store._MAX_SEEN", 2)
+    keys, mine = digests(4, start=42), host_pool(seed=42)
+    with storage(pool, mine) as first:
+        assert all(first.batch_set_v1(keys, indices(0, 1, 2, 3)))
+        first.clear()
+        assert first.batch_exists(keys) == 2
+        assert first.batch_exists(keys[2:]) == 0
+
+
 def test_calls_of_several_transfers(pool: CachePool, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, missing = digests(31, start=22), digests(1, start=23)
-    monkeypatch.setattr("kvtier_sglang.host_pages._STAGING_BYTES", 100_000)
+    monkeypatch.setattr("kvtier_sglang.host_pages._COPIED_BYTES", 100_000)
     monkeypatch.setattr("kvtier_sglang.host_pages._BATCH_BYTES", 100_000)
     for layout in ("layer_first", "page_first"):
         mine, theirs = host_pool(layout, seed=15), host_pool(layout)

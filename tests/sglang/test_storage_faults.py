@@ -104,6 +104,27 @@ def test_a_pool_that_hangs_costs_each_call_its_deadlines_and_no_more(own_pool: C
     assert page_bytes(theirs, 6) == page_bytes(mine, 6)
 
 
+def test_calls_one_after_the_other_wait_for_a_pool_that_hangs_once(own_pool: CachePool) -> None:
+    """SGLang writes a prompt in many calls, and looks only then whether it should end: it has 10 s."""
+    keys, mine = digests(16, start=42), host_pool(seed=42)
+    patient = {"call_timeout_s": 1.0, "breaker_failures": 1000}
+    with storage(own_pool, mine, client=patient) as made:
+        made.batch_set_v1(keys[:1], indices(0))
+        own_pool.suspend()
+        try:
+            with within(4.0):
+                for place, key in enumerate(keys[1:], 1):
+                    assert made.batch_set_v1([key], indices(place)) == [True], "it waits"
+            time.sleep(1.0)
+            with within(2.0):
+                for place, key in enumerate(keys):
+                    assert made.batch_get_v1([key], indices(place)) == [False]
+        finally:
+            own_pool.resume()
+        assert made.flush(30)
+        assert made.batch_exists(keys) == 16
+
+
 def test_what_another_writer_has_begun_is_not_there_yet(pool: CachePool) -> None:
     keys, mine = digests(2, start=40), host_pool(seed=40)
     socket = SocketTransport(pool.address, TOKENS["red"], tenant_id("red"))
@@ -147,7 +168,7 @@ def test_closing_beside_a_dead_pool_takes_a_deadline(own_pool: CachePool) -> Non
 def test_closing_writes_what_waits(own_pool: CachePool) -> None:
     keys, mine = digests(2, start=36), host_pool(seed=36)
     own_pool.kill()
-    with storage(own_pool, mine, client={"call_timeout_s": 20.0}) as made:
+    with storage(own_pool, mine, client={"call_timeout_s": 5.0, "breaker_open_s": 0.2}) as made:
         assert made.batch_set_v1(keys, indices(0, 1)) == [True] * 2
         own_pool.restart()
     with storage(own_pool, mine) as other:

@@ -70,6 +70,8 @@ def test_inline_keys_win_over_the_file_key_by_key(tmp_path: Path) -> None:
         ({"pool": {"adress": "x"}}, ["pool.adress", "did you mean 'address'"]),
         ({"pool": {}}, ["pool.address", "missing"]),
         ({"pool": {**POOL, "write_policy": "write_back"}}, ["pool.write_policy", "write_through"]),
+        ({"pool": {**POOL, "call_timeout_s": 6.0}}, ["pool.call_timeout_s is 6", "11.0 s", "/flush_cache"]),
+        ({"cache": {"lookup_deadline_s": 2.0}}, ["cache.lookup_deadline_s 2", "11.5 s", "/flush_cache"]),
         ({"tenant": "green"}, ["tenant", "'green' has no table"]),
         ({"tenants": {"red": {"secret": "env:NO_SUCH", "token": "env:RED_TOKEN"}}}, ["tenants.red.secret", "NO_SUCH"]),
         ({"tenants": {"red": {"secret": "env:KV_SECRET"}}}, ["tenants.red.token", "missing"]),
@@ -222,6 +224,12 @@ def test_changes_of_weights_are_noted_by_these_names() -> None:
     source = "".join(file.read_text() for file in noting)
     for name in compat._CHANGES_WEIGHTS:
         assert f'"{name}"' in source
+
+
+def test_sglang_gives_its_storage_threads_10_s() -> None:
+    """Which the longest deadlines are made for."""
+    controller = Path(sglang.__file__).parent / "srt" / "managers" / "cache_controller.py"
+    assert "t.join(timeout=10)" in controller.read_text()
 
 
 def test_the_models_folder_is_the_servers(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from kvtier.codec import decode, encode_header
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.pieces import Payload, Target, land, landing, together
+from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.memory import copy_bytes
 from kvtier.wire import pool_pb2
 from kvtier.wire.certificates import read_pem
@@ -85,7 +86,7 @@ class GrpcTransport:
         return _require_length(statuses, len(keys))
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`."""
         runs = groupby(zip(keys, into, strict=True), key=lambda item: (item[0][_NAMESPACE], len(item[1])))
@@ -96,17 +97,22 @@ class GrpcTransport:
         with _translated():
             stream = self._read(request, timeout=timeout_s, metadata=self._metadata)
             try:
-                for i, header in _receive(stream, into):
+                landings = [landing(target) for target in into]
+                for i, header in _receive(stream, landings):
                     self._read_bytes.inc(len(into[i]))
-                    yield i, _fault(header, keys[i], into[i])
+                    fault = _fault(header, keys[i], landings[i])
+                    if fault is None:
+                        land(landings[i], into[i])
+                    yield i, fault
             finally:
                 stream.cancel()
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         # Runs on a thread of grpc, which may still be copying a block when the call has timed out. What it
         # copies then is sent to nobody.
-        blocks = ((i, 0, encode_header(key, payload), payload) for i, (key, payload) in enumerate(items))
+        whole = ((key, together(payload)) for key, payload in items)
+        blocks = ((i, 0, encode_header(key, payload), payload) for i, (key, payload) in enumerate(whole))
         with _translated():
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]

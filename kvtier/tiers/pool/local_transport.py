@@ -7,8 +7,9 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, KvtierError
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
+from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.memory import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.wire.pins import PinStatus
@@ -50,7 +51,7 @@ class LocalTransport:
         return self._socket.lookup(keys, timeout_s)
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`."""
         deadline = MONOTONIC() + timeout_s
@@ -80,7 +81,7 @@ class LocalTransport:
             answers = self._socket.read([keys[i] for i in rest], [into[i] for i in rest], remaining_s)
             yield from ((rest[j], error) for j, error in answers)
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         deadline = MONOTONIC() + timeout_s
         statuses = [WriteStatus.FAILED] * len(items)

@@ -11,7 +11,8 @@ from itertools import islice
 
 from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
-from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.pieces import Payload, Target
+from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.groups import group, windows
 from kvtier.tiers.pool.memory_link import MemoryLink
@@ -41,7 +42,7 @@ class PoolMemory:
         self._writes = MemoryLink(connect)
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], deadline: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`. What is not in the pool's memory at this moment is not yielded."""
         parts: deque[ReadPart] = deque()
@@ -58,7 +59,7 @@ class PoolMemory:
             for part in parts:
                 part.release()
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], deadline: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. FAILED: not tried any more, or not mapped."""
         parts: list[WritePart] = []
         try:

@@ -9,6 +9,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec import copy_checked
 from kvtier.errors import CorruptBlockError
 from kvtier.keys import StoreKey
+from kvtier.pieces import Target
 from kvtier.tiers.base import Status
 from kvtier.tiers.pool.groups import group, require_count
 from kvtier.tiers.pool.memory_link import MemoryLink
@@ -24,7 +25,7 @@ class ReadPart:
     """Some blocks of a read. One thread. Errors are those of `MemoryLink`; whatever happens, `release` it."""
 
     def __init__(
-        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[memoryview], part: slice, deadline: float
+        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[Target], part: slice, deadline: float
     ) -> None:
         """Asks the pool to hold what it has of these blocks in its memory.
 

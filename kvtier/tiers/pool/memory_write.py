@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from kvtier.clock import MONOTONIC
 from kvtier.codec import copy_checked
 from kvtier.keys import StoreKey
-from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.pieces import Payload
+from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.pool.groups import group, require_count
 from kvtier.tiers.pool.memory_link import MemoryLink
 from kvtier.tiers.pool.session import Request
@@ -23,7 +24,7 @@ _SLOT = struct.Struct("<Q")
 class WritePart:
     """Some blocks of a write. One thread. Errors are those of `MemoryLink`; after any of them only `abandon`."""
 
-    def __init__(self, link: MemoryLink, items: Sequence[tuple[StoreKey, ReadableBuffer]], deadline: float) -> None:
+    def __init__(self, link: MemoryLink, items: Sequence[tuple[StoreKey, Payload]], deadline: float) -> None:
         """Asks the pool for room."""
         self._link = link
         self._items = items

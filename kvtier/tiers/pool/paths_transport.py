@@ -8,8 +8,9 @@ from typing import TypeVar
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.keys import StoreKey
+from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.tier import PoolTransport
 from kvtier.wire.pins import PinStatus
 
@@ -46,7 +47,7 @@ class PathsTransport:
         return self._first(timeout_s, lambda transport, left_s: transport.lookup(keys, left_s))
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`. A way that fails in the middle is not replaced: the rest are misses."""
 
@@ -61,7 +62,7 @@ class PathsTransport:
         yield from first
         yield from rest
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         return self._first(timeout_s, lambda transport, left_s: transport.write(items, left_s))
 

@@ -10,7 +10,8 @@ from kvtier.codec import HEADER_BYTES, encode_header
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.keys import NamespaceId, StoreKey, TenantId
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.pieces import Payload, Target, land, landing, together
+from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.groups import group, require_count, windows
 from kvtier.wire.address import Address
@@ -90,7 +91,7 @@ class SocketTransport:
             return grouped.in_batch_order(answer.members("statuses", Status))
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """See `PoolTransport.read`. Each piece is checked as soon as it is there."""
         grouped = group(keys, [len(buffer) for buffer in into])
@@ -105,17 +106,20 @@ class SocketTransport:
                 headers = answer.data("headers")
                 require_count(len(headers), len(hits) * HEADER_BYTES)
                 connection.require_payload(sum(len(into[i]) for i in hits))
+                landings = {i: landing(into[i]) for i in hits}
                 arriving = [
-                    ArrivingBlock.asked_for(i, headers[at * HEADER_BYTES :][:HEADER_BYTES], keys[i], into[i])
+                    ArrivingBlock.asked_for(i, headers[at * HEADER_BYTES :][:HEADER_BYTES], keys[i], landings[i])
                     for at, i in enumerate(hits)
                 ]
                 for block in receive_blocks(connection.receive_into, arriving):
                     self._read_bytes.inc(block.nbytes)
+                    if block.fault is None:
+                        land(landings[block.tag], into[block.tag])
                     yield block.tag, block.fault
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. Goes in several requests, one sent ahead of another's answer: the pool receives
         and checks one part while the checksums of the next are made. The last part goes first, so that the batch's
         head is what was used last."""
@@ -124,8 +128,9 @@ class SocketTransport:
 
         def send(connection: PoolConnection) -> None:
             for start, stop in parts:
-                headers = b"".join(encode_header(key, payload) for key, payload in items[start:stop])
-                connection.send(Verb.WRITE, {"headers": headers}, [p for _, p in items[start:stop]], deadline)
+                part = [(key, together(payload)) for key, payload in items[start:stop]]
+                headers = b"".join(encode_header(key, payload) for key, payload in part)
+                connection.send(Verb.WRITE, {"headers": headers}, [payload for _, payload in part], deadline)
 
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:

@@ -9,8 +9,9 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import StoreKey, TenantId, are_of_tenant
 from kvtier.metrics import Metrics
+from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.remote import RemoteCalls
@@ -33,7 +34,7 @@ class PoolTransport(Protocol):
         """A status per key, in order."""
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[memoryview], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Yields (index, None) as soon as `into[index]` holds that block's payload, verified against its key.
 
@@ -41,7 +42,7 @@ class PoolTransport(Protocol):
         What was yielded before an exception counts.
         """
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
@@ -61,7 +62,7 @@ class PoolTransport(Protocol):
 
 
 class PoolTier:
-    """`Tier` over a cache pool, for one tenant.
+    """`Tier` over a cache pool, for one tenant. Blocks may also be in `Pieces`.
 
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
     time is MISS or FAILED. After some failures in a row the pool is left alone: calls are answered MISS and
@@ -128,7 +129,7 @@ class PoolTier:
             self._calls.in_batches("lookup", [0] * len(keys), ask)
         return statuses
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+    def read(self, keys: Sequence[StoreKey], into: Sequence[Target]) -> list[Status]:
         """See `Tier.read`."""
         require_pairs(keys, into)
         self._require_own(keys)
@@ -146,7 +147,7 @@ class PoolTier:
             self._calls.in_batches("read", [len(buffer) for buffer in into], ask)
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[tuple[StoreKey, Payload]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""
         self._require_own([key for key, _ in items])
         statuses = [WriteStatus.FAILED] * len(items)

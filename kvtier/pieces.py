@@ -1,0 +1,75 @@
+"""Blocks whose bytes lie in many pieces of memory, for those who can copy from there and to there at once."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Grid = npt.NDArray[np.uint8]
+"""`[groups, pieces, bytes]`, uint8: equal pieces at two distances, e.g. keys and values of every layer. Each piece is
+contiguous."""
+
+
+class Pieces:
+    """Memory of one block: the pieces of all grids, one after the other, in C order. `len` is bytes.
+
+    One copy moves many pieces. The memory is the caller's, who keeps it as long as this is used; any thread.
+    """
+
+    __slots__ = ("_grids", "_nbytes")
+
+    def __init__(self, grids: Sequence[Grid]) -> None:
+        """:param grids: views of memory, none of them empty; nothing is copied."""
+        self._grids = grids
+        self._nbytes = sum(grid.nbytes for grid in grids)
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def batches(self, most_bytes: int) -> Iterator[Grid]:
+        """All pieces in order, in grids of at most so many bytes, or of one group."""
+        for grid in self._grids:
+            step = max(1, most_bytes // (grid.nbytes // len(grid)))
+            for start in range(0, len(grid), step):
+                yield grid[start : start + step]
+
+    def copied(self) -> memoryview:
+        """The block's bytes together, in fresh memory."""
+        whole = np.empty(self._nbytes, dtype=np.uint8)
+        for place, grid in self._with_places(whole):
+            np.copyto(place, grid)
+        return whole.data
+
+    def fill(self, source: memoryview) -> None:
+        """Copies a whole block to where its pieces belong."""
+        for place, grid in self._with_places(np.frombuffer(source, dtype=np.uint8)):
+            np.copyto(grid, place)
+
+    def _with_places(self, whole: npt.NDArray[np.uint8]) -> Iterator[tuple[Grid, Grid]]:
+        """Each grid, and where its bytes are in the whole."""
+        at = 0
+        for grid in self._grids:
+            yield whole[at : at + grid.nbytes].reshape(grid.shape), grid
+            at += grid.nbytes
+
+
+Payload = bytes | bytearray | memoryview | Pieces
+"""What the cache pool's client writes."""
+Target = memoryview | Pieces
+"""And reads into."""
+
+
+def together(payload: Payload) -> bytes | bytearray | memoryview:
+    """The same bytes in one place: itself, or a copy of pieces."""
+    return payload.copied() if isinstance(payload, Pieces) else payload
+
+
+def landing(target: Target) -> memoryview:
+    """Where bytes that come one after the other may go: the target itself, or memory for `land` to copy from."""
+    return np.empty(len(target), dtype=np.uint8).data if isinstance(target, Pieces) else target
+
+
+def land(landed: memoryview, target: Target) -> None:
+    """What has come is now where it belongs."""
+    if isinstance(target, Pieces):
+        target.fill(landed)
