@@ -1,4 +1,4 @@
-"""`kvtier inspect` and `kvtier fsck`."""
+"""`kvtier inspect` and `kvtier fsck`, and the survey that they print."""
 
 import json
 from collections.abc import Sequence
@@ -8,11 +8,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from disk_rig import damage, flip, segments
+from disk_log_rig import block
+from disk_rig import contents, damage, flip, num_blocks, opened, place_of, segments
 from kvtier.disk_commands import fsck, inspect
 from kvtier.errors import ConfigError
 from kvtier.testing.blocks import make_key, make_payload, read_blocks
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log.format import PAGE, keys_of
+from kvtier.tiers.disk_log.survey import survey
 
 MIB = 1 << 20
 NBYTES = 5_000
@@ -102,3 +105,25 @@ def test_what_is_no_folder_of_a_disk_tier_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is no disk tier folder"):
             run(command, tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_survey_changes_nothing_and_counts_everything(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with opened(folder) as tier:
+        tier.write([block(i) for i in range(4)])
+        tier.discard([make_key(0)])
+        before = {path: path.read_bytes() for path in segments(folder)}
+        (segment,) = survey(folder).segments
+        assert (segment.state, segment.num_live, segment.num_dead, segment.num_tombstones) == ("open", 3, 1, 1)
+        assert segment.live_bytes == 3 * NBYTES
+        assert segment.orphaned_bytes == 2 * PAGE
+        assert {path: path.read_bytes() for path in segments(folder)} == before
+    damaged = place_of(folder, make_key(2))
+    flip(damaged[0], damaged[1])
+    found = survey(folder, verify=True)
+    assert found.corrupt == [make_key(2)]
+    assert not found.is_sound
+    assert survey(folder).is_sound, "nobody looked at payloads"
+    assert num_blocks(folder) == 3
+    assert set(found.live) == {make_key(i) for i in (1, 2, 3)}
+    assert keys_of(contents(segments(folder)[0]).entries).count(make_key(0)) == 2, "record and tombstone"

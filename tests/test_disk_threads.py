@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from disk_forgetting_rig import SMALL, WAIT_S, items
+from disk_rig import opened
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.keys import tenant_id
 from kvtier.metrics import Metrics
@@ -164,3 +166,25 @@ def test_readers_writers_and_discarders_of_several_tenants(open_disk: Open) -> N
     before = tier.lookup(everything)
     tier = open_disk(MIB, segment_bytes=64 * KIB)
     assert tier.lookup(everything) == before
+
+
+def test_reads_do_not_wait_for_a_batch_that_is_being_written(tmp_path: Path) -> None:
+    class Slow(OsFiles):
+        gate = threading.Event()
+
+        def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+            if sum(map(len, buffers)) > 100 * KIB:
+                assert self.gate.wait(WAIT_S)
+            super().write(fd, buffers, offset)
+
+    files = Slow(direct=False)
+    with opened(tmp_path / "disk", 64 * MIB, files=files, num_threads=2) as tier, ThreadPoolExecutor(1) as executor:
+        tier.write(items("a"))
+        writing = executor.submit(tier.write, items(range(20), MIB))
+        try:
+            for _ in range(5):
+                assert read_blocks(tier, [make_key("a")], SMALL) == [make_payload("a", SMALL)]
+            assert not writing.done()
+        finally:
+            files.gate.set()
+        assert set(writing.result(WAIT_S)) == {WriteStatus.STORED}
