@@ -13,7 +13,7 @@ from disk_log_rig import KIB, MIB
 from disk_rig import opened, segments
 from kvtier.testing.blocks import make_key
 from kvtier.tiers.disk_log import forgetting
-from kvtier.tiers.disk_log.index import Rows
+from kvtier.tiers.disk_log.tag_table import Rows
 
 
 class CountingLock:

@@ -11,9 +11,10 @@ from kvtier.errors import InvariantError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk_log.format import Entries, Kind, keys_of
-from kvtier.tiers.disk_log.index import RECORD, RecordIndex, Records, Rows, Tags, tags_of
+from kvtier.tiers.disk_log.index import RECORD, RecordIndex, Records, tags_of
 from kvtier.tiers.disk_log.segment_set import SegmentSet
 from kvtier.tiers.disk_log.segments import NO_EPOCH, Extent, Segment
+from kvtier.tiers.disk_log.tag_table import Rows, Tags
 
 
 class Claim:

@@ -14,9 +14,9 @@ from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.disk_log.appending import SegmentLog
 from kvtier.tiers.disk_log.books import Books, Claim
 from kvtier.tiers.disk_log.format import Kind, purge_key
-from kvtier.tiers.disk_log.index import Tags
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segments import NO_EPOCH
+from kvtier.tiers.disk_log.tag_table import Tags
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.outbox import Outbox
 

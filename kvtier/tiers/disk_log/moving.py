@@ -11,9 +11,9 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.disk_log.books import Books, tagged
 from kvtier.tiers.disk_log.buffers import Buffers
 from kvtier.tiers.disk_log.format import NO_ENTRIES, PAGE, Entries, Kind, header_bytes, keys_of, pages_of
-from kvtier.tiers.disk_log.index import Rows, Tags
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import Extent, Segment
+from kvtier.tiers.disk_log.tag_table import Rows, Tags
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.outbox import Outbox
 
@@ -101,7 +101,7 @@ class Mover:
                     worth: Entries = records[kept]
                     return worth
             # Without a readable footer nobody can say which keys these are.
-            rows = self._books.index.in_segments([segment.number])
+            rows = self._books.index.in_segment(segment.number)
             self._books.take_out(rows)
             self._evicted.inc(len(rows))
             return NO_ENTRIES

@@ -13,10 +13,11 @@ from kvtier.keys import StoreKey, TenantId
 from kvtier.tiers.disk_log.books import Books, records_of, tagged
 from kvtier.tiers.disk_log.folder import DiskFolder
 from kvtier.tiers.disk_log.format import Entries, Kind, NewerFormatError, keys_of
-from kvtier.tiers.disk_log.index import RECORD, Records, Tags
+from kvtier.tiers.disk_log.index import RECORD, Records
 from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import NO_EPOCH, Segment
+from kvtier.tiers.disk_log.tag_table import Tags
 from kvtier.tiers.disk_log.trouble import NOT_ALLOWED_ERRNOS, is_passing
 
 _log = logging.getLogger(__name__)
