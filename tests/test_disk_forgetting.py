@@ -13,6 +13,7 @@ import pytest
 from disk_forgetting_rig import SMALL, WAIT_S, Forget, Held, discard, found, items, purge
 from disk_log_rig import BLUE, KIB, MIB, NBYTES, block, there
 from disk_rig import contents, killed, opened, segments
+from kvtier.keys import TenantId
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
@@ -144,6 +145,38 @@ class TestCopiesThatTheIndexDoesNotHave:
         for folder in (again, copy):
             with opened(folder, 2 * MIB) as tier:
                 assert found(tier, labels) == 0
+
+
+def test_a_tombstone_that_cannot_be_written_costs_other_tenants_nothing(tmp_path: Path) -> None:
+    """One call forgets blocks of two tenants, and the tombstones of one fail."""
+
+    class NoTombstones(OsFiles):
+        tenant = b""
+
+        def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+            head = bytes(buffers[0][:40])
+            if head.startswith(b"KVTEXTNT") and head.endswith(self.tenant) and sum(map(len, buffers)) == PAGE:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().write(fd, buffers, offset)
+
+    files = NoTombstones(direct=False)
+    files.tenant = b"nobody"
+    of_blue = [(make_key(i, tenant=BLUE), make_payload(i, SMALL)) for i in range(4)]
+    with opened(tmp_path / "disk", files=files) as tier:
+        tier.write(items(range(4)))
+        tier.write(of_blue)
+        files.tenant = bytes(TENANT)
+        assert tier.discard([make_key(0), of_blue[0][0]]) == 2
+        assert found(tier, range(4)) == 0
+        assert tier.lookup([key for key, _ in of_blue]) == [Status.MISS] + [Status.HIT] * 3
+
+
+def test_a_purge_of_a_tenant_without_anything_leaves_nothing_behind(tmp_path: Path) -> None:
+    with opened(tmp_path / "disk") as tier:
+        for i in range(3):
+            assert tier.purge(TenantId(bytes([i]) * len(TENANT))) == 0
+        assert not tier._books.purged
+        assert segments(tmp_path / "disk") == []
 
 
 @pytest.mark.parametrize("forget", [discard, purge])

@@ -105,7 +105,7 @@ class Forgetter:
         try:
             for tenant, of_tenant in _by_tenant(gone).items():
                 if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
-                    self._owe(numbers)
+                    self._owe(tenant, numbers)
                 self._room.drop_dead(tenant)
         finally:
             self._forgot(gone)
@@ -117,9 +117,10 @@ class Forgetter:
         """Forgets everything of a tenant; how many records were there."""
         books = self._books
         with books.lock:
-            epoch = books.purged[tenant] = books.next_epoch()
+            epoch = books.next_epoch()
             if tenant not in books.segments and not books.has_writes(tenant):
                 return 0
+            books.purged[tenant] = epoch
             books.purging[tenant] += 1
             before, num_rows = books.segments.end_of(tenant), books.index.num_rows
         pages: dict[int, list[npt.NDArray[np.uint32]]] = {}
@@ -192,15 +193,14 @@ class Forgetter:
         with self._books.lock:
             self._books.forgetting -= Counter(keys)
 
-    def _owe(self, numbers: Iterable[int]) -> None:
+    def _owe(self, tenant: TenantId, numbers: Iterable[int]) -> None:
         with self._books.lock:
-            for number in numbers:
-                segment = self._books.segments.find(number)
-                if segment is not None:
+            for segment in map(self._books.segments.find, numbers):
+                if segment is not None and segment.id.tenant == tenant:
                     self._books.segments.owe(segment)
 
     def _evict(self, tenant: TenantId, numbers: Iterable[int]) -> None:
-        """Removes these segments and those that may have more of the tenant, and with them what must not come back."""
+        """Removes those of these segments that are the tenant's, and those that may have more of what it forgets."""
         segments = self._books.segments
         with self._books.lock:
             going = sorted({*numbers, *segments.unsure_of(tenant)})
@@ -208,7 +208,7 @@ class Forgetter:
         for number in going:
             with self._books.lock:
                 segment = segments.find(number)
-                if segment is None:
+                if segment is None or segment.id.tenant != tenant:
                     continue
                 if segment.in_flight or segment.evicting:
                     busy.append((number, segments.doom(segment)))
