@@ -46,6 +46,26 @@ class TestFailingWrites:
         assert tier.usage().used_bytes == used_bytes(tmp_path / "disk") > 0
         assert tier.write([block("a")]) == [WriteStatus.STORED]
 
+    def test_count_the_space_of_a_file_that_could_be_neither_filled_nor_removed(
+        self, tmp_path: Path, open_disk: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(fd: int, offset: int, nbytes: int) -> None:
+            os.ftruncate(fd, nbytes)  # some of it was had
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def stays(path: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        files = FaultyFiles(OsFiles(direct=False))
+        tier = open_disk(files=files)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            patched.setattr(os, "unlink", stays)
+            files.fail_next("truncate", errno.EIO)
+            assert tier.write([block("a")]) == [WriteStatus.FULL], "what fallocate said, not what came of it"
+        assert tier.usage().used_bytes == used_bytes(tmp_path / "disk") > 0
+        assert tier.write([block("a")]) == [WriteStatus.STORED]
+
     @pytest.mark.parametrize(
         ("op", "code", "status"),
         [

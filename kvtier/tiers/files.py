@@ -28,7 +28,10 @@ class FileLayer(Protocol):
         """Whether buffers must be page-aligned."""
 
     def create(self, path: str, nbytes: int) -> int:
-        """A descriptor of a new file with disk space for `nbytes`; after an error there is no such file."""
+        """A descriptor of a new file with disk space for `nbytes`.
+
+        After an error there is no such file, unless it is somebody else's (`FileExistsError`) or could not be removed.
+        """
 
     def open(self, path: str, *, writable: bool = True) -> int:
         """A descriptor of a file that is there."""
@@ -75,7 +78,8 @@ class OsFiles:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError:
             os.close(fd)
-            os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
             raise
         return fd
 

@@ -75,7 +75,14 @@ class SegmentFiles:
     def make(self, segment: Segment, epoch: int) -> None:
         """A file with its header. After an error there is none, or its space is counted."""
         path = self.path(segment)
-        fd = self._files.create(path, segment.num_pages * PAGE)
+        try:
+            fd = self._files.create(path, segment.num_pages * PAGE)
+        except FileExistsError:  # somebody else's
+            raise
+        except OSError:
+            if os.path.lexists(path):
+                self.drop(segment.number)
+            raise
         try:
             with self._buffers.lend(PAGE) as page:
                 copy_bytes(page, pack_header(segment.id, epoch))
@@ -197,7 +204,11 @@ class SegmentFiles:
         try:
             self._take_away(number)
         except OSError:  # counted and logged
-            nbytes = os.stat(self._folder.segment_path(number), follow_symlinks=False).st_size
+            try:
+                nbytes = os.stat(self._folder.segment_path(number), follow_symlinks=False).st_size
+            except OSError as error:  # a broken inode: nobody can say
+                self._trouble.note("remove", error)
+                return
             with self._books.lock:
                 self._books.segments.set_aside(pages_of(nbytes) * PAGE)
 
