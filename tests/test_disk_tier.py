@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,17 @@ def test_a_payload_that_cannot_be_copied_gives_its_claim_back(open_disk: Open) -
         tier.write([block("a"), (make_key("b"), strided)])
     assert tier.lookup([make_key("a"), make_key("b")]) == [Status.HIT, Status.MISS]
     tier.check()
+
+
+@pytest.mark.parametrize("payload", [None, memoryview(bytes(NBYTES)).cast("f"), memoryview(bytes(4)).cast("i", [])])
+def test_a_payload_that_is_no_bytes_costs_nothing_else(open_disk: Open, payload: Any) -> None:
+    """Not the blocks beside it, nor room that is another's, nor its key, which can be written after."""
+    tier = open_disk(files=OsFiles(direct=False))
+    with pytest.raises((BufferError, TypeError)):
+        tier.write([block("a"), (make_key("b"), payload), block("c")])
+    assert tier.lookup([make_key(label) for label in "abc"]) == [Status.HIT, Status.MISS, Status.HIT]
+    assert tier.write([block(label) for label in "abc"]) == [WriteStatus.EXISTS, WriteStatus.STORED, WriteStatus.EXISTS]
+    assert loaded(tier, "abc") == [True] * 3
 
 
 def test_nothing_is_left_open_after_close(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from kvtier.tiers.disk_log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk_log.recovery import recover
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles, SyncPolicy
+from kvtier.tiers.disk_log.tag_table import Tags
 from kvtier.tiers.disk_log.trouble import Trouble, is_passing
-from kvtier.tiers.disk_log.writing import BlockWriter, parts_of
+from kvtier.tiers.disk_log.writing import BlockWriter, parts_of, sort_out
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.outbox import Outbox
@@ -236,22 +237,9 @@ class DiskTier:
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. Raises what a payload raises that is not contiguous bytes; the others are stored."""
-        keys = [key for key, _ in items]
-        tags = self._books.tags(keys)
+        sound, errors = sort_out(items)
         with self._gate:
-            if self._books.off or not self._trouble.may_write():  # a stale look costs a failed write
-                return self._refused(keys)
-            with self._books.lock:
-                claims = self._books.claim(keys, tags)
-            statuses = [WriteStatus.EXISTS] * len(items)
-            work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
-            errors: list[BaseException] = []
-            for part in _run(self._write_executor, self._writer.store, parts_of(work, self._part_bytes)):
-                for index, status in part:
-                    if isinstance(status, WriteStatus):
-                        statuses[index] = status
-                    else:
-                        errors.append(status)
+            statuses = self._store(sound, errors)
             self._outbox.flush()
         if errors:
             raise errors[0]
@@ -333,6 +321,8 @@ class DiskTier:
         tags = self._books.tags([keys[i] for i in left])
         with self._books.lock:
             rows, records = self._books.use(tags)
+            if self._books.untold:
+                self._outbox.post(EventKind.REMOVED, [keys[left[at]] for at in np.flatnonzero(rows < 0)])
         there = np.flatnonzero(rows >= 0).tolist()
         fields = zip(
             *(records[f].tolist() for f in ("segment", "page", "codec", "raw_length", "stored_length", "checksum")),
@@ -373,9 +363,28 @@ class DiskTier:
             self._books.off = True
             self._outbox.post(EventKind.CLEARED)
 
-    def _refused(self, keys: Sequence[StoreKey]) -> list[WriteStatus]:
-        """Answers while nothing is written."""
+    def _store(
+        self, items: Sequence[tuple[StoreKey, ReadableBuffer]], errors: list[BaseException]
+    ) -> list[WriteStatus]:
+        """An answer per item; `errors` gets what was raised for some, whose answers say nothing."""
+        keys = [key for key, _ in items]
         tags = self._books.tags(keys)
+        if self._books.off or not self._trouble.may_write():  # a stale look costs a failed write
+            return self._refused(keys, tags)
+        with self._books.lock:
+            claims = self._books.claim(keys, tags)
+        statuses = [WriteStatus.EXISTS] * len(items)
+        work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
+        for part in _run(self._write_executor, self._writer.store, parts_of(work, self._part_bytes)):
+            for index, status in part:
+                if isinstance(status, WriteStatus):
+                    statuses[index] = status
+                else:
+                    errors.append(status)
+        return statuses
+
+    def _refused(self, keys: Sequence[StoreKey], tags: Tags) -> list[WriteStatus]:
+        """Answers while nothing is written."""
         with self._books.lock:
             statuses = self._books.statuses(keys, tags)
         return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]

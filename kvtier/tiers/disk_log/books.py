@@ -65,6 +65,8 @@ class Books:
         """Of records that were written again, to be kept."""
         self.off = False
         """Nothing is found any more."""
+        self.untold = False
+        """Records have gone whose keys nobody could read: who reads one of those hears then that it is not there."""
 
     def tags(self, keys: Sequence[StoreKey]) -> Tags:
         """Digests of keys. No lock needed."""

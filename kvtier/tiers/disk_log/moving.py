@@ -103,6 +103,7 @@ class Mover:
             # Without a readable footer nobody can say which keys these are.
             rows = self._books.index.in_segment(segment.number)
             self._books.take_out(rows)
+            self._books.untold |= len(rows) > 0
             self._evicted.inc(len(rows))
             return NO_ENTRIES
 

@@ -65,7 +65,7 @@ def recover(folder: DiskFolder, files: SegmentFiles, books: Books, executor: Exe
             found.num_damaged += not content.empty
             _log.log(
                 logging.INFO if content.empty else logging.WARNING,
-                "disk tier folder %s: segment %08x is dropped: %s", folder.path, number, content.reason,
+                "disk tier segment %s is dropped: %s", folder.segment_path(number), content.reason,
             )  # fmt: skip
             files.drop(number)
         elif not len(content.entries):

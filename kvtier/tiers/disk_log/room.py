@@ -163,9 +163,11 @@ class Room:
             self.drop_dead(segment.id.tenant)
 
     def tell_of(self, segment: Segment, pages: npt.NDArray[np.uint32]) -> None:
-        """Events for records at these pages, which were taken out. None where the footer cannot be read."""
+        """Events for records at these pages, which were taken out; where the footer cannot be read, see `untold`."""
         entries = self._entries(segment)
         if entries is None:
+            with self._books.lock:
+                self._books.untold = True
             return
         records = entries[(entries["kind"] == Kind.RECORD) & np.isin(entries["page"], pages)]
         keys, tags = tagged(self._books, records)

@@ -7,7 +7,7 @@ from prometheus_client import Counter
 
 from kvtier.codec import Codec, encode
 from kvtier.events import EventKind
-from kvtier.keys import TENANT_ID_BYTES, TenantId
+from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import ReadableBuffer, WriteStatus
 from kvtier.tiers.disk_log.appending import SegmentLog
 from kvtier.tiers.disk_log.books import Books, Claim
@@ -24,6 +24,23 @@ Work = tuple[int, Claim, ReadableBuffer]
 """Place in the caller's batch, claim, payload."""
 Outcome = tuple[int, "WriteStatus | BaseException"]
 """Place in the caller's batch; an exception is the caller's fault."""
+
+
+def sort_out(
+    items: Sequence[tuple[StoreKey, ReadableBuffer]],
+) -> tuple[Sequence[tuple[StoreKey, ReadableBuffer]], list[BaseException]]:
+    """Items whose payloads are contiguous bytes, whose length is what they take; and what the others raise."""
+    errors: list[BaseException] = []
+    sound = []
+    for item in items:
+        try:
+            view = memoryview(item[1])
+            if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+                raise BufferError(f"payload of shape {view.shape}, format {view.format!r}: needs contiguous bytes")
+            sound.append(item)
+        except (BufferError, TypeError, ValueError) as error:
+            errors.append(error)
+    return sound, errors
 
 
 def parts_of(work: Iterable[Work], most_bytes: int) -> Iterator[list[Work]]:
