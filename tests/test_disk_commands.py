@@ -1,8 +1,11 @@
 """`kvtier inspect` and `kvtier fsck`, and the survey that they print."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -127,3 +130,24 @@ def test_a_survey_changes_nothing_and_counts_everything(tmp_path: Path) -> None:
     assert num_blocks(folder) == 3
     assert set(found.live) == {make_key(i) for i in (1, 2, 3)}
     assert keys_of(contents(segments(folder)[0]).entries).count(make_key(0)) == 2, "record and tombstone"
+
+
+def test_a_file_of_which_nothing_can_be_said_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inode that the file system finds broken."""
+    folder = tmp_path / "disk"
+    for i in range(2):
+        with opened(folder) as tier:
+            tier.write([block(i)])
+    bad, stat = segments(folder)[0], os.stat
+
+    def failing(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(bad):
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN), str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    found = survey(folder)
+    assert [segment.state for segment in found.segments] == ["damaged", "sealed"]
+    assert "cleaning" in found.segments[0].problem
+    assert not found.is_sound
+    assert found.live == [make_key(1)]

@@ -12,7 +12,7 @@ import pytest
 
 from disk_forgetting_rig import SMALL, WAIT_S, Forget, Held, discard, found, items, purge
 from disk_log_rig import BLUE, KIB, MIB, NBYTES, block, there
-from disk_rig import contents, killed, opened, segments
+from disk_rig import contents, flip, killed, opened, segments
 from kvtier.keys import TenantId
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
 from kvtier.testing.faults import FaultyFiles
@@ -145,6 +145,32 @@ class TestCopiesThatTheIndexDoesNotHave:
         for folder in (again, copy):
             with opened(folder, 2 * MIB) as tier:
                 assert found(tier, labels) == 0
+
+
+def test_a_block_whose_write_failed_and_had_landed_is_forgotten_although_its_footer_is_lost(tmp_path: Path) -> None:
+    """The footer does not list it. Without the footer, the scan finds it."""
+
+    class LandsAndFails(OsFiles):
+        armed = False
+
+        def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+            super().write(fd, buffers, offset)
+            if self.armed:
+                self.armed = False
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    folder, files = tmp_path / "disk", LandsAndFails(direct=False)
+    with opened(folder, files=files) as tier:
+        tier.write(items(["sound"]))
+        files.armed = True
+        assert tier.write(items(["failed"])) == [WriteStatus.FAILED]
+        tier.check()  # it is sealed then
+        assert tier.discard([make_key("failed")]) == 0
+    (path, *_) = segments(folder)
+    flip(path, path.stat().st_size - PAGE + 100)
+    with opened(folder) as tier:
+        assert found(tier, ["sound", "failed"]) == 1
+        assert found(tier, ["sound"]) == 1
 
 
 def test_a_tombstone_that_cannot_be_written_costs_other_tenants_nothing(tmp_path: Path) -> None:

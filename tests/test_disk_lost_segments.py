@@ -75,6 +75,26 @@ class TestLostSegments:
             assert not known & lost
             assert found(tier, [("fill", i) for i in range(100)]) == len(known)
 
+    def test_that_goes_while_a_purge_is_about_to_tell_of_it(self, tmp_path: Path) -> None:
+        known: set[StoreKey] = set()
+
+        def note(event: Event) -> None:
+            known.update(event.keys) if event.kind is EventKind.STORED else known.difference_update(event.keys)
+
+        with opened(tmp_path / "disk", on_event=note) as tier:
+            tier.write(items(range(8)))
+            tier._log.retire_all()
+            tell_of = tier._room.tell_of
+
+            def late(*arguments: Any) -> None:
+                tier._room.drop_dead(TENANT)  # as somebody else might who makes room
+                tell_of(*arguments)
+
+            tier._room.tell_of = late  # type: ignore[method-assign]
+            assert tier.purge(TENANT) == 8
+            assert read_blocks(tier, [make_key(i) for i in range(8)], SMALL) == [None] * 8
+            assert not known
+
     def test_one_that_cannot_be_read_is_named_and_counted_at_start(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -322,7 +322,7 @@ class DiskTier:
         with self._books.lock:
             rows, records = self._books.use(tags)
             if self._books.untold:
-                self._outbox.post(EventKind.REMOVED, [keys[left[at]] for at in np.flatnonzero(rows < 0)])
+                self._outbox.post(EventKind.REMOVED, [keys[left[at]] for at in np.flatnonzero(rows < 0).tolist()])
         there = np.flatnonzero(rows >= 0).tolist()
         fields = zip(
             *(records[f].tolist() for f in ("segment", "page", "codec", "raw_length", "stored_length", "checksum")),

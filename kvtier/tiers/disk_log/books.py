@@ -134,7 +134,7 @@ class Books:
         segment = extent.segment
         segment.in_flight -= 1
         if landed is None:
-            self.segments.set_unlisted(segment, unlisted=True)
+            self.segments.owe(segment)  # some of it may be on disk, where a scan would find it
         else:
             segment.landed.append(landed)
             forgets = landed["epoch"][landed["kind"] != Kind.RECORD]

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +132,8 @@ class Forgetter:
                     books.take_out(rows)
                 for number in np.unique(records["segment"]).tolist():
                     pages.setdefault(number, []).append(records["page"][records["segment"] == number])
-            self._tell_of(pages)
+            for number, parts in pages.items():
+                self._room.tell_of(number, np.concatenate(parts))
             if self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
                 with books.lock:
                     books.purges_written[tenant] = max(epoch, books.purges_written.get(tenant, 0))
@@ -150,14 +151,6 @@ class Forgetter:
         if nothing_left:
             self._log.wait()  # what is being sealed can be removed then
         self._room.drop_dead(tenant)
-
-    def _tell_of(self, pages: Mapping[int, Sequence[npt.NDArray[np.uint32]]]) -> None:
-        """Events for records that were taken out, by segment."""
-        for number, parts in pages.items():
-            with self._books.lock:
-                segment = self._books.segments.find(number)
-            if segment is not None:
-                self._room.tell_of(segment, np.concatenate(parts))
 
     def _write(
         self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int], *, sync: bool = True

@@ -162,16 +162,20 @@ class Room:
         elif empty:
             self.drop_dead(segment.id.tenant)
 
-    def tell_of(self, segment: Segment, pages: npt.NDArray[np.uint32]) -> None:
-        """Events for records at these pages, which were taken out; where the footer cannot be read, see `untold`."""
-        entries = self._entries(segment)
+    def tell_of(self, number: int, pages: npt.NDArray[np.uint32]) -> None:
+        """Events for records of a segment at these pages, which were taken out, as far as its file can still be read.
+
+        For the others, see `Books.untold`.
+        """
+        with self._books.lock:
+            segment = self._books.segments.find(number)
+        entries = self._entries(segment) if segment is not None else None
         if entries is None:
-            with self._books.lock:
-                self._books.untold = True
-            return
+            entries = NO_ENTRIES
         records = entries[(entries["kind"] == Kind.RECORD) & np.isin(entries["page"], pages)]
         keys, tags = tagged(self._books, records)
         with self._books.lock:
+            self._books.untold |= len(records) < len(pages)
             gone = self._books.index.find(tags) < 0  # not written again meanwhile
             self._outbox.post(EventKind.REMOVED, [keys[index] for index in np.flatnonzero(gone)])
 

@@ -79,9 +79,9 @@ class Segment:
         self.removed: threading.Event | None = None
         """Of a doomed one: set when it was removed, or could not be."""
         self.owing = False
-        """Records in it are not in the index, and no tombstone says so."""
+        """Records in it are not in the index, and no tombstone says so: of a write that failed, of a drop."""
         self.unlisted = False
-        """Its file may have records that the index does not: it is owing or being removed, or a write to it failed."""
+        """Its file may have records that the index does not: it is owing, or being removed."""
         self.stuck_until_s = -math.inf
         """It could not be removed a moment ago; until then, others are tried first."""
 

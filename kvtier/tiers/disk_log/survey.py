@@ -107,8 +107,9 @@ def survey(
 
 def _look(reader: SegmentReader, folder: Path, number: int) -> tuple[SegmentReport, Found | None]:
     path = folder / f"{number:08x}.segment"
+    report = SegmentReport(number, path, "damaged", 0)
     try:
-        report = SegmentReport(number, path, "damaged", path.stat().st_size)
+        report.file_bytes = path.stat().st_size
         content = reader.inspect(str(path), number, writable=False)
     except FileNotFoundError:
         return SegmentReport(number, path, "gone", 0), None
