@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtier.errors import InvalidInputError
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
@@ -15,7 +14,7 @@ from kvtier.tiers.pool import grpc_transport
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTier
 from pool_grpc_rig import PAYLOADS, connect, items, running, sample
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS
+from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS
 
 
 class TestPoolTier(TierContract):
@@ -49,36 +48,6 @@ def address() -> Iterator[str]:
     """A service for tests that leave it as it is; each uses labels of its own."""
     with running() as address:
         yield address
-
-
-def test_tenants_never_meet(address: str) -> None:
-    red, blue = connect(address), connect(address, "blue")
-    key_of_blue = make_key("meet", tenant=BLUE)
-    assert red.write([(make_key("meet"), PAYLOADS[0])]) == [WriteStatus.STORED]
-    assert blue.lookup([key_of_blue]) == [Status.MISS]
-    assert read_blocks(blue, [key_of_blue], BLOCK_BYTES) == [None]
-    assert blue.discard([key_of_blue]) == 0
-    assert blue.usage().num_blocks == 0
-    assert blue.write([(key_of_blue, PAYLOADS[1])]) == [WriteStatus.STORED]
-    assert read_blocks(red, [make_key("meet")], BLOCK_BYTES) == [PAYLOADS[0]]
-    with pytest.raises(InvalidInputError, match="another tenant"):
-        red.lookup([key_of_blue])
-    red.close()
-    blue.close()
-
-
-def test_red_credentials_do_not_reach_blue_whatever_the_keys_say(address: str) -> None:
-    """A client that lies about its tenant: reads miss, and a header in blue's name is refused."""
-    key = make_key("lie", tenant=BLUE)
-    liar = PoolTier(GrpcTransport(address, TOKENS["red"]), BLUE, metrics=Metrics(), breaker=CircuitBreaker(100, 1.0))
-    honest = connect(address, "blue")
-    assert liar.write([(key, PAYLOADS[0])]) == [WriteStatus.FAILED]
-    assert honest.lookup([key]) == [Status.MISS]
-    honest.write([(key, PAYLOADS[1])])
-    assert liar.lookup([key]) == [Status.MISS]
-    assert read_blocks(liar, [key], BLOCK_BYTES) == [None]
-    liar.close()
-    honest.close()
 
 
 def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier.tiers.pool.tier import PoolTier, PoolTransport
+from kvtier.tiers.pool.tier import PoolTransport
 from kvtier.wire.address import Address
 from kvtier.wire.block import Verb, encode_head
 from kvtier_pool.service import PoolService
@@ -106,27 +106,6 @@ def address() -> Iterator[str]:
     limits = PoolLimits(max_batch_blocks=4096, max_batch_bytes=64 * MIB, max_block_bytes=12 * MIB)
     with running_pool(128 * MIB, limits=limits) as pool:
         yield pool.block[0]
-
-
-def test_tenants_never_meet(address: str) -> None:
-    red, blue = connect(address), connect(address, "blue")
-    key_of_blue = make_key("meet", tenant=BLUE)
-    assert red.write([(make_key("meet"), PAYLOADS[0])]) == [WriteStatus.STORED]
-    assert blue.lookup([key_of_blue]) == [Status.MISS]
-    assert read_blocks(blue, [key_of_blue], BLOCK_BYTES) == [None]
-    assert blue.discard([key_of_blue]) == 0
-    assert blue.usage().num_blocks == 0
-    assert blue.write([(key_of_blue, PAYLOADS[1])]) == [WriteStatus.STORED]
-    assert read_blocks(red, [make_key("meet")], BLOCK_BYTES) == [PAYLOADS[0]]
-    liar = PoolTier(
-        SocketTransport(address, TOKENS["red"], RED), BLUE, metrics=Metrics(), breaker=CircuitBreaker(9, 1.0)
-    )
-    key = make_key("lie", tenant=BLUE)
-    assert liar.write([(key, PAYLOADS[0])]) == [WriteStatus.FAILED]
-    assert read_blocks(liar, [key_of_blue], BLOCK_BYTES) == [None]
-    assert blue.lookup([key]) == [Status.MISS]
-    for tier in (red, blue, liar):
-        tier.close()
 
 
 def test_the_token_of_another_tenant_is_refused_by_the_engine(address: str) -> None:
