@@ -3,15 +3,13 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kvtier.codec import Codec, Header
+from kvtier.codec import Codec
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.keys import StoreKey, TenantId
@@ -21,6 +19,7 @@ from kvtier.tiers.disk_log.appending import SMALLEST_SEGMENT_BYTES, SegmentLog
 from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.buffers import Buffers
 from kvtier.tiers.disk_log.direct_io import DirectIo, goes_direct
+from kvtier.tiers.disk_log.finding import Finder
 from kvtier.tiers.disk_log.folder import DiskFolder
 from kvtier.tiers.disk_log.forgetting import Forgetter
 from kvtier.tiers.disk_log.moving import Mover
@@ -29,15 +28,13 @@ from kvtier.tiers.disk_log.recovery import recover
 from kvtier.tiers.disk_log.room import Room
 from kvtier.tiers.disk_log.segment_files import SegmentFiles, SyncPolicy
 from kvtier.tiers.disk_log.tag_table import Tags
-from kvtier.tiers.disk_log.trouble import Trouble, is_passing
+from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.disk_log.writing import BlockWriter, parts_of, sort_out
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.outbox import Outbox
 
 _Answer = TypeVar("_Answer")
-_READ_ROUNDS = 3
-"""A block that is moved while it is read is read again where it is then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +125,7 @@ class DiskTier:
         )
         self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
         self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
+        self._finder = Finder(self._books, self._forgetter, self._outbox, self._trouble)
         new_bytes = metrics.disk_bytes.labels(name, "new")
         self._writer = BlockWriter(
             self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, options.codec
@@ -220,18 +218,8 @@ class DiskTier:
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         """See `Tier.read`."""
         require_pairs(keys, into)
-        statuses = [Status.MISS] * len(keys)
         with self._gate:
-            left: Sequence[int] = range(len(keys))
-            for _ in range(_READ_ROUNDS):
-                wanted = self._find(keys, into, left)
-                answers = [a for part in _run(self._executor, self._reader.read, runs_of(wanted)) for a in part]
-                for answer in answers:
-                    if answer.problem is None:
-                        statuses[answer.wanted.index] = Status.HIT
-                left = self._note(answers)
-                if not left:
-                    break
+            statuses = self._finder.read(keys, into, self._read_blocks)
             self._outbox.flush()
         return statuses
 
@@ -316,52 +304,10 @@ class DiskTier:
         self._files.close()
         self._folder.close()
 
-    def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
-        """Where the blocks are that are there and as long as what they are to fill."""
-        tags = self._books.tags([keys[i] for i in left])
-        with self._books.lock:
-            rows, records = self._books.use(tags)
-            if self._books.untold:
-                self._outbox.post(EventKind.REMOVED, [keys[left[at]] for at in np.flatnonzero(rows < 0).tolist()])
-        there = np.flatnonzero(rows >= 0).tolist()
-        fields = zip(
-            *(records[f].tolist() for f in ("segment", "page", "codec", "raw_length", "stored_length", "checksum")),
-            strict=True,
-        )
-        wanted = []
-        for at, (segment, page, codec, raw, stored, checksum) in zip(there, fields, strict=True):
-            index = left[at]
-            if raw == len(into[index]):
-                header = Header(keys[index], Codec(codec), raw, stored, checksum)
-                wanted.append(Wanted(index, segment, page, header, into[index]))
-        return wanted
-
-    def _note(self, answers: Iterable[Answer]) -> list[int]:
-        """Drops what turned out bad; what was moved or evicted meanwhile is to be looked for again."""
-        again: list[int] = []
-        bad: list[Answer] = []
-        for answer in answers:
-            if answer.problem is None:
-                self._trouble.read()
-            elif isinstance(answer.problem, OSError) and is_passing(answer.problem):
-                self._trouble.note("read", answer.problem)
-            else:
-                bad.append(answer)
-        places = [(a.wanted.header.key, a.wanted.segment, a.wanted.page) for a in bad]
-        dropped = self._forgetter.drop(places) if places else []
-        for answer, is_dropped in zip(bad, dropped, strict=True):
-            if not is_dropped:
-                again.append(answer.wanted.index)
-            elif not isinstance(answer.problem, OSError):
-                self._trouble.corrupt(answer.problem)
-            elif self._trouble.read_failed(answer.problem, answer.wanted.segment):
-                self._switch_off()
-        return again
-
-    def _switch_off(self) -> None:
-        with self._books.lock:
-            self._books.off = True
-            self._outbox.post(EventKind.CLEARED)
+    def _read_blocks(self, wanted: Sequence[Wanted]) -> Iterator[Answer]:
+        """Runs of neighbours in parallel."""
+        for part in _run(self._executor, self._reader.read, runs_of(wanted)):
+            yield from part
 
     def _store(
         self, items: Sequence[tuple[StoreKey, ReadableBuffer]], errors: list[BaseException]

@@ -151,7 +151,7 @@ class Books:
     def may_be_on_disk(self, key: StoreKey) -> bool:
         """Whether a record may be there that the index does not have: evicted, or about to be forgotten by others."""
         tenant = TenantId(key[:TENANT_ID_BYTES])
-        return key in self.forgetting or tenant in self.purging or self.segments.has_unlisted(tenant)
+        return key in self.forgetting or tenant in self.purging or self.segments.owes(tenant)
 
     def take_out(self, rows: Rows) -> None:
         """Forgets records, each row once."""

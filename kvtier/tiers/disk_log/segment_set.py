@@ -3,7 +3,6 @@
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
@@ -11,29 +10,10 @@ from kvtier.keys import TenantId
 from kvtier.tiers.disk_log.format import MAX_NUMBER, PAGE, head_pages
 from kvtier.tiers.disk_log.lowest import Lowest
 from kvtier.tiers.disk_log.segments import NO_EPOCH, SEGMENTS_AT_LEAST, Extent, Segment, share_bytes
+from kvtier.tiers.disk_log.tenant_segments import TenantSegments
 
 _STUCK_S = 30.0
 """A segment that could not be removed is left alone for so long."""
-
-
-@dataclass(slots=True)
-class _OfTenant:
-    """Segments of one tenant. At least one."""
-
-    segments: dict[int, Segment] = field(default_factory=dict)
-    """By number, oldest first."""
-    open: Segment | None = None
-    """The one that takes extents."""
-    nbytes: int = 0
-    """Disk space of the files."""
-    num_pages: int = 0
-    """That were taken: what is preallocated and not yet used is not the tenant's share."""
-    num_live: int = 0
-    epochs: Lowest[int] = field(default_factory=Lowest)
-    """`min_epoch` of those that have records."""
-    empty: Lowest[int] = field(default_factory=Lowest)
-    """`last_forget` of those that have no live record."""
-    num_unlisted: int = 0
 
 
 class SegmentSet:
@@ -46,7 +26,7 @@ class SegmentSet:
     def __init__(self, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
         self._segments: dict[int, Segment] = {}
-        self._of: dict[TenantId, _OfTenant] = {}
+        self._of: dict[TenantId, TenantSegments] = {}
         self._fullest: Lowest[TenantId] = Lowest()
         """Pages taken, negative."""
         self._roomiest: Lowest[int] = Lowest()
@@ -105,13 +85,13 @@ class SegmentSet:
     def add(self, segment: Segment, *, from_aside: bool) -> None:
         """A file that is there. A new one, whose space was set aside, takes extents from now on, unless retired."""
         nbytes = segment.num_pages * PAGE
-        of = self._of.setdefault(segment.id.tenant, _OfTenant())
+        of = self._of.setdefault(segment.id.tenant, TenantSegments())
         self._segments[segment.number] = of.segments[segment.number] = segment
         of.nbytes += nbytes
         of.num_live += segment.num_live
         self._file_bytes += nbytes
         self._took(segment, segment.next_page)
-        self._note(of, segment)
+        of.note(segment)
         if from_aside:
             self._set_aside_bytes -= nbytes
             if not segment.retired:
@@ -138,7 +118,7 @@ class SegmentSet:
         segment.in_flight += 1
         segment.min_epoch = min(segment.min_epoch, epoch)
         self._took(segment, extent.num_pages)
-        self._note(self._of[segment.id.tenant], segment)
+        self._of[segment.id.tenant].note(segment)
         if self.is_open(segment):
             self._roomiest.put(segment.number, -segment.spare_pages)
         return extent
@@ -148,17 +128,17 @@ class SegmentSet:
         of = self._of[segment.id.tenant]
         segment.num_live += change
         of.num_live += change
-        self._note(of, segment)
+        of.note(segment)
 
     def note_forget(self, segment: Segment, epoch: int) -> None:
         """A tombstone of this epoch is in it."""
         segment.last_forget = max(segment.last_forget, epoch)
-        self._note(self._of[segment.id.tenant], segment)
+        self._of[segment.id.tenant].note(segment)
 
     def first_epoch(self, tenant: TenantId, but: Segment | None = None) -> tuple[int, int]:
         """The smallest of any record of the tenant, dead ones included, and the segment's number; not in `but`."""
         of = self._of.get(tenant)
-        found = of.epochs.first(lambda number: but is not None and number == but.number) if of is not None else None
+        found = of.first_epoch(but) if of is not None else None
         return found if found is not None else (NO_EPOCH, 0)
 
     def first_empty(self, tenant: TenantId, *, open_too: bool) -> Segment | None:
@@ -167,14 +147,11 @@ class SegmentSet:
         :param open_too: the one that takes extents counts.
         """
         of = self._of.get(tenant)
-        found = (
-            of.empty.first(lambda number: not self.is_unused(of.segments[number], open_too=open_too)) if of else None
-        )
-        return self._segments[found[1]] if found is not None else None
+        return of.first_empty(self._clock(), open_too=open_too) if of is not None else None
 
     def is_unused(self, segment: Segment, *, open_too: bool) -> bool:
         """Whether it has no live record, and nobody writes to it, or removes it, or tried to a moment ago."""
-        return not segment.num_live and self._may_go(segment) and (segment.retired or open_too)
+        return segment.is_unused(self._clock(), open_too=open_too)
 
     def retire(self, tenant: TenantId) -> Segment | None:
         """The tenant's open segment takes no more; None when there was none."""
@@ -214,33 +191,27 @@ class SegmentSet:
 
     def victim(self) -> Segment | None:
         """The oldest segment that may go and has more than tombstones, of the tenant that has taken most pages."""
-        found = self._fullest.first(lambda tenant: self._oldest(tenant) is None)
-        return self._oldest(found[1]) if found is not None else None
+        now_s = self._clock()
+        found = self._fullest.first(lambda tenant: self._of[tenant].oldest(now_s) is None)
+        return self._of[found[1]].oldest(now_s) if found is not None else None
 
-    def has_unlisted(self, tenant: TenantId) -> bool:
+    def owes(self, tenant: TenantId) -> bool:
         """Whether there may be records of the tenant on disk that the index does not have."""
-        return tenant in self._of and self._of[tenant].num_unlisted > 0
+        return tenant in self._of and self._of[tenant].num_owing > 0
 
-    def set_unlisted(self, segment: Segment, unlisted: bool) -> None:
-        """Whether its file may have records that the index does not."""
-        self._of[segment.id.tenant].num_unlisted += unlisted - segment.unlisted
-        segment.unlisted = unlisted
+    def owe(self, segment: Segment) -> None:
+        """Its file may have records that the index does not: who discards them later is to write a tombstone."""
+        self._set_owing(segment, owing=True)
 
     def sealed(self, segment: Segment, num_pages: int) -> None:
         """Its footer says what it has, and its file is cut behind that."""
         self.shrink(segment, num_pages)
         segment.sealed, segment.landed = True, []
-        self.set_unlisted(segment, unlisted=segment.owing)
-
-    def owe(self, segment: Segment) -> None:
-        """Records in it were forgotten without a tombstone: who discards them later is to write one."""
-        segment.owing = True
-        self.set_unlisted(segment, unlisted=True)
 
     def unsure_of(self, tenant: TenantId) -> list[int]:
         """Numbers of the tenant's segments that may have records that the index does not: some are being written."""
         of = self._of.get(tenant)
-        return [s.number for s in of.segments.values() if s.unlisted or s.in_flight] if of is not None else []
+        return [s.number for s in of.segments.values() if s.owing or s.in_flight] if of is not None else []
 
     def doom(self, segment: Segment) -> threading.Event:
         """It is to be removed by those who write to it or evict it; set when that was tried."""
@@ -254,7 +225,7 @@ class SegmentSet:
     def mark(self, segment: Segment) -> Segment:
         """The caller is about to remove it."""
         segment.evicting = True
-        self.set_unlisted(segment, unlisted=True)
+        self.owe(segment)
         if self.is_open(segment):
             self.retire(segment.id.tenant)
         return segment
@@ -273,12 +244,13 @@ class SegmentSet:
     def compacted(self, segment: Segment, num_pages: int, num_entries: int) -> None:
         """A segment that was to be removed has nothing but tombstones now, and so many pages."""
         of = self._of[segment.id.tenant]
-        segment.doomed = segment.owing = False
+        segment.doomed = False
+        self._set_owing(segment, owing=False)
         self.sealed(segment, num_pages)
         of.epochs.drop(segment.number)
         segment.num_entries, segment.min_epoch, segment.compacted = num_entries, NO_EPOCH, True
         segment.evicting, segment.stuck_until_s = False, -math.inf
-        self._note(of, segment)
+        of.note(segment)
         self._tell(segment)
 
     def gone(self, segment: Segment) -> None:
@@ -287,10 +259,9 @@ class SegmentSet:
         of.nbytes -= segment.num_pages * PAGE
         self._file_bytes -= segment.num_pages * PAGE
         self._took(segment, -segment.next_page)
-        self.set_unlisted(segment, unlisted=False)
-        del self._segments[segment.number], of.segments[segment.number]
-        of.epochs.drop(segment.number)
-        of.empty.drop(segment.number)
+        self._set_owing(segment, owing=False)
+        del self._segments[segment.number]
+        of.drop(segment)
         self._tell(segment)
         if not of.segments:
             del self._of[segment.id.tenant]
@@ -306,7 +277,7 @@ class SegmentSet:
             if segment.next_page > segment.num_pages or segment.num_live < 0 or segment.in_flight < 0:
                 raise InvariantError(f"disk segment {segment.number}: {segment.next_page} of {segment.num_pages} pages")
         for of in self._of.values():
-            self._check(of)
+            of.check()
         opened = [of.open for of in self._of.values() if of.open is not None]
         spare, fullest = self._roomiest.first(), self._fullest.first()
         if -(spare[0] if spare is not None else 0) != max((segment.spare_pages for segment in opened), default=0):
@@ -314,29 +285,9 @@ class SegmentSet:
         if -(fullest[0] if fullest is not None else 0) != max((of.num_pages for of in self._of.values()), default=0):
             raise InvariantError("disk segments: it is not known which tenant has most")
 
-    @staticmethod
-    def _check(of: _OfTenant) -> None:
-        segments = of.segments.values()
-        if of.open is not None and of.open.retired:
-            raise InvariantError("disk segments: a retired one takes extents")
-        sums = sum(segment.num_live for segment in segments), sum(segment.num_pages for segment in segments) * PAGE
-        if sums != (of.num_live, of.nbytes) or of.num_pages != sum(segment.next_page for segment in segments):
-            raise InvariantError("disk segments: those of a tenant are miscounted")
-        first = min((segment.min_epoch for segment in segments), default=NO_EPOCH)
-        known = of.epochs.first()
-        if (known[0] if known is not None else NO_EPOCH) != first or len(of.empty) != sum(
-            not s.num_live for s in segments
-        ):
-            raise InvariantError("disk segments: epochs or empty ones of a tenant are not known")
-        if of.num_unlisted != sum(segment.unlisted for segment in segments):
-            raise InvariantError("disk segments: those with more than the index has are miscounted")
-
-    def _oldest(self, tenant: TenantId) -> Segment | None:
-        segments = self._of[tenant].segments.values()
-        return next((s for s in segments if self._may_go(s) and not s.compacted), None)
-
-    def _may_go(self, segment: Segment) -> bool:
-        return not segment.in_flight and not segment.evicting and segment.stuck_until_s <= self._clock()
+    def _set_owing(self, segment: Segment, owing: bool) -> None:
+        self._of[segment.id.tenant].num_owing += owing - segment.owing
+        segment.owing = owing
 
     def _took(self, segment: Segment, num_pages: int) -> None:
         """So many pages more are taken of its tenant's share."""
@@ -350,13 +301,3 @@ class SegmentSet:
         if segment.removed is not None:
             segment.removed.set()
             segment.removed = None
-
-    @staticmethod
-    def _note(of: _OfTenant, segment: Segment) -> None:
-        """Keeps what is known of all segments of a tenant up to date."""
-        if segment.min_epoch != NO_EPOCH:
-            of.epochs.put(segment.number, segment.min_epoch)
-        if segment.num_live:
-            of.empty.drop(segment.number)
-        else:
-            of.empty.put(segment.number, segment.last_forget)

@@ -45,7 +45,6 @@ class Segment:
         "retired",
         "sealed",
         "stuck_until_s",
-        "unlisted",
     )
 
     def __init__(self, segment: SegmentId, num_pages: int) -> None:
@@ -79,9 +78,8 @@ class Segment:
         self.removed: threading.Event | None = None
         """Of a doomed one: set when it was removed, or could not be."""
         self.owing = False
-        """Records in it are not in the index, and no tombstone says so: of a write that failed, of a drop."""
-        self.unlisted = False
-        """Its file may have records that the index does not: it is owing, or being removed."""
+        """Its file may have records that the index does not, and no tombstone says so: of a write that failed, of a
+        drop, or all of them, as it is being removed."""
         self.stuck_until_s = -math.inf
         """It could not be removed a moment ago; until then, others are tried first."""
 
@@ -98,6 +96,17 @@ class Segment:
     def spare_pages(self) -> int:
         """What cutting it would give back."""
         return 0 if self.sealed else self.num_pages - self.next_page - footer_pages(self.num_entries)
+
+    def may_go(self, now_s: float) -> bool:
+        """Whether nobody writes to it, or removes it, or tried to a moment ago."""
+        return not self.in_flight and not self.evicting and self.stuck_until_s <= now_s
+
+    def is_unused(self, now_s: float, *, open_too: bool) -> bool:
+        """Whether it may go and has no live record.
+
+        :param open_too: even if it takes extents.
+        """
+        return not self.num_live and self.may_go(now_s) and (self.retired or open_too)
 
     @property
     def is_stuck(self) -> bool:
