@@ -1,6 +1,7 @@
 """The commands `kvtier inspect` and `kvtier fsck`: what is in a disk tier's folder, and whether it is sound."""
 
 import json as json_module
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,8 +72,9 @@ def _repair(directory: Path, found: Survey) -> None:
         tier.discard(found.corrupt)
     finally:
         tier.close()
+    left = set(os.listdir(directory))
     for segment in found.segments:
-        if segment.state == "damaged" and segment.path.exists():
+        if segment.state == "damaged" and segment.path.name in left:
             raise ConfigError(f"{segment.path} cannot be read or removed: {segment.problem}")
 
 

@@ -36,13 +36,13 @@ def counted(metrics: Metrics, name: str) -> float:
 class BadPages(OsFiles):
     """Reads of some pages of one file fail, so many times."""
 
-    def __init__(self, path: Path, is_bad: Callable[[int], bool], times: int = 10**6) -> None:
+    def __init__(self, path: Path, is_bad: Callable[[int], bool], times: int = 10**6, code: int = errno.EIO) -> None:
         super().__init__(direct=False)
-        self._inode, self._is_bad, self._left = path.stat().st_ino, is_bad, times
+        self._inode, self._is_bad, self._left, self._code = path.stat().st_ino, is_bad, times, code
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         pages = range(offset, offset + sum(map(len, buffers)), PAGE)
         if self._left and os.fstat(fd).st_ino == self._inode and any(map(self._is_bad, pages)):
             self._left -= 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(self._code, os.strerror(self._code))
         return super().read(fd, buffers, offset)

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from disk_log_rig import block
+from disk_log_rig import BadPages, block
 from disk_rig import contents, damage, flip, num_blocks, opened, place_of, segments
 from kvtier.disk_commands import fsck, inspect
 from kvtier.errors import ConfigError
@@ -151,3 +151,23 @@ def test_a_file_of_which_nothing_can_be_said_is_damaged(tmp_path: Path, monkeypa
     assert "cleaning" in found.segments[0].problem
     assert not found.is_sound
     assert found.live == [make_key(1)]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_bad_region_is_what_a_survey_finds_and_not_its_end(tmp_path: Path, code: int) -> None:
+    """More blocks than are tried one by one. What has nothing to do with the drive says nothing of the blocks."""
+    folder = tmp_path / "disk"
+    for labels in (range(50), range(50, 53)):
+        with opened(folder, 64 * MIB) as tier:
+            tier.write([block(i) for i in labels])
+    (path, *_), footer = segments(folder), segments(folder)[0].stat().st_size - 3 * PAGE
+    bad = BadPages(path, lambda offset: PAGE < offset < footer, code=code)
+    if code == errno.EMFILE:
+        with pytest.raises(OSError, match="Too many open files"):
+            survey(folder, verify=True, files=bad)
+        return
+    found = survey(folder, verify=True, files=bad)
+    assert [segment.num_corrupt for segment in found.segments] == [50, 0]
+    assert "Input/output error" in found.segments[0].problem
+    assert set(found.corrupt) == {make_key(i) for i in range(50)}
+    assert not found.is_sound

@@ -14,6 +14,7 @@ from kvtier.tiers.disk_log.folder import list_folder
 from kvtier.tiers.disk_log.format import PAGE, Entries, Kind, NewerFormatError, keys_of, pages_of
 from kvtier.tiers.disk_log.recovery import Gathered, adopt, decide
 from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found, SegmentReader
+from kvtier.tiers.disk_log.trouble import NOT_ALLOWED_ERRNOS, is_passing
 from kvtier.tiers.files import FileLayer, OsFiles
 
 
@@ -97,8 +98,7 @@ def survey(
         live = entries[there]
         result.live += keys_of(live)
         if verify and content.sealed:  # without a footer, payloads have been read already
-            whole = set(keys_of(reader.verified(str(report.path), live)))
-            bad = [key for key in keys_of(live) if key not in whole]
+            bad = _bad(reader, report, live)
             report.num_corrupt = len(bad)
             result.corrupt += bad
     on_progress(len(listing.numbers), len(listing.numbers))
@@ -128,6 +128,17 @@ def _look(reader: SegmentReader, folder: Path, number: int) -> tuple[SegmentRepo
     report.state = "sealed" if content.sealed else "open"
     report.tenant, report.num_torn = content.segment.tenant.hex(), content.num_torn
     return report, content
+
+
+def _bad(reader: SegmentReader, report: SegmentReport, live: Entries) -> list[StoreKey]:
+    """Those that are not what was stored; all, where reads fail so often that no more are tried."""
+    try:
+        whole = set(keys_of(reader.verified(str(report.path), live)))
+    except OSError as error:
+        if is_passing(error) or error.errno in NOT_ALLOWED_ERRNOS:
+            raise
+        report.problem, whole = str(error), set()
+    return [key for key in keys_of(live) if key not in whole]
 
 
 def _count(report: SegmentReport, content: Found, entries: Entries, there: npt.NDArray[np.bool_]) -> None:
