@@ -123,10 +123,10 @@ def test_pieces_of_a_block_that_its_writer_broke_are_a_miss(tmp_path: Path) -> N
 def test_pieces_of_a_slot_that_changed_hands_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader stalls past its lease, and others take all slots meanwhile; then the pool has these blocks no more."""
     host, other, listen = Host(6), Host(), (f"unix:{tmp_path}/pool.sock",)
-    stalled = threading.Event()
+    stalled, metrics = threading.Event(), Metrics()
     with (
         running_pool(8 * MIB, listen=listen, limits=PoolLimits(lease_s=0.3)) as pool,
-        tier(pool.block[0]) as reader,
+        tier(pool.block[0], metrics) as reader,
         tier(pool.block[0]) as writer,
     ):
         assert writer.write(host.items(0, 1)) == [WriteStatus.STORED] * 2
@@ -141,3 +141,5 @@ def test_pieces_of_a_slot_that_changed_hands_are_not_reported(tmp_path: Path, mo
 
         monkeypatch.setattr(kvtier.tiers.pool.memory_read, "copy_checked", stall)
         assert reader.read(KEYS[:2], [other.page(0), other.page(1)]) == [Status.MISS] * 2
+        corrupt = metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"})
+        assert not corrupt, "nobody broke them, and nobody's blocks are discarded"

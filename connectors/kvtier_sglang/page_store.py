@@ -119,7 +119,10 @@ class PageStore:
     def write(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: OwedPages) -> list[bool]:
         """Writes pages that are not there. True: the pool has it, or it waits in `owed`. What is lent is not kept."""
         started = self._clock()
-        is_kept = self.present([(kind, names)])[0] if self._may_begin(begin_by) else [False] * len(names)
+        is_kept = [False] * len(names)
+        if self._may_begin(begin_by):
+            is_kept = self.present([(kind, names)])[0]
+            self._note_pace(started)
         self._stats.count(kind.name, "write", "exists", sum(is_kept))
         firsts = rank_keys(self._keys.of(names), kind.namespaces[0])
         is_kept = [kept or owed.has(first) for kept, first in zip(is_kept, firsts, strict=True)]
@@ -189,7 +192,7 @@ class PageStore:
         return self._not_before_s <= self._clock() <= begin_by
 
     def _note_pace(self, begun: float) -> None:
-        """A transfer has ended."""
+        """A transfer has ended, or the question before it, which may leave no time for one."""
         now = self._clock()
         if now - begun > self._patience_s:
             self._not_before_s = now + self._patience_s

@@ -11,6 +11,7 @@ import pytest
 from engine_shape import Shape, Storage, kvtier, pages
 from hicache_rig import Engine, engine
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from cache_pool import TOKENS, CachePool, until
 from garbling_proxy import GarblingProxy
@@ -112,6 +113,26 @@ def test_deadlines_that_nobody_has_set(fault: Fault, own_pool: CachePool) -> Non
         assert running.prefetch(pages(SHAPE, 100, NUM_PAGES)) == 0
         running.require_alive()
     fault.end(own_pool)
+
+
+def test_a_flush_in_the_middle_of_a_long_prompt_while_the_pool_hangs(own_pool: CachePool) -> None:
+    """`/flush_cache` fails, and SGLang with it, unless its threads end within 10 s: also with the deadlines that nobody
+    has set, and whatever the breaker does."""
+    shape = Shape(1, num_pages=4 * STORAGE_BATCH_SIZE)
+    stubborn = {"address": [own_pool.address], "breaker_failures": 100}
+    with engine(shape, kvtier(own_pool, pool=stubborn)) as running:
+        tokens, after = pages(shape, 1, 4 * STORAGE_BATCH_SIZE), pages(shape, 2, 1)
+        running.compute(tokens)
+        own_pool.suspend()
+        running.begin_store(tokens)
+        time.sleep(0.1)  # SGLang's thread is in the first of its calls: a hanging pool holds it for seconds
+        running.cache.reset()
+        running.require_alive()
+        own_pool.resume()
+        running.allocator.clear()
+        running.compute(after)
+        running.store(after)
+        await_stored(running, after)
 
 
 def test_a_pool_that_is_not_there_yet(tmp_path: Path) -> None:

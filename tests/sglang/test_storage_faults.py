@@ -104,11 +104,12 @@ def test_a_pool_that_hangs_costs_each_call_its_deadlines_and_no_more(own_pool: C
     assert page_bytes(theirs, 6) == page_bytes(mine, 6)
 
 
-def test_calls_one_after_the_other_wait_for_a_pool_that_hangs_once(own_pool: CachePool) -> None:
+@pytest.mark.parametrize("question_s", [0.2, 1.0], ids=["transfers hang", "questions leave no time"])
+def test_calls_one_after_the_other_wait_for_a_pool_that_hangs_once(own_pool: CachePool, question_s: float) -> None:
     """SGLang writes a prompt in many calls, and looks only then whether it should end: it has 10 s."""
     keys, mine = digests(16, start=42), host_pool(seed=42)
     patient = {"call_timeout_s": 1.0, "breaker_failures": 1000}
-    with storage(own_pool, mine, client=patient) as made:
+    with storage(own_pool, mine, client=patient, cache={"lookup_deadline_s": question_s}) as made:
         made.batch_set_v1(keys[:1], indices(0))
         own_pool.suspend()
         try:
