@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 from kvtier_kernels import block_copy as block_copy_module  # noqa: E402
+from kvtier_kernels import merge_states as merge_states_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
@@ -59,11 +60,12 @@ def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int
 def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> list[Launch]:
     """The kernel without splits, the kernel with splits, and the merge."""
     query, kv_layer, tables, _, lens = attention_arguments(head_dim, dtype, NUM_SEQS, **geometry)
-    with recorded(paged_decode_module, divmod(chip, 10)) as launches:
+    capability = divmod(chip, 10)
+    with recorded(paged_decode_module, capability) as decodes, recorded(merge_states_module, capability) as merges:
         for num_splits in (1, 4):
             paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
-    assert len(launches) == 3
-    return launches
+    assert (len(decodes), len(merges)) == (2, 1)
+    return decodes + merges
 
 
 def compiled(launch: Launch, chip: int, folder: Path) -> str:
@@ -82,7 +84,7 @@ def compiled(launch: Launch, chip: int, folder: Path) -> str:
 def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
     for launch in [record_prefill(head_dim, torch.bfloat16, chip), *record_decode(head_dim, torch.bfloat16, chip)]:
         ptx = compiled(launch, chip, tmp_path)
-        if launch.kernel.__name__ != "_merge_kernel":
+        if launch.kernel is not merge_states_module._merge_kernel:
             assert re.search(r"mma\.\S*sync|wgmma", ptx), "products must run on tensor cores"
             assert "cp.async" in ptx, "keys and values must be on their way before they are needed"
 
@@ -130,6 +132,20 @@ def test_heads_that_do_not_fit_are_refused(chip: int, dtype: torch.dtype) -> Non
     for record in (record_prefill, record_decode):
         with pytest.raises(ValueError, match=f"of shared memory, a chip of {chip // 10}.{chip % 10} has"):
             record(256, dtype, chip, heads=256, kv_heads=1)
+
+
+@pytest.mark.parametrize("chip", [80, 90, 100], ids=["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (256, torch.bfloat16)])
+def test_merges_compile(head_dim: int, dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
+    parts, part_lse = torch.empty((5, 8, 33, head_dim), dtype=dtype), torch.empty(5, 8, 33)
+    out, lse = torch.empty((5, 8, head_dim), dtype=torch.bfloat16), torch.empty(5, 8)
+    with recorded(merge_states_module, divmod(chip, 10)) as launches:
+        merge_states_module.merge_states(parts, part_lse, out, lse)
+        merge_states_module.merge_two_states(out, lse, out, lse)
+    for launch in launches:
+        ptx = compiled(launch, chip, tmp_path)
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "parts must be read 16 bytes at a time"
+        assert "bar.sync" in ptx
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
@@ -182,10 +198,10 @@ def test_batches_that_differ_share_compiled_kernels() -> None:
         with recorded(prefix_prefill_module, (9, 0)) as launches:
             attend_with_triton(query, kv_layer, tables, starts, lens, scale=0.1)
         prefills.add(compile_launch(launches[0], 90).hash)
-        with recorded(paged_decode_module, (9, 0)) as launches:
+        with recorded(paged_decode_module, (9, 0)) as launches, recorded(merge_states_module, (9, 0)) as merge_launches:
             paged_decode_module.paged_decode(query[:NUM_SEQS], kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
         decodes.add(compile_launch(launches[0], 90).hash)
-        merges.add(compile_launch(launches[1], 90).hash)
+        merges.add(compile_launch(merge_launches[0], 90).hash)
     assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
 
 
@@ -199,6 +215,7 @@ def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     for launch in (
         lambda: prefix_prefill_module.prefix_prefill(query, kv_layer, tables, starts, lens, scale=1.0),
         lambda: paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=1.0),
+        lambda: merge_states_module.merge_states(query[:, None], rows[..., 0], query),
         lambda: slot_write_module.write_slots(kv_layer, rows, rows, index, index),
         lambda: block_copy_module.block_copy(torch.zeros(9, 4), index, torch.zeros(9, 4), index),
     ):

@@ -10,6 +10,7 @@ from kvtier_kernels.tiles import (
     copy_words,
     decode_splits,
     decode_tile,
+    merge_rows,
     next_power_of_two,
     padded_head_dim,
     prefill_tile,
@@ -63,6 +64,10 @@ def test_sequences_are_split_as_far_as_it_fills_the_chip() -> None:
     assert decode_splits(num_programs=8, max_keys=700, num_multiprocessors=chip) == 3, "no run shorter than it pays"
     assert decode_splits(num_programs=1000, max_keys=100_000, num_multiprocessors=chip) == 1
     assert decode_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
+
+
+def test_merges_take_a_power_of_two_of_rows() -> None:
+    assert [merge_rows(columns) for columns in (16, 128, 256, 8192)] == [256, 32, 16, 1]
 
 
 def test_copies_use_the_widest_words_that_fit() -> None:

@@ -5,6 +5,7 @@
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy`, `part_copy` | the Triton kernels with their launchers |
+| `merge_states` | attention over several runs of keys made one: a Triton kernel with its launcher |
 | `paged_softmax` | the loop body that the two attention kernels share |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `arguments`, `launching` | the checks that launchers share |
@@ -23,6 +24,7 @@ from kvtier_kernels.attention import paged_attention
 from kvtier_kernels.reference import (
     block_copy_reference,
     kv_write_reference,
+    merge_states_reference,
     paged_attention_reference,
     part_copy_reference,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "block_copy_reference",
     "kv_write",
     "kv_write_reference",
+    "merge_states_reference",
     "paged_attention",
     "paged_attention_reference",
     "part_copy_reference",

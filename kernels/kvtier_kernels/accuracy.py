@@ -40,6 +40,28 @@ def lse_bound(query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float
     return (sums + 6 * (largest_score + math.log(num_keys))) * _UNIT_FLOAT32
 
 
+def merge_bound(parts: Tensor, part_lse: Tensor, dtype: torch.dtype) -> float:
+    """Largest difference between what `merge_states` writes as `dtype` and `merge_states_reference`.
+
+    A weight is exp(x), x <= 0 being a log-sum-exp less the largest: rounding x makes it wrong by x exp(x) u32, at most
+    u32, and exp by 4 u32 more. Both sums have S terms; peaks that come later rescale them at most S times, by two
+    roundings and once more the errors of a weight each. Every such error is at most max|part|.
+
+    :param parts: may hold NaN where the log-sum-exp is -inf.
+    """
+    num_states, limits = parts.size(2), torch.finfo(dtype)
+    float32_part = 2 * (8 * num_states + 8) * _UNIT_FLOAT32
+    largest = parts.float()[part_lse != -math.inf].abs().amax().item() if (part_lse != -math.inf).any() else 0.0
+    return (float32_part + limits.eps / 2) * largest + limits.smallest_normal * limits.eps / 2
+
+
+def merge_lse_bound(part_lse: Tensor) -> float:
+    """Likewise for the log-sum-exp: the sum's relative error, and three roundings of a number of its size."""
+    num_states, counted = part_lse.size(2), part_lse[part_lse != -math.inf]
+    largest = counted.abs().amax().item() if counted.numel() else 0.0
+    return (8 * num_states + 8 + 3 * (largest + math.log(num_states))) * _UNIT_FLOAT32
+
+
 def _largest_score(query: Tensor, kv_layer: Tensor, scale: float) -> float:
     """An upper bound of all |scores|."""
     keys = kv_layer[:, 0].float().nan_to_num(0)

@@ -22,8 +22,9 @@ from kvtier_kernels.launching import (
     num_multiprocessors,
     on_device_of,
 )
+from kvtier_kernels.merge_states import merge_states
 from kvtier_kernels.paged_softmax import attend_tile, finish
-from kvtier_kernels.tiles import MAX_SPLITS, Tile, decode_splits, decode_tile, next_power_of_two, padded_head_dim
+from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim
 
 
 def paged_decode(
@@ -77,20 +78,16 @@ def paged_decode(
     if num_splits > 1:
         parts = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
         part_lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=query.device)
-    columns = padded_head_dim(head_dim)
     with on_device_of(query):
         _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
             query, kv_layer, block_tables, seq_lens, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), table_width, room, num_splits,
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=columns,
+            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-        if num_splits > 1:
-            _merge_kernel[(num_seqs * num_heads,)](
-                parts, part_lse, out, lse, num_splits,
-                HEAD_DIM=head_dim, SPLITS=max(MAX_SPLITS, next_power_of_two(num_splits)), COLUMNS=columns, num_warps=4,
-            )  # fmt: skip
+    if parts is not out and part_lse is not None:
+        merge_states(parts, part_lse, out, lse)
     return out
 
 
@@ -144,27 +141,3 @@ def _decode_kernel(
     tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
     if lse is not None:
         tl.store(lse + out_rows, row_lse, mask=live)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    parts, part_lse, out, lse, num_splits, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """One row of one sequence: the runs' results, each weighted by its share of the sum of all weights."""
-    out_row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    column = tl.arange(0, COLUMNS)
-    in_head = column < HEAD_DIM
-    live = split < num_splits
-    split_lse = tl.load(part_lse + out_row * num_splits + split, mask=live, other=float("-inf"))
-    peak = tl.max(split_lse, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp(split_lse - base)
-    total = tl.sum(weights, 0)
-    divisor = tl.where(total == 0.0, 1.0, total)
-    offsets = ((out_row * num_splits + split) * HEAD_DIM)[:, None] + column[None, :]
-    part = tl.load(parts + offsets, mask=live[:, None] & in_head[None, :], other=0.0)
-    merged = tl.sum(part * weights[:, None], 0) / divisor
-    tl.store(out + out_row * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=in_head)
-    if lse is not None:
-        tl.store(lse + out_row, tl.where(total == 0.0, float("-inf"), base + tl.log(divisor)))

@@ -42,6 +42,17 @@ def paged_attention_reference(
     return out
 
 
+def merge_states_reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What `kvtier_kernels.merge_states.merge_states` gives, `out` and `lse`, in float64."""
+    counted = part_lse != -torch.inf
+    wide_lse = part_lse.double()
+    lse = wide_lse.logsumexp(dim=2)
+    base = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)
+    weights = (wide_lse - base).exp()
+    states = parts.double().masked_fill(~counted.unsqueeze(3), 0.0)
+    return torch.einsum("rhs,rhsd->rhd", weights, states), lse
+
+
 def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Token by token what `kvtier_kernels.write.kv_write` does."""
     for row in range(key.size(0)):

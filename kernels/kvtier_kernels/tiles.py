@@ -11,10 +11,10 @@ MAX_GROUP = 256
 MIN_DOT = 16
 """`tl.dot` takes no side below this."""
 MAX_SPLITS = 64
-"""Their results are merged in one tile, whatever their number: a kernel less to compile for each."""
 _KEYS_PER_SPLIT = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _COPY_BYTES = 16384
+_MERGE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,14 @@ def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) ->
     """
     wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs))
     return max(1, min(wanted, -(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+
+
+def merge_rows(columns: int) -> int:
+    """For `merge_states`: how many states of a row a program takes at a time, or how many rows, where states are two.
+
+    As much as the registers of 4 warps have room for: all of it is on its way at a time.
+    """
+    return max(1, _MERGE_ELEMENTS // columns)
 
 
 def copy_words(unit_bytes: int, row_bytes: int) -> tuple[int, int]:
