@@ -1,11 +1,12 @@
 """The fast CPU attention and the KV write against the plain references: odd sizes, poisoned memory, derived bounds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attention_rig import CASES, Case, error_bound, make_inputs
+from attention_rig import CASES, Case, Inputs, cpu_lse_error_bound, error_bound, make_inputs, quantised, windowed
 from kvtier_kernels import kv_write, kv_write_reference, paged_attention, paged_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,6 +24,38 @@ def test_fast_path_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> 
     assert out.is_contiguous()
     worst = (out.float() - expected).abs().max().item()
     assert worst <= error_bound(inputs, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("kv", ["int8", "float8", "float8 with two scales", "float8 without scales"])
+def test_quantised_kv(kv: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(CASES["decode and prefill together"], torch.float32)
+    kv_dtype = torch.int8 if kv == "int8" else torch.float8_e4m3fn
+    inputs = quantised(inputs, kv_dtype, per_key=kv in ("int8", "float8"))
+    inputs = replace(inputs, query=inputs.query.to(dtype))
+    if kv == "float8 without scales":
+        inputs = replace(inputs, kv_scales=None, query=inputs.query / 100)
+    check_with_lse(inputs)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 50, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_windows(window: int, dtype: torch.dtype) -> None:
+    check_with_lse(windowed(make_inputs(CASES["decode and prefill together"], dtype), window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_log_sum_exp(case: Case, dtype: torch.dtype) -> None:
+    check_with_lse(make_inputs(case, dtype))
+
+
+def check_with_lse(inputs: Inputs) -> None:
+    lse, expected_lse = torch.full((2, *inputs.query.shape[:2]), math.nan).unbind()
+    out = paged_attention(*inputs.args(), scale=0.125, lse=lse, **inputs.options())
+    expected = paged_attention_reference(*inputs.args(), scale=0.125, lse=expected_lse, **inputs.options())
+    assert (out.float() - expected).abs().max().item() <= error_bound(inputs, 0.125)
+    assert (lse - expected_lse).abs().max().item() <= cpu_lse_error_bound(inputs, 0.125)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

@@ -14,7 +14,10 @@ def paged_attention(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys, the new ones included.
 
@@ -28,23 +31,35 @@ def paged_attention(
     exist.
 
     :param query: `[num_tokens, num_heads, head_dim]`, the sequences one after the other.
-    :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV.
-    :param block_tables: int32 or int64 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are not read.
+    :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV, of
+        query's dtype, or int8 or float8_e4m3fn, where a value is what is stored times its scale.
+    :param block_tables: int32 or int64 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are not read, nor
+        those wholly before what `window` lets its queries see.
     :param query_starts: int32 or int64 `[num_seqs + 1]`, from 0 to num_tokens, strictly rising.
     :param seq_lens: int32 or int64 `[num_seqs]`, keys of each sequence; at least its number of queries.
-    :param scale: factor on the scores, usually `head_dim ** -0.5`.
-    :param max_seq_len: no sequence has more keys. Only a hint for how `paged_decode` splits its work; what
-        `block_tables` has room for when None.
+    :param scale: factor on the scores, usually `head_dim ** -0.5`; positive.
+    :param kv_scales: float32 `[num_blocks, 2, tokens_per_block, num_kv_heads]`, a scale per token and head, of which
+        only the block stride is free; int8 needs it. For float8_e4m3fn also `[2]`, one for keys and one for values,
+        or None, which stands for 1.
+    :param window: a query sees this many keys, its own and those right before; all when None.
+    :param max_seq_len: no sequence has more keys. Only a hint for how work is split; what `block_tables` has room for
+        when None.
+    :param lse: float32 `[num_tokens, num_heads]`, contiguous; takes the natural log-sum-exp of each query's scores,
+        -inf where it saw no key.
     :returns: `[num_tokens, num_heads, head_dim]`, contiguous, of query's dtype.
     :raises ValueError: on a wrong shape, dtype, stride or device, or, on CPU, on lengths that do not fit.
     """
     if kv_layer.device.type != "cpu":
         return attend_with_triton(
-            query, kv_layer, block_tables, query_starts, seq_lens, scale=scale, max_seq_len=max_seq_len
-        )
-    check_attention(query, kv_layer, block_tables, seq_lens)
+            query, kv_layer, block_tables, query_starts, seq_lens,
+            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+        )  # fmt: skip
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
-    return attend_on_cpu(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+    return attend_on_cpu(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, lse=lse,
+    )  # fmt: skip
 
 
 def attend_with_triton(
@@ -55,7 +70,10 @@ def attend_with_triton(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` through the Triton kernels, whose launchers check what they are given."""
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
@@ -64,5 +82,11 @@ def attend_with_triton(
 
     # As many queries as sequences, none without a query: one each.
     if query.size(0) == seq_lens.size(0):
-        return paged_decode(query, kv_layer, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len)
-    return prefix_prefill(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+        return paged_decode(
+            query, kv_layer, block_tables, seq_lens,
+            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+        )  # fmt: skip
+    return prefix_prefill(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+    )  # fmt: skip

@@ -54,6 +54,16 @@ def check_tile(tile: Tile, query: Tensor, kv_layer: Tensor, chip: tuple[int, int
         )
 
 
+def stored_values(kv_layer: Tensor, chip: tuple[int, int]) -> Tensor:
+    """`kv_layer` as kernels take it: float8 as its bits on chips without it, which are those before 8.9."""
+    return kv_layer.view(torch.uint8) if kv_layer.dtype == torch.float8_e4m3fn and chip < (8, 9) else kv_layer
+
+
+def per_key_stride(kv_scales: Tensor | None) -> int | None:
+    """Between the blocks of scales per token and head; None where there are no such scales."""
+    return kv_scales.stride(0) if kv_scales is not None and kv_scales.dim() == 4 else None
+
+
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current CUDA device, which need not be the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

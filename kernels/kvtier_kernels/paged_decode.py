@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention, check_lse
+from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
     capability,
     check_attention_limits,
@@ -21,9 +21,11 @@ from kvtier_kernels.launching import (
     check_tile,
     num_multiprocessors,
     on_device_of,
+    per_key_stride,
+    stored_values,
 )
 from kvtier_kernels.merge_states import merge_states
-from kvtier_kernels.paged_softmax import attend_tile, finish
+from kvtier_kernels.paged_softmax import attend_run, finish
 from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim
 
 
@@ -34,6 +36,8 @@ def paged_decode(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
     num_splits: int | None = None,
     lse: Tensor | None = None,
@@ -52,13 +56,11 @@ def paged_decode(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens)
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs:
         raise ValueError(f"{num_seqs} queries for {seq_lens.size(0)} sequences: needs one each")
-    if lse is not None:
-        check_lse(lse, query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return out
@@ -74,16 +76,19 @@ def paged_decode(
     if tile is None:
         tile = decode_tile(head_dim, query.element_size(), group, chip)
     check_tile(tile, query, kv_layer, chip)
+    scales_stride = per_key_stride(kv_scales)
     parts, part_lse = out, lse
     if num_splits > 1:
         parts = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
         part_lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=query.device)
     with on_device_of(query):
         _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-            query, kv_layer, block_tables, seq_lens, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), table_width, room, num_splits,
+            query, stored_values(kv_layer, chip), kv_scales, block_tables, seq_lens, parts, part_lse,
+            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0),
+            scales_stride or 0, table_width, room, num_splits,
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            WINDOW=window, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if parts is not out and part_lse is not None:
@@ -93,21 +98,29 @@ def paged_decode(
 
 @triton.jit(do_not_specialize=["table_width", "max_keys", "num_splits"])
 def _decode_kernel(
-    query, kv, block_tables, seq_lens, out, lse,
-    score_scale, query_stride, block_stride, table_width, max_keys, num_splits,
+    query, kv, kv_scales, block_tables, seq_lens, out, lse,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, num_splits,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """out: `[num_seqs, num_heads, num_splits, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_splits]` or None."""
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.minimum(tl.load(seq_lens + seq), max_keys).to(tl.int32)
-    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
-    run = tl.cdiv(tl.cdiv(seq_len, num_splits), KEYS) * KEYS
-    first = split * run
+    low = tl.zeros([], tl.int32)
+    if WINDOW is not None:
+        low = tl.maximum(seq_len - WINDOW, 0)
+    # Runs of whole tiles, so that only the first one begins and only the last one ends inside a tile. Those beyond
+    # it are empty.
+    first = low // KEYS * KEYS
+    run = tl.cdiv(tl.cdiv(seq_len - first, num_splits), KEYS) * KEYS
+    first += split * run
     stop = tl.minimum(first + run, seq_len)
-    whole = first + tl.maximum(stop - first, 0) // KEYS * KEYS
+    whole_from = first
+    if WINDOW is not None:
+        whole_from += KEYS * (first < low).to(tl.int32)
+    whole_to = tl.maximum(first + tl.maximum(stop - first, 0) // KEYS * KEYS, whole_from)
 
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
@@ -117,25 +130,37 @@ def _decode_kernel(
     query_offsets = seq.to(tl.int64) * query_stride + (head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    kv_row: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_kv = kv + kv_head * HEAD_DIM
+    head_scales = kv_scales
+    if PER_KEY_SCALES:
+        head_scales += kv_head
+    elif kv_scales is not None:
+        score_scale *= tl.load(kv_scales)
     block_table = block_tables + seq.to(tl.int64) * table_width
-    position = tl.zeros([ROWS], dtype=tl.int32) + seq_len
+    position = tl.zeros([ROWS], dtype=tl.int32) + (seq_len - 1)
     weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    for first_key in range(first, whole, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, first_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, False,
+    if WINDOW is not None:
+        weighted, total, peak = attend_run(
+            weighted, total, peak, q, head_kv, head_scales, block_table, first, whole_from, low, stop, position,
+            score_scale, block_stride, scales_stride,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
         )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, whole_from, whole_to, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    )  # fmt: skip
     # Once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are not there.
-    for tail_key in range(whole, stop, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, tail_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, True,
-        )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, whole_to, stop, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+    )  # fmt: skip
     attended, row_lse = finish(weighted, total, peak)
+    if kv_scales is not None and not PER_KEY_SCALES:
+        attended *= tl.load(kv_scales + 1)
     out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)

@@ -9,8 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_rig import CASES, Case, Inputs, kernel_error_bound, lse_error_bound, make_inputs
+from attention_rig import (
+    CASES,
+    Case,
+    Inputs,
+    kernel_error_bound,
+    lse_error_bound,
+    make_inputs,
+    quantised,
+    windowed,
+)
 from kvtier_kernels import paged_attention_reference
+from kvtier_kernels import paged_decode as paged_decode_module
+from kvtier_kernels import prefix_prefill as prefix_prefill_module
 from kvtier_kernels.attention import attend_with_triton
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
@@ -46,7 +57,7 @@ DECODES = {
 
 def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
     expected_lse = torch.full_like(lse, math.nan)
-    expected = paged_attention_reference(*inputs.args(), scale=scale, lse=expected_lse)
+    expected = paged_attention_reference(*inputs.args(), scale=scale, lse=expected_lse, **inputs.options())
     assert out.dtype == inputs.query.dtype
     assert out.is_contiguous()
     # Written so that NaN fails.
@@ -56,13 +67,16 @@ def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) ->
 
 def prefill(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
-    return prefix_prefill(*inputs.args(), scale=scale, lse=lse, **options), lse
+    return prefix_prefill(*inputs.args(), scale=scale, lse=lse, **inputs.options(), **options), lse
 
 
 def decode(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
     query, kv_layer, block_tables, _, seq_lens = inputs.args()
-    return paged_decode(query, kv_layer, block_tables, seq_lens, scale=scale, lse=lse, **options), lse
+    attended = paged_decode(
+        query, kv_layer, block_tables, seq_lens, scale=scale, lse=lse, **inputs.options(), **options
+    )
+    return attended, lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=DTYPE_IDS[:2])
@@ -91,6 +105,48 @@ def test_any_tile_gives_the_same(tile: Tile) -> None:
     check(inputs, *prefill(inputs, scale, tile=tile), scale)
     ones = make_inputs(dataclasses.replace(case, query_lens=(1, 1, 1)), torch.float32)
     check(ones, *decode(ones, scale, tile=tile, num_splits=2), scale)
+
+
+QUANTISED = {
+    "int8": (torch.int8, True, torch.bfloat16, (9, 0)),
+    "int8, float32": (torch.int8, True, torch.float32, (9, 0)),
+    "float8": (torch.float8_e4m3fn, True, torch.float16, (9, 0)),
+    "float8, two scales": (torch.float8_e4m3fn, False, torch.bfloat16, (9, 0)),
+    "float8 on a chip without": (torch.float8_e4m3fn, True, torch.bfloat16, (8, 0)),
+}
+TWO_LENGTHS = Case((40, 3), (90, 19), num_heads=6, num_kv_heads=2, head_dim=24)
+
+
+@pytest.mark.parametrize(("kv_dtype", "per_key", "dtype", "capability"), QUANTISED.values(), ids=QUANTISED.keys())
+def test_quantised_kv(
+    kv_dtype: torch.dtype,
+    per_key: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (prefix_prefill_module, paged_decode_module):
+        monkeypatch.setattr(module, "capability", lambda _device: capability)
+    for case, attend in ((TWO_LENGTHS, prefill), (dataclasses.replace(TWO_LENGTHS, query_lens=(1, 1)), decode)):
+        inputs = quantised(make_inputs(case, torch.float32), kv_dtype, per_key=per_key)
+        inputs = dataclasses.replace(inputs, query=inputs.query.to(dtype))
+        check(inputs, *attend(inputs, 0.2), 0.2)
+
+
+def test_float8_without_scales_stands_for_itself() -> None:
+    inputs = quantised(make_inputs(TWO_LENGTHS, torch.float32), torch.float8_e4m3fn, per_key=False)
+    inputs = dataclasses.replace(inputs, kv_scales=None, query=inputs.query / 100)
+    check(inputs, *prefill(inputs, 0.2), 0.2)
+
+
+@pytest.mark.parametrize(("window", "tokens_per_block"), [(1, 16), (17, 7), (50, 64), (200, 16)])
+def test_windows(window: int, tokens_per_block: int) -> None:
+    """Of blocks that no query sees, not even the ids are read."""
+    case = Case((70, 1, 5), (150, 40, 5), tokens_per_block, num_heads=6, num_kv_heads=2, head_dim=48)
+    inputs = windowed(make_inputs(case, torch.float32), window)
+    check(inputs, *prefill(inputs, 0.2, tile=Tile(64, 32, 4, 1)), 0.2)
+    ones = windowed(make_inputs(dataclasses.replace(case, query_lens=(1, 1, 1)), torch.float32), window)
+    check(ones, *decode(ones, 0.2, num_splits=3), 0.2)
 
 
 @st.composite
