@@ -7,6 +7,7 @@
 | `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy`, `part_copy` | the Triton kernels with their launchers |
 | `merge_states` | attention over several runs of keys made one: a Triton kernel with its launcher |
 | `paged_softmax` | the loop body that the two attention kernels share |
+| `shared_prefixes` | which sequences of a batch share leading blocks |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `arguments`, `launching` | the checks that launchers share |
 | `tiles` | how much of the work one Triton program takes |
