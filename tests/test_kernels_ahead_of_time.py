@@ -22,8 +22,10 @@ from kvtier_kernels import merge_states as merge_states_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
+from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
+from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 from kvtier_kernels.tiles import Tile, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
 
@@ -68,6 +70,23 @@ def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int)
     return decodes + merges
 
 
+def record_shared(
+    head_dim: int, dtype: torch.dtype, chip: int, num_seqs: int = NUM_SEQS, **geometry: int
+) -> list[Launch]:
+    """The kernel for what sequences share, and that for what they do not."""
+    query, kv_layer, *_ = attention_arguments(head_dim, dtype, num_seqs, **geometry)
+    tables, lens = torch.zeros((num_seqs, 20), dtype=torch.int64), torch.full((num_seqs,), 50)
+    prefixes, capability = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK), divmod(chip, 10)
+    modules = shared_prefix_decode_module, paged_decode_module
+    with (
+        recorded(modules[0], capability) as shared,
+        recorded(modules[1], capability) as own,
+        recorded(merge_states_module, capability),
+    ):
+        shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=0.1)
+    return shared + own
+
+
 def compiled(launch: Launch, chip: int, folder: Path) -> str:
     """PTX. Shared memory is within the chip's limit, and no register is spilled."""
     kernel = compile_launch(launch, chip)
@@ -87,6 +106,14 @@ def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
         if launch.kernel is not merge_states_module._merge_kernel:
             assert re.search(r"mma\.\S*sync|wgmma", ptx), "products must run on tensor cores"
             assert "cp.async" in ptx, "keys and values must be on their way before they are needed"
+
+
+@pytest.mark.parametrize(("head_dim", "chip"), [(128, 80), (64, 90), (128, 90), (256, 90), (128, 100)])
+def test_attention_to_shared_prefixes_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
+    for launch in record_shared(head_dim, torch.bfloat16, chip):
+        ptx = compiled(launch, chip, tmp_path)
+        assert re.search(r"mma\.\S*sync|wgmma|tcgen05", ptx), "products must run on tensor cores"
+        assert re.search(r"cp\.async\.cg\S* \[.*0x10", ptx), "keys and values must be on their way, 16 bytes at a time"
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
@@ -134,8 +161,10 @@ def test_heads_that_do_not_fit_are_refused(chip: int, dtype: torch.dtype) -> Non
             record(256, dtype, chip, heads=256, kv_heads=1)
 
 
-@pytest.mark.parametrize("chip", [80, 90, 100], ids=["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "chip"),
+    [(64, torch.float32, 80), (128, torch.float32, 90), (256, torch.bfloat16, 90), (128, torch.float32, 100)],
+)
 def test_merges_compile(head_dim: int, dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
     parts, part_lse = torch.empty((5, 8, 33, head_dim), dtype=dtype), torch.empty(5, 8, 33)
     out, lse = torch.empty((5, 8, head_dim), dtype=torch.bfloat16), torch.empty(5, 8)

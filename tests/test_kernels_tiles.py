@@ -15,6 +15,8 @@ from kvtier_kernels.tiles import (
     padded_head_dim,
     prefill_tile,
     shared_limit_bytes,
+    shared_prefix_tile,
+    worth_sharing,
 )
 
 
@@ -24,6 +26,7 @@ def test_tiles_are_powers_of_two_with_a_row_for_each_head(capability: tuple[int,
         for tile in (
             prefill_tile(head_dim, element_bytes, group, capability),
             decode_tile(head_dim, element_bytes, group, capability),
+            shared_prefix_tile(head_dim, element_bytes, group, capability),
         ):
             assert isinstance(tile, Tile)
             assert tile.rows >= max(16, group)
@@ -37,7 +40,8 @@ def test_tiles_of_16_bits_leave_room_for_keys_whatever_the_group(capability: tup
     limit = shared_limit_bytes(capability)
     for head_dim, group in itertools.product((16, 64, 128, 256), (1, 8, 64, 128, 256)):
         columns = padded_head_dim(head_dim)
-        for tile in (prefill_tile(head_dim, 2, group, capability), decode_tile(head_dim, 2, group, capability)):
+        for choose in (prefill_tile, decode_tile, shared_prefix_tile):
+            tile = choose(head_dim, 2, group, capability)
             fits = tile.shared_bytes(columns, 2) <= limit
             assert fits == ((head_dim, group) != (256, 256) or limit >= 163 * 1024)
 
@@ -64,6 +68,16 @@ def test_sequences_are_split_as_far_as_it_fills_the_chip() -> None:
     assert decode_splits(num_programs=8, max_keys=700, num_multiprocessors=chip) == 3, "no run shorter than it pays"
     assert decode_splits(num_programs=1000, max_keys=100_000, num_multiprocessors=chip) == 1
     assert decode_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
+
+
+def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:
+    """8 KV heads of 128 in 16 bits: 4 KiB per key; 32 query heads."""
+    assert worth_sharing(num_saved_keys=15 * 1000, key_bytes=4096, num_rows=16 * 32, head_dim=128)
+    assert not worth_sharing(num_saved_keys=15 * 500, key_bytes=4096, num_rows=16 * 32, head_dim=128)
+    assert not worth_sharing(num_saved_keys=15 * 1000, key_bytes=1024, num_rows=16 * 32, head_dim=128)
+    # Many sequences with a short prompt in common: merging two states of each is what it costs.
+    assert not worth_sharing(num_saved_keys=511 * 24, key_bytes=4096, num_rows=512 * 32, head_dim=128)
+    assert worth_sharing(num_saved_keys=511 * 48, key_bytes=4096, num_rows=512 * 32, head_dim=128)
 
 
 def test_merges_take_a_power_of_two_of_rows() -> None:

@@ -4,9 +4,9 @@
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
-| `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy`, `part_copy` | the Triton kernels with their launchers |
-| `merge_states` | attention over several runs of keys made one: a Triton kernel with its launcher |
-| `paged_softmax` | the loop body that the two attention kernels share |
+| `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
+| `merge_states`, `slot_write`, `block_copy`, `part_copy` | the other Triton kernels with their launchers |
+| `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `arguments`, `launching` | the checks that launchers share |
@@ -21,7 +21,7 @@ other engines, whose blocks lie in a page per layer.
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
-from kvtier_kernels.attention import paged_attention
+from kvtier_kernels.attention import find_shared_prefixes, paged_attention
 from kvtier_kernels.reference import (
     block_copy_reference,
     kv_write_reference,
@@ -29,10 +29,13 @@ from kvtier_kernels.reference import (
     paged_attention_reference,
     part_copy_reference,
 )
+from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.write import kv_write
 
 __all__ = [
+    "SharedPrefixes",
     "block_copy_reference",
+    "find_shared_prefixes",
     "kv_write",
     "kv_write_reference",
     "merge_states_reference",

@@ -65,10 +65,9 @@ def paged_decode(
     if num_seqs == 0:
         return out
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-    table_width = block_tables.size(1)
-    room = table_width * tokens_per_block
     if num_splits is None:
-        max_keys = room if max_seq_len is None else min(max_seq_len, room)
+        room = block_tables.size(1) * tokens_per_block
+        max_keys = min(number for number in (room, max_seq_len, window) if number is not None)
         num_splits = decode_splits(num_seqs * num_kv_heads, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
@@ -76,45 +75,92 @@ def paged_decode(
     if tile is None:
         tile = decode_tile(head_dim, query.element_size(), group, chip)
     check_tile(tile, query, kv_layer, chip)
-    scales_stride = per_key_stride(kv_scales)
-    parts, part_lse = out, lse
-    if num_splits > 1:
-        parts = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
-        part_lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=query.device)
-    with on_device_of(query):
-        _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-            query, stored_values(kv_layer, chip), kv_scales, block_tables, seq_lens, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0),
-            scales_stride or 0, table_width, room, num_splits,
-            HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            WINDOW=window, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
-            PER_KEY_SCALES=scales_stride is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+    if num_splits == 1:
+        launch_decode(
+            query, kv_layer, kv_scales, block_tables, seq_lens, None, out, lse,
+            scale=scale, window=window, num_splits=1, tile=tile,
         )  # fmt: skip
-    if parts is not out and part_lse is not None:
-        merge_states(parts, part_lse, out, lse)
+        return out
+    parts, part_lse = empty_states(query, num_splits)
+    launch_decode(
+        query, kv_layer, kv_scales, block_tables, seq_lens, None, parts, part_lse,
+        scale=scale, window=window, num_splits=num_splits, tile=tile,
+    )  # fmt: skip
+    merge_states(parts, part_lse, out, lse)
     return out
 
 
-@triton.jit(do_not_specialize=["table_width", "max_keys", "num_splits"])
+def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+    """What `merge_states` takes for each row of `query`, not written yet."""
+    num_rows, num_heads, head_dim = query.shape
+    parts = torch.empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32, device=query.device)
+    return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
+
+
+def launch_decode(
+    query: Tensor,
+    kv_layer: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    own_starts: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    num_splits: int,
+    first_state: int = 0,
+    tile: Tile,
+) -> None:
+    """Attention in `num_splits` runs of keys, of arguments that have been checked.
+
+    :param own_starts: int32 `[num_seqs]`, the first key of each sequence to look at, at the start of a block; the first
+        of all when None. Not together with `window`.
+    :param parts: `[num_seqs, num_heads, num_states, head_dim]`, the runs' results from state `first_state` on; or
+        `[num_seqs, num_heads, head_dim]` for one run.
+    :param part_lse: float32, `parts` without its last dimension.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
+    table_width = block_tables.size(1)
+    scales_stride = per_key_stride(kv_scales)
+    with on_device_of(query):
+        _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+            query, stored_values(kv_layer, capability(query.device)), kv_scales,
+            block_tables, seq_lens, own_starts, parts, part_lse,
+            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            table_width, table_width * tokens_per_block, num_splits, first_state, parts.numel() // query.numel(),
+            HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window,
+            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_width", "max_keys", "num_splits", "first_state", "num_states"])
 def _decode_kernel(
-    query, kv, kv_scales, block_tables, seq_lens, out, lse,
-    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, num_splits,
+    query, kv, kv_scales, block_tables, seq_lens, own_starts, out, lse,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys,
+    num_splits, first_state, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """out: `[num_seqs, num_heads, num_splits, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_splits]` or None."""
+    """out: `[num_seqs, num_heads, num_states, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_states]` or None."""
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.minimum(tl.load(seq_lens + seq), max_keys).to(tl.int32)
     low = tl.zeros([], tl.int32)
-    if WINDOW is not None:
-        low = tl.maximum(seq_len - WINDOW, 0)
+    if own_starts is not None:
+        low = tl.load(own_starts + seq)
     # Runs of whole tiles, so that only the first one begins and only the last one ends inside a tile. Those beyond
     # it are empty.
-    first = low // KEYS * KEYS
-    run = tl.cdiv(tl.cdiv(seq_len - first, num_splits), KEYS) * KEYS
+    first = low
+    if WINDOW is not None:
+        low = tl.maximum(seq_len - WINDOW, 0)
+        first = low // KEYS * KEYS
+    run = tl.cdiv(tl.cdiv(tl.maximum(seq_len - first, 0), num_splits), KEYS) * KEYS
     first += split * run
     stop = tl.minimum(first + run, seq_len)
     whole_from = first
@@ -161,7 +207,7 @@ def _decode_kernel(
     attended, row_lse = finish(weighted, total, peak)
     if kv_scales is not None and not PER_KEY_SCALES:
         attended *= tl.load(kv_scales + 1)
-    out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+    out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_states + first_state + split
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
     if lse is not None:

@@ -88,7 +88,7 @@ def prefix_prefill(
 
 
 @triton.jit
-def _sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
+def sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
     """The last sequence whose first tile is at most `tile`, by halving."""
     low = 0
     high = num_seqs
@@ -117,7 +117,7 @@ def _prefill_kernel(
     num_splits = tl.num_programs(1)
     tile = num_tiles - 1 - program // NUM_KV_HEADS
     kv_head = program % NUM_KV_HEADS
-    seq = _sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS)
+    seq = sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS)
     start = tl.load(query_starts + seq).to(tl.int32)
     num_queries = tl.load(query_starts + seq + 1).to(tl.int32) - start
     first = (tile - (start // TILE_TOKENS + seq)) * TILE_TOKENS

@@ -22,12 +22,16 @@ class SharedPrefixes:
     index: Tensor
     """int32 `[4, columns]`, its rows being the properties below: one tensor, so that it takes one copy to a device."""
     num_seqs: int
-    num_groups: int
+    group_sizes: tuple[int, ...]
     num_saved_keys: int
     """Keys that are not read again because their group reads them once."""
     max_shared_keys: int
     max_own_keys: int
     """The most keys that a sequence does not share."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_sizes)
 
     @property
     def members(self) -> Tensor:
@@ -54,7 +58,8 @@ class SharedPrefixes:
         """Groups whose first blocks are the same, chosen so that few keys are read. Only full blocks count.
 
         A sequence is in one group: of sequences that share a system prompt, those that share a long document after it
-        may be a group of their own, the others another one.
+        may be a group of their own, the others another one. Which it is does not depend on which physical blocks there
+        are, only on which are the same.
 
         :param block_tables: int32 or int64 `[num_seqs, max_blocks]` on CPU; entries beyond a sequence's blocks may be
             anything.
@@ -70,8 +75,9 @@ class SharedPrefixes:
         order = sorted(range(num_seqs), key=[row.tobytes() for row in blocks.numpy()].__getitem__)
         ordered = blocks[order]
         alike = (ordered[1:] == ordered[:-1]).long().cumprod(dim=1).sum(dim=1).tolist()
-        groups = _groups(order, alike)
-        sharing = [group for group in groups if group.num_blocks]
+        # In an order that does not depend on the numbers of blocks.
+        groups = [_Group(sorted(group.members), group.num_blocks) for group in _groups(order, alike)]
+        sharing = sorted((group for group in groups if group.num_blocks), key=lambda group: group.members)
         alone = sorted(group.members[0] for group in groups if not group.num_blocks)
         return cls._build([*sharing, _Group(alone)] if alone else sharing, seq_lens, tokens_per_block)
 
@@ -92,7 +98,7 @@ class SharedPrefixes:
         return cls(
             index=index,
             num_seqs=num_seqs,
-            num_groups=len(keys),
+            group_sizes=tuple(len(group.members) for group in groups),
             num_saved_keys=sum(group.num_saved for group in groups) * tokens_per_block,
             max_shared_keys=max(keys, default=0),
             max_own_keys=int((seq_lens - index[3, :num_seqs]).max()) if num_seqs else 0,
@@ -133,7 +139,7 @@ def _groups(order: Sequence[int], alike: Sequence[int]) -> list[_Group]:
             break
         (first, _, left), (_, last, right) = runs[gap], runs[gap + 1]
         groups = left + right
-        joining = [group for group in groups if len(group.members) * num_blocks >= group.num_saved]
+        joining = [group for group in groups if len(group.members) * num_blocks > group.num_saved]
         joined = _Group([seq for group in joining for seq in group.members], num_blocks)
         if joined.members and joined.num_saved > sum(group.num_saved for group in joining):
             groups = [joined, *(group for group in groups if group not in joining)]
