@@ -70,20 +70,25 @@ def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int)
     return decodes + merges
 
 
-def record_shared(
-    head_dim: int, dtype: torch.dtype, chip: int, num_seqs: int = NUM_SEQS, **geometry: int
-) -> list[Launch]:
-    """The kernel for what sequences share, and that for what they do not."""
-    query, kv_layer, *_ = attention_arguments(head_dim, dtype, num_seqs, **geometry)
-    tables, lens = torch.zeros((num_seqs, 20), dtype=torch.int64), torch.full((num_seqs,), 50)
+def record_shared(head_dim: int, kv_dtype: torch.dtype, chip: int, window: int | None = None) -> list[Launch]:
+    """The kernel for what sequences share, and that for what they do not; with a window, the latter as for decodes."""
+    dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
+    query, kv_layer, *_ = attention_arguments(head_dim, dtype, NUM_SEQS)
+    kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
+    scales = torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1] if kv_dtype == torch.int8 else None
+    tables, lens = torch.zeros((NUM_SEQS, 20), dtype=torch.int64), torch.full((NUM_SEQS,), 50)
     prefixes, capability = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK), divmod(chip, 10)
-    modules = shared_prefix_decode_module, paged_decode_module
     with (
-        recorded(modules[0], capability) as shared,
-        recorded(modules[1], capability) as own,
+        recorded(shared_prefix_decode_module, capability) as shared,
+        recorded(paged_decode_module, capability) as own,
         recorded(merge_states_module, capability),
     ):
-        shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=0.1)
+        if window is None:
+            shared_prefix_decode_module.shared_prefix_decode(
+                query, kv_layer, tables, lens, prefixes, scale=0.1, kv_scales=scales
+            )
+        else:
+            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, kv_scales=scales, window=window)
     return shared + own
 
 
@@ -108,9 +113,26 @@ def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
             assert "cp.async" in ptx, "keys and values must be on their way before they are needed"
 
 
-@pytest.mark.parametrize(("head_dim", "chip"), [(128, 80), (64, 90), (128, 90), (256, 90), (128, 100)])
-def test_attention_to_shared_prefixes_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
-    for launch in record_shared(head_dim, torch.bfloat16, chip):
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window", "chip"),
+    [
+        (128, torch.bfloat16, None, 80),
+        (64, torch.bfloat16, None, 90),
+        (128, torch.bfloat16, None, 90),
+        (256, torch.bfloat16, None, 90),
+        (128, torch.bfloat16, None, 100),
+        (128, torch.int8, None, 90),
+        (128, torch.int8, 4096, 80),
+        (128, torch.float8_e4m3fn, 4096, 80),
+        (128, torch.float8_e4m3fn, 4096, 90),
+        (128, torch.int8, 4096, 100),
+    ],
+)
+def test_decodes_read_ahead_in_wide_loads(
+    head_dim: int, dtype: torch.dtype, window: int | None, chip: int, tmp_path: Path
+) -> None:
+    """With a window, `paged_decode`; without, `shared_prefix_decode`, which has its kernel, too."""
+    for launch in record_shared(head_dim, dtype, chip, window):
         ptx = compiled(launch, chip, tmp_path)
         assert re.search(r"mma\.\S*sync|wgmma|tcgen05", ptx), "products must run on tensor cores"
         assert re.search(r"cp\.async\.cg\S* \[.*0x10", ptx), "keys and values must be on their way, 16 bytes at a time"
@@ -232,6 +254,25 @@ def test_batches_that_differ_share_compiled_kernels() -> None:
         decodes.add(compile_launch(launches[0], 90).hash)
         merges.add(compile_launch(merge_launches[0], 90).hash)
     assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
+
+
+def test_batches_that_share_differently_share_compiled_kernels() -> None:
+    """Whether they are few or many, in one group or in several."""
+    hashes = set()
+    for num_seqs, num_groups in ((2, 1), (7, 2), (64, 16)):
+        query, kv_layer, *_ = attention_arguments(64, torch.bfloat16, num_seqs)
+        tables = (torch.arange(num_seqs) % num_groups)[:, None].expand(-1, 4).contiguous()
+        lens = torch.full((num_seqs,), 64)
+        prefixes = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK)
+        assert prefixes.num_groups == num_groups
+        with (
+            recorded(shared_prefix_decode_module, (9, 0)) as launches,
+            recorded(paged_decode_module, (9, 0)),
+            recorded(merge_states_module, (9, 0)),
+        ):
+            shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=0.1)
+        hashes.add(compile_launch(launches[0], 90).hash)
+    assert len(hashes) == 1
 
 
 def test_limits_are_those_of_the_guide() -> None:

@@ -70,6 +70,17 @@ def test_sequences_are_split_as_far_as_it_fills_the_chip() -> None:
     assert decode_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
 
 
+def test_no_multiprocessor_has_much_more_to_do_than_others() -> None:
+    """264 programs are two for each; 30 runs of 9 would be 6 programs more, and a third round for all."""
+    chip = 132
+    assert decode_splits(num_programs=9, max_keys=100_000, num_multiprocessors=chip) == 29
+    for num_programs in range(1, 600):
+        splits = decode_splits(num_programs, 100_000, chip)
+        most_of_one = -(-num_programs * splits // chip)
+        assert num_programs * splits >= min(1.5 * chip, num_programs * MAX_SPLITS)
+        assert most_of_one <= 1.25 * max(1, num_programs * splits / chip)
+
+
 def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:
     """8 KV heads of 128 in 16 bits: 4 KiB per key; 32 query heads."""
     assert worth_sharing(num_saved_keys=15 * 1000, key_bytes=4096, num_rows=16 * 32, head_dim=128)

@@ -126,11 +126,11 @@ def launch_decode(
     table_width = block_tables.size(1)
     scales_stride = per_key_stride(kv_scales)
     with on_device_of(query):
-        _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+        _decode_kernel[(num_seqs * num_kv_heads, num_splits)](
             query, stored_values(kv_layer, capability(query.device)), kv_scales,
             block_tables, seq_lens, own_starts, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            table_width, table_width * tokens_per_block, num_splits, first_state, parts.numel() // query.numel(),
+            table_width, table_width * tokens_per_block, first_state, parts.numel() // query.numel(),
             HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
             TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window,
             ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
@@ -138,18 +138,18 @@ def launch_decode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_width", "max_keys", "num_splits", "first_state", "num_states"])
+@triton.jit(do_not_specialize=["table_width", "max_keys", "first_state", "num_states"])
 def _decode_kernel(
     query, kv, kv_scales, block_tables, seq_lens, own_starts, out, lse,
-    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys,
-    num_splits, first_state, num_states,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, first_state, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """out: `[num_seqs, num_heads, num_states, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_states]` or None."""
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    # Heads of one sequence side by side: what they read lies side by side.
+    seq = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
     seq_len = tl.minimum(tl.load(seq_lens + seq), max_keys).to(tl.int32)
     low = tl.zeros([], tl.int32)
     if own_starts is not None:
@@ -160,7 +160,7 @@ def _decode_kernel(
     if WINDOW is not None:
         low = tl.maximum(seq_len - WINDOW, 0)
         first = low // KEYS * KEYS
-    run = tl.cdiv(tl.cdiv(tl.maximum(seq_len - first, 0), num_splits), KEYS) * KEYS
+    run = tl.cdiv(tl.cdiv(tl.maximum(seq_len - first, 0), tl.num_programs(1)), KEYS) * KEYS
     first += split * run
     stop = tl.minimum(first + run, seq_len)
     whole_from = first

@@ -122,11 +122,11 @@ def _launch_shared(
     tile_seqs = tile.rows // group
     scales_stride = per_key_stride(kv_scales)
     with on_device_of(query):
-        _shared_kernel[(num_seqs // tile_seqs + prefixes.num_groups, num_kv_heads, num_splits)](
+        _shared_kernel[((num_seqs // tile_seqs + prefixes.num_groups) * num_kv_heads, num_splits)](
             query, stored_values(kv_layer, capability(query.device)), kv_scales, block_tables,
             prefixes.members, prefixes.group_starts, prefixes.group_keys, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            block_tables.size(1), prefixes.num_groups, num_splits, parts.size(2),
+            block_tables.size(1), prefixes.num_groups, parts.size(2),
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
             TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             PER_KEY_SCALES=scales_stride is not None,
@@ -134,18 +134,18 @@ def _launch_shared(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_width", "num_groups", "num_splits", "num_states"])
+@triton.jit(do_not_specialize=["table_width", "num_groups", "num_states"])
 def _shared_kernel(
     query, kv, kv_scales, block_tables, members, group_starts, group_keys, parts, part_lse,
-    score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, num_splits, num_states,
+    score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """A tile of a group's sequences, numbered as `prefix_prefill` numbers its tiles of queries."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
     group = sequence_of_tile(group_starts, tile, num_groups, TILE_SEQS)
     start = tl.load(group_starts + group)
     size = tl.load(group_starts + group + 1) - start
@@ -154,7 +154,7 @@ def _shared_kernel(
         return
     num_keys = tl.load(group_keys + group)
     # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
-    run = tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS) * KEYS
+    run = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(1)), KEYS) * KEYS
     begin = split * run
     stop = tl.minimum(begin + run, num_keys)
     whole = begin + tl.maximum(stop - begin, 0) // KEYS * KEYS

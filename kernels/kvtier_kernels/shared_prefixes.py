@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,14 +68,14 @@ class SharedPrefixes:
         :returns: with its index on CPU.
         """
         num_seqs, width = block_tables.shape
-        num_full = seq_lens // tokens_per_block
-        seqs = torch.arange(num_seqs)
+        num_full = (seq_lens // tokens_per_block).numpy()
         # Beyond its full blocks a sequence shares nothing: there it has a number of its own.
-        blocks = torch.where(torch.arange(width) < num_full[:, None], block_tables, -1 - seqs[:, None])
+        blocks = np.repeat(-1 - np.arange(num_seqs)[:, None], width + 1, axis=1)
+        np.copyto(blocks[:, :width], block_tables.numpy(), where=np.arange(width) < num_full[:, None])
         # Any order will do in which rows that begin alike are neighbours: that of their bytes is fast.
-        order = sorted(range(num_seqs), key=[row.tobytes() for row in blocks.numpy()].__getitem__)
+        order = sorted(range(num_seqs), key=[row.tobytes() for row in blocks].__getitem__)
         ordered = blocks[order]
-        alike = (ordered[1:] == ordered[:-1]).long().cumprod(dim=1).sum(dim=1).tolist()
+        alike = (ordered[1:] != ordered[:-1]).argmax(axis=1).tolist()
         # In an order that does not depend on the numbers of blocks.
         groups = [_Group(sorted(group.members), group.num_blocks) for group in _groups(order, alike)]
         sharing = sorted((group for group in groups if group.num_blocks), key=lambda group: group.members)

@@ -4,13 +4,14 @@ Nothing is tuned at run time: a first request must not wait for a search. What t
 of time by the tests, which hold that it fits into the chip's shared memory.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 256
 MIN_DOT = 16
 """`tl.dot` takes no side below this."""
-MAX_SPLITS = 64
+MAX_SPLITS = 256
 _KEYS_PER_SPLIT = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _SHARING_BYTES = 32 * 2**20
@@ -119,15 +120,24 @@ def _float32_tile(least_rows: int, columns: int) -> Tile:
     return Tile(rows=max(32 if columns <= 128 else 16, least_rows), keys=16, num_warps=4, num_stages=1)
 
 
+@functools.lru_cache(maxsize=256)
 def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
     """Into how many runs of keys `paged_decode` cuts each sequence.
 
-    As many as fill the chip twice, but none shorter than is worth merging.
+    As many as give each multiprocessor two programs; more where some would have one program more than others, which
+    wait for them, and a tenth of the time can be won. But none shorter than is worth merging.
 
     :param num_programs: sequences times KV heads: what there is to do without any split.
     """
-    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs))
-    return max(1, min(wanted, -(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+    most = max(1, min(-(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+    fewest = min(most, max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_programs))
+
+    def time(splits: int) -> float:
+        """That of the multiprocessor with most programs, in sequences."""
+        return -(-num_programs * splits // num_multiprocessors) / splits
+
+    shortest = min(time(splits) for splits in range(fewest, most + 1))
+    return next(splits for splits in range(fewest, most + 1) if time(splits) <= 1.1 * shortest)
 
 
 def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: int) -> bool:
