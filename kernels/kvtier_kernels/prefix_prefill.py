@@ -26,12 +26,14 @@ from kvtier_kernels.launching import (
     check_attention_limits,
     check_launchable,
     check_tile,
+    num_multiprocessors,
     on_device_of,
     per_key_stride,
     stored_values,
 )
+from kvtier_kernels.merge_states import merge_states
 from kvtier_kernels.paged_softmax import attend_run, finish
-from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_tile
+from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
 
 
 def prefix_prefill(
@@ -45,6 +47,7 @@ def prefix_prefill(
     kv_scales: Tensor | None = None,
     window: int | None = None,
     max_seq_len: int | None = None,
+    num_splits: int | None = None,
     lse: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -54,6 +57,8 @@ def prefix_prefill(
     queries gets zeros where a query sees no key; `seq_lens` beyond what `block_tables` has room for are cut.
     Scores, softmax and sums are in float32, products in the dtype of the queries.
 
+    :param max_seq_len: decides with the shapes how many runs there are. Too small or too large costs time only.
+    :param num_splits: that number itself; `tiles.prefill_splits` chooses when None.
     :param tile: what `tiles.prefill_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
@@ -69,21 +74,37 @@ def prefix_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     if tile is None:
-        tile = prefill_tile(head_dim, query.element_size(), group, chip)
+        tile = prefill_tile(
+            head_dim, query.element_size(), group, chip,
+            kv_bytes=kv_layer.element_size(), windowed=window is not None,
+        )  # fmt: skip
     check_tile(tile, query, kv_layer, chip)
-    tile_tokens = tile.rows // group
+    tile_tokens, room = tile.rows // group, table_width * tokens_per_block
+    if num_splits is None:
+        max_keys = min(bound for bound in (room, max_seq_len, window and window + tile_tokens) if bound is not None)
+        # Of tiles there are no fewer than this, and no more than programs are started for.
+        num_programs = max(num_seqs, -(-num_tokens // tile_tokens)) * num_kv_heads
+        num_splits = prefill_splits(num_programs, max_keys, num_multiprocessors(query.device))
+    elif not 1 <= num_splits <= 1024:
+        raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
     num_tiles = num_tokens // tile_tokens + num_seqs
     scales_stride = per_key_stride(kv_scales)
+    parts, part_lse = out, lse
+    if num_splits > 1:
+        parts = torch.empty((num_tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
+        part_lse = torch.empty((num_tokens, num_heads, num_splits), dtype=torch.float32, device=query.device)
     with on_device_of(query):
-        _prefill_kernel[(num_tiles * num_kv_heads, 1)](
-            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens, out, lse,
+        _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
+            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            table_width, table_width * tokens_per_block, num_seqs, num_tiles,
+            table_width, room, num_seqs, num_tiles,
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
             WINDOW=window, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+    if parts is not out and part_lse is not None:
+        merge_states(parts, part_lse, out, lse)
     return out
 
 

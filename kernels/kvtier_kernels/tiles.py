@@ -5,6 +5,7 @@ of time by the tests, which hold that it fits into the chip's shared memory.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 MAX_HEAD_DIM = 256
@@ -14,6 +15,13 @@ MIN_DOT = 16
 MAX_SPLITS = 256
 _KEYS_PER_SPLIT = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+_MAX_PREFILL_SPLITS = 64
+_KEYS_PER_PART = 256
+"""What writing and reading the result of a run costs, a row of float32: some 256 keys' products on an H100."""
+_KEYS_PER_MERGE = 512
+"""What launching one more kernel costs, likewise."""
+_ROW_NUMBERS_PER_WARP = 2 * 32 * 160
+"""Twice the registers of a warp that may hold sums, scores and the weights made of them, which are half as wide."""
 _SHARING_BYTES = 32 * 2**20
 _COPY_BYTES = 16384
 _MERGE_ELEMENTS = 4096
@@ -34,12 +42,17 @@ class Tile:
     def shared_bytes(self, columns: int, element_bytes: int) -> int:
         """No less than what the compiler takes of the chip's shared memory, on any chip.
 
-        That is the queries, the weights between the two products, a number per row, and keys and values: those of
-        one iteration take turns, those in flight do not.
+        The queries stay there, and keys and values of the iterations in flight. Matrix units that a thread waits for
+        (`mma.sync`) leave the memory of an iteration free one iteration earlier than those that run on their own
+        (wgmma, tcgen05, from 64 rows on), but the weights pass through it between the two products. Without any
+        iteration in flight, keys and values take turns.
         """
+        tile_bytes = self.keys * columns * element_bytes
         in_flight = 1 if self.num_stages == 1 else 2 * max(2, self.num_stages - 1)
-        row_bytes = (columns + self.keys) * element_bytes + 4
-        return self.rows * row_bytes + in_flight * self.keys * columns * element_bytes
+        needed = self.rows * (self.keys * element_bytes + 4) + in_flight * tile_bytes
+        if self.rows >= 64 and self.num_stages > 1:
+            needed = max(needed, self.rows * 8 + 2 * self.num_stages * tile_bytes)
+        return self.rows * columns * element_bytes + needed
 
 
 def next_power_of_two(number: int) -> int:
@@ -58,25 +71,81 @@ def shared_limit_bytes(capability: tuple[int, int]) -> int:
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
 
 
-def prefill_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
+def prefill_tile(
+    head_dim: int,
+    element_bytes: int,
+    group: int,
+    capability: tuple[int, int],
+    *,
+    kv_bytes: int | None = None,
+    windowed: bool = False,
+) -> Tile:
     """For `prefix_prefill`.
 
+    128 rows, where they fit, read each key once for as many products as its way from the L2 cache takes time. Three
+    stages are the least that has keys on their way during a whole iteration. Keys per iteration are as many as leave
+    registers unspilled.
+
+    :param element_bytes: of the queries.
     :param group: query heads per KV head; a tile has a row for each of them.
     :param capability: of the chip, e.g. (9, 0). Those of 8.6, 8.9 and 12 have half the shared memory.
+    :param kv_bytes: of a stored key's element, `element_bytes` when None. Converting fewer bytes takes registers.
+    :param windowed: there is a sliding window, whose loop takes registers as well.
     """
     least_rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(least_rows, columns)
-    roomy = capability in ((8, 0), (9, 0)) or capability[0] in (10, 11)
-    # With 4 warps the accumulator of 128 rows leaves too few registers for the rest.
+    converts = kv_bytes is not None and kv_bytes != element_bytes
+    asynchronous = capability == (9, 0) or capability[0] in (10, 11)
+    roomy = shared_limit_bytes(capability) > 99 * 1024
+    rows = 64 if columns > 128 and (converts or not asynchronous) else 128
     if columns <= 64:
-        tile = Tile(rows=max(128, least_rows), keys=64, num_warps=8, num_stages=3)
+        keys = 32 if converts and not asynchronous else 64
     elif columns <= 128:
-        tile = Tile(rows=max(128 if roomy else 64, least_rows), keys=64, num_warps=8, num_stages=2)
+        keys = 64 if asynchronous or (roomy and not converts) else 32
+        if capability == (9, 0) and not converts and not windowed:
+            keys = 128
     else:
-        tile = Tile(rows=max(64, least_rows), keys=32, num_warps=8, num_stages=2 if roomy else 1)
-    return _fitted(tile, columns, element_bytes, capability)
+        keys = 32 if roomy else 16
+    return _fitted(Tile(max(rows, least_rows), keys, num_warps=8, num_stages=3), columns, element_bytes, capability)
+
+
+def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Tiles for `prefix_prefill` that are worth timing on a chip of this capability, what `prefill_tile` takes first.
+
+    Those that fit into shared memory, and whose sums and scores fit into the registers of their threads.
+    """
+    chosen = prefill_tile(head_dim, element_bytes, group, capability)
+    if element_bytes == 4:
+        return (chosen,)
+    columns, least_rows = padded_head_dim(head_dim), max(MIN_DOT, next_power_of_two(group))
+    limit = shared_limit_bytes(capability)
+    tiles = (
+        Tile(rows, keys, num_warps, num_stages)
+        for rows, keys, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+        if rows >= least_rows and rows * (2 * columns + 3 * keys) <= _ROW_NUMBERS_PER_WARP * num_warps
+    )
+    others = (tile for tile in tiles if tile != chosen and tile.shared_bytes(columns, element_bytes) <= limit)
+    return (chosen, *others)
+
+
+def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
+    """Into how many runs `prefix_prefill` cuts the keys that each tile of queries sees.
+
+    What takes the least time, in keys that the busiest multiprocessor goes through: a program of each run to every
+    multiprocessor in turn, each with what it costs to write and read its result once more.
+
+    :param num_programs: tiles of queries times KV heads: what there is to do without any split.
+    """
+
+    def time(splits: int) -> int:
+        turns = -(-num_programs * splits // num_multiprocessors)
+        if splits == 1:
+            return turns * max_keys
+        return turns * (-(-max_keys // splits) + _KEYS_PER_PART) + _KEYS_PER_MERGE
+
+    return min(range(1, _MAX_PREFILL_SPLITS + 1), key=time)
 
 
 def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
