@@ -13,6 +13,8 @@ from kvtier_kernels.tiles import (
     merge_rows,
     next_power_of_two,
     padded_head_dim,
+    prefill_candidates,
+    prefill_splits,
     prefill_tile,
     shared_limit_bytes,
     shared_prefix_tile,
@@ -100,3 +102,34 @@ def test_copies_use_the_widest_words_that_fit() -> None:
     assert copy_words(8, 2**21) == (4, 4096)
     assert copy_words(2, 50) == (2, 32)
     assert copy_words(1, 51) == (1, 64)
+
+
+def test_prefills_are_split_where_it_fills_the_chip() -> None:
+    chip = 132
+    assert prefill_splits(num_programs=16, max_keys=32768, num_multiprocessors=chip) == 8
+    assert prefill_splits(num_programs=1, max_keys=131_072, num_multiprocessors=chip) == 56
+    assert prefill_splits(num_programs=chip, max_keys=32768, num_multiprocessors=chip) == 1
+    assert prefill_splits(num_programs=152, max_keys=32768, num_multiprocessors=chip) == 4, "not a second turn for few"
+    assert prefill_splits(num_programs=4000, max_keys=32768, num_multiprocessors=chip) == 1
+    assert prefill_splits(num_programs=8, max_keys=1000, num_multiprocessors=chip) == 1, "merging would cost more"
+    assert prefill_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
+
+
+def test_prefill_candidates_fit_and_begin_with_the_choice() -> None:
+    for capability, head_dim, group in itertools.product(
+        ((8, 0), (9, 0), (10, 0), (12, 0)), (64, 80, 128, 256), (1, 7)
+    ):
+        candidates = prefill_candidates(head_dim, 2, group, capability)
+        assert candidates[0] == prefill_tile(head_dim, 2, group, capability)
+        limit, columns = shared_limit_bytes(capability), padded_head_dim(head_dim)
+        assert len(set(candidates)) == len(candidates) >= (1 if capability == (12, 0) else 4)
+        assert all(tile.shared_bytes(columns, 2) <= limit and tile.rows >= group for tile in candidates)
+    assert prefill_candidates(128, 4, 1, (9, 0)) == (prefill_tile(128, 4, 1, (9, 0)),)
+
+
+def test_prefills_have_keys_on_their_way_for_a_whole_iteration() -> None:
+    for capability, head_dim in itertools.product(((8, 0), (8, 6), (9, 0), (10, 0), (12, 0)), (64, 80, 128, 256)):
+        for kv_bytes, windowed in itertools.product((1, 2), (False, True)):
+            tile = prefill_tile(head_dim, 2, 4, capability, kv_bytes=kv_bytes, windowed=windowed)
+            assert tile.num_stages == 3
+            assert tile.rows == 128 or head_dim == 256

@@ -37,6 +37,28 @@ def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
         raise ValueError(f"{query.size(1)} query heads for {kv_layer.size(3)} KV heads: at most {MAX_GROUP} each")
 
 
+def check_block_ids(
+    kv_layer: Tensor, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor | None, window: int | None
+) -> None:
+    """The blocks that a kernel will read exist. Of tables on a device nothing is known: there it is for the caller.
+
+    :param query_starts: None where each sequence has one query.
+    """
+    if block_tables.device.type != "cpu":
+        return
+    num_blocks, _, tokens_per_block, *_ = kv_layer.shape
+    first_key = torch.zeros_like(seq_lens)
+    if window is not None:
+        num_queries = 1 if query_starts is None else query_starts.diff()
+        first_key = (seq_lens - num_queries - window + 1).clamp(min=0)
+    entry = torch.arange(block_tables.size(1))
+    read = (entry >= (first_key // tokens_per_block)[:, None]) & (entry * tokens_per_block < seq_lens[:, None])
+    wrong = read & ((block_tables < 0) | (block_tables >= num_blocks))
+    if wrong.any():
+        seq, place = wrong.nonzero()[0].tolist()
+        raise ValueError(f"block_tables[{seq}, {place}] is {block_tables[seq, place]}: there are {num_blocks} blocks")
+
+
 def check_tile(tile: Tile, query: Tensor, kv_layer: Tensor, chip: tuple[int, int]) -> None:
     """Powers of two that `tl.dot` takes, with a row for each head of a group, in a chip of this capability."""
     group = query.size(1) // kv_layer.size(3)

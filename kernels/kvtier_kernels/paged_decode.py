@@ -17,6 +17,7 @@ from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
     capability,
     check_attention_limits,
+    check_block_ids,
     check_launchable,
     check_tile,
     num_multiprocessors,
@@ -61,6 +62,7 @@ def paged_decode(
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs:
         raise ValueError(f"{num_seqs} queries for {seq_lens.size(0)} sequences: needs one each")
+    check_block_ids(kv_layer, block_tables, seq_lens, None, window)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return out

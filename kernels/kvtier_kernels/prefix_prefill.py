@@ -24,6 +24,7 @@ from kvtier_kernels.arguments import check_attention, check_index
 from kvtier_kernels.launching import (
     capability,
     check_attention_limits,
+    check_block_ids,
     check_launchable,
     check_tile,
     num_multiprocessors,
@@ -67,6 +68,7 @@ def prefix_prefill(
     check_attention_limits(query, kv_layer)
     num_seqs, table_width = block_tables.shape
     check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
+    check_block_ids(kv_layer, block_tables, seq_lens, query_starts, window)
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     group, chip = num_heads // num_kv_heads, capability(query.device)

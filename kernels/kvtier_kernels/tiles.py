@@ -18,7 +18,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MAX_PREFILL_SPLITS = 64
 _KEYS_PER_PART = 256
 """What writing and reading the result of a run costs, a row of float32: some 256 keys' products on an H100."""
-_KEYS_PER_MERGE = 512
+_KEYS_PER_MERGE = 1024
 """What launching one more kernel costs, likewise."""
 _ROW_NUMBERS_PER_WARP = 2 * 32 * 160
 """Twice the registers of a warp that may hold sums, scores and the weights made of them, which are half as wide."""
@@ -121,20 +121,24 @@ def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability
         return (chosen,)
     columns, least_rows = padded_head_dim(head_dim), max(MIN_DOT, next_power_of_two(group))
     limit = shared_limit_bytes(capability)
+    # A warp has 16 rows, or half of their columns where those are many.
+    shapes = ((64, 4), (128, 8), (64, 8)) if columns > 128 else ((64, 4), (128, 8))
     tiles = (
         Tile(rows, keys, num_warps, num_stages)
-        for rows, keys, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+        for (rows, num_warps), keys, num_stages in itertools.product(shapes, (32, 64, 128), (2, 3, 4))
         if rows >= least_rows and rows * (2 * columns + 3 * keys) <= _ROW_NUMBERS_PER_WARP * num_warps
     )
     others = (tile for tile in tiles if tile != chosen and tile.shared_bytes(columns, element_bytes) <= limit)
     return (chosen, *others)
 
 
+@functools.lru_cache(maxsize=256)
 def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
     """Into how many runs `prefix_prefill` cuts the keys that each tile of queries sees.
 
-    What takes the least time, in keys that the busiest multiprocessor goes through: a program of each run to every
-    multiprocessor in turn, each with what it costs to write and read its result once more.
+    The time is that of the busiest multiprocessor, in keys it goes through, when programs are dealt out in turn; runs
+    add what it costs to write and read their results once more. Few runs take less memory: the fewest that come within
+    a tenth of the least time.
 
     :param num_programs: tiles of queries times KV heads: what there is to do without any split.
     """
@@ -145,7 +149,8 @@ def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -
             return turns * max_keys
         return turns * (-(-max_keys // splits) + _KEYS_PER_PART) + _KEYS_PER_MERGE
 
-    return min(range(1, _MAX_PREFILL_SPLITS + 1), key=time)
+    times = [time(splits) for splits in range(1, _MAX_PREFILL_SPLITS + 1)]
+    return next(splits for splits, needed in enumerate(times, 1) if needed <= 1.1 * min(times))
 
 
 def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:

@@ -149,6 +149,33 @@ def test_windows(window: int, tokens_per_block: int) -> None:
     check(ones, *decode(ones, 0.2, num_splits=3), 0.2)
 
 
+def in_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launchers allocate holds NaN, as memory that was used before may."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, math.nan, **options))
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_prefill_in_runs_of_keys(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 5, some runs of each tile are empty, and with a window all but one or two."""
+    inputs = make_inputs(Case((20, 1, 3), (150, 40, 3), num_heads=6, num_kv_heads=2, head_dim=48), torch.float32)
+    inputs = inputs if window is None else windowed(inputs, window)
+    in_poisoned_memory(monkeypatch)
+    check(inputs, *prefill(inputs, 0.2, tile=Tile(32, 32, 4, 1), num_splits=num_splits), 0.2)
+
+
+def test_few_queries_over_many_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(Case((2,), (5000,), tokens_per_block=256, num_heads=1, num_kv_heads=1, head_dim=16), DTYPES[1])
+    asked: list[int] = []
+    right = prefix_prefill_module.prefill_splits
+    monkeypatch.setattr(prefix_prefill_module, "prefill_splits", lambda *args: asked.append(right(*args)) or asked[-1])
+    in_poisoned_memory(monkeypatch)
+    check(inputs, *prefill(inputs, 0.25), 0.25)
+    assert asked == [4], "the interpreter stands for four multiprocessors"
+    check(inputs, *prefill(inputs, 0.25, max_seq_len=100), 0.25)
+    assert asked == [4, 1]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -164,12 +191,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(case=cases(), dtype=st.sampled_from(DTYPES))
-def test_any_batch_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
-    inputs, scale = make_inputs(case, dtype), case.head_dim**-0.5
-    check(inputs, *prefill(inputs, scale), scale)
-    ones = make_inputs(dataclasses.replace(case, query_lens=(1,) * len(case.seq_lens)), dtype)
-    check(ones, *decode(ones, scale), scale)
+@given(
+    case=cases(),
+    dtype=st.sampled_from(DTYPES),
+    kv=st.sampled_from([None, *QUANTISED.values()]),
+    window=st.none() | st.integers(1, 120),
+    num_splits=st.sampled_from([None, 1, 3]),
+)
+def test_any_batch_agrees_with_the_reference(
+    case: Case, dtype: torch.dtype, kv: Any, window: int | None, num_splits: int | None
+) -> None:
+    scale, ones = case.head_dim**-0.5, dataclasses.replace(case, query_lens=(1,) * len(case.seq_lens))
+    for batch, attend in ((case, prefill), (ones, decode)):
+        inputs = make_inputs(batch, dtype if kv is None else torch.float32)
+        if kv is not None:
+            quantised_inputs = quantised(inputs, kv[0], per_key=kv[1])
+            inputs = dataclasses.replace(quantised_inputs, query=inputs.query.to(dtype))
+        inputs = inputs if window is None else windowed(inputs, window)
+        check(inputs, *attend(inputs, scale, num_splits=num_splits), scale)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:
