@@ -142,7 +142,7 @@ def _shared_kernel(
     TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a group's sequences, numbered as `prefix_prefill` numbers its tiles of queries."""
+    """A run of keys for a tile of a group's sequences, numbered as `prefix_prefill` numbers its tiles of queries."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -152,18 +152,22 @@ def _shared_kernel(
     first_member = (tile - (start // TILE_SEQS + group)) * TILE_SEQS
     if first_member >= size:
         return
-    num_keys = tl.load(group_keys + group)
-    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
-    run = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(1)), KEYS) * KEYS
-    begin = split * run
-    stop = tl.minimum(begin + run, num_keys)
-    whole = begin + tl.maximum(stop - begin, 0) // KEYS * KEYS
-
     row = tl.arange(0, ROWS)
     member = first_member + row // GROUP
     live = (row < TILE_SEQS * GROUP) & (member < size)
     seq = tl.load(members + start + member, mask=live, other=0).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
+    out_rows = (seq * (NUM_KV_HEADS * GROUP) + head) * num_states + split
+    num_keys = tl.load(group_keys + group)
+    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
+    run = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(1)), KEYS) * KEYS
+    begin = split * run
+    if begin >= num_keys:
+        tl.store(part_lse + out_rows, float("-inf"), mask=live)
+        return
+    stop = tl.minimum(begin + run, num_keys)
+    whole = begin + (stop - begin) // KEYS * KEYS
+
     column = tl.arange(0, COLUMNS)
     live_elements = live[:, None] & (column < HEAD_DIM)[None, :]
     query_offsets = (seq * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
@@ -194,8 +198,6 @@ def _shared_kernel(
     attended, row_lse = finish(weighted, total, peak)
     if kv_scales is not None and not PER_KEY_SCALES:
         attended *= tl.load(kv_scales + 1)
-    out_rows = (seq * (NUM_KV_HEADS * GROUP) + head) * num_states + split
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
-    # What an empty run leaves in its part counts nothing.
-    tl.store(parts + out_offsets, attended, mask=live_elements & (begin < stop))
+    tl.store(parts + out_offsets, attended, mask=live_elements)
     tl.store(part_lse + out_rows, row_lse, mask=live)

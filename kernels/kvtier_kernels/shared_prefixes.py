@@ -24,6 +24,7 @@ class SharedPrefixes:
     """int32 `[4, columns]`, its rows being the properties below: one tensor, so that it takes one copy to a device."""
     num_seqs: int
     group_sizes: tuple[int, ...]
+    """Of the groups that share something."""
     num_saved_keys: int
     """Keys that are not read again because their group reads them once."""
     max_shared_keys: int
@@ -32,7 +33,8 @@ class SharedPrefixes:
 
     @property
     def num_groups(self) -> int:
-        return len(self.group_sizes)
+        """With the last one, of sequences that share nothing, where there are such."""
+        return len(self.group_sizes) + (sum(self.group_sizes) < self.num_seqs)
 
     @property
     def members(self) -> Tensor:
@@ -99,7 +101,7 @@ class SharedPrefixes:
         return cls(
             index=index,
             num_seqs=num_seqs,
-            group_sizes=tuple(len(group.members) for group in groups),
+            group_sizes=tuple(len(group.members) for group in groups if group.num_blocks),
             num_saved_keys=sum(group.num_saved for group in groups) * tokens_per_block,
             max_shared_keys=max(keys, default=0),
             max_own_keys=int((seq_lens - index[3, :num_seqs]).max()) if num_seqs else 0,

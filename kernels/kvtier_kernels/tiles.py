@@ -204,7 +204,7 @@ def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) ->
     :param num_programs: sequences times KV heads: what there is to do without any split.
     """
     most = max(1, min(-(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
-    fewest = min(most, max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_programs))
+    fewest = min(most, max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs)))
 
     def time(splits: int) -> float:
         """That of the multiprocessor with most programs, in sequences."""
