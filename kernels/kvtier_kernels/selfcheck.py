@@ -8,18 +8,20 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvtier_kernels.accuracy import attention_bound, lse_bound
+from kvtier_kernels.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
 from kvtier_kernels.reference import (
     block_copy_reference,
     kv_write_reference,
+    merge_states_reference,
     paged_attention_reference,
     part_copy_reference,
 )
+from kvtier_kernels.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
@@ -61,6 +63,8 @@ def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[s
         name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
         yield f"prefix_prefill {name}", _check_prefill(_make(prefill, heads, tokens_per_block, dtype), device)
         batch = _make(decode, heads, tokens_per_block, dtype)
+        yield f"shared_prefix_decode {name}", _check_shared(_sharing(batch), device)
+        yield f"merge_two_states {name}", _check_merge(heads, dtype, device)
         for num_splits in (1, 5, None):
             yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
         yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
@@ -106,19 +110,55 @@ def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -
     return _compare(batch, out, lse)
 
 
+def _sharing(batch: _Batch) -> _Batch:
+    """The first sequence and the third begin alike, and the fourth and the fifth, as far as their full blocks go."""
+    tables, tokens_per_block = batch.block_tables.clone(), batch.kv_layer.size(2)
+    for seq, other in ((0, 2), (3, 4)):
+        num_full = int(batch.seq_lens[[seq, other]].min()) // tokens_per_block
+        tables[other, :num_full] = tables[seq, :num_full]
+    return replace(batch, block_tables=tables)
+
+
+def _check_shared(batch: _Batch, device: torch.device) -> str:
+    from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
+
+    query, kv_layer, tables, _, lens = batch.on(device)
+    prefixes = SharedPrefixes.of(batch.block_tables, batch.seq_lens, kv_layer.size(2)).to(device)
+    lse = torch.full(batch.query.shape[:2], math.nan, device=device)
+    out = shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=batch.scale, lse=lse)
+    return _compare(batch, out, lse)
+
+
+def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
+    from kvtier_kernels.merge_states import merge_two_states
+
+    generator = torch.Generator().manual_seed(heads[0])
+    parts = torch.randn((37, heads[0], 2, heads[2]), generator=generator).to(dtype)
+    part_lse = 10 * torch.randn(parts.shape[:3], generator=generator)
+    parts[5, :, 1], part_lse[5, :, 1] = math.nan, -math.inf
+    a, b = (part.contiguous().to(device) for part in parts.unbind(2))
+    a_lse, b_lse = (one.contiguous().to(device) for one in part_lse.unbind(2))
+    merge_two_states(a, a_lse, b, b_lse)
+    expected, expected_lse = merge_states_reference(parts, part_lse)
+    return _within("output", a, expected, merge_bound(parts, part_lse, dtype)) or _within(
+        "log-sum-exp", a_lse, expected_lse, merge_lse_bound(part_lse)
+    )
+
+
 def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
     tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
     expected_lse = torch.full(batch.query.shape[:2], math.nan)
     expected = paged_attention_reference(*tensors, scale=batch.scale, lse=expected_lse)
     bounded = (batch.query, batch.kv_layer, batch.seq_lens)
-    for name, got, want, bound in (
-        ("output", out, expected, attention_bound(*bounded, scale=batch.scale)),
-        ("log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale)),
-    ):
-        worst = (got.float().cpu() - want).abs().max().item()
-        if not worst <= bound:  # a NaN is not
-            return f"{name} is off by {worst:.3g}, allowed are {bound:.3g}"
-    return ""
+    return _within("output", out, expected, attention_bound(*bounded, scale=batch.scale)) or _within(
+        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale)
+    )
+
+
+def _within(name: str, got: Tensor, expected: Tensor, bound: float) -> str:
+    worst = (got.double().cpu() - expected).abs().max().item()
+    # A NaN is not.
+    return "" if worst <= bound else f"{name} is off by {worst:.3g}, allowed are {bound:.3g}"
 
 
 def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kvtier_kernels import block_copy, part_copy, prefix_prefill, selfcheck, slot_write
+from kvtier_kernels import (
+    block_copy,
+    merge_states,
+    part_copy,
+    prefix_prefill,
+    selfcheck,
+    shared_prefix_decode,
+    slot_write,
+)
 
 CPU = torch.device("cpu")
 
@@ -15,7 +23,7 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_right_kernels_pass() -> None:
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 3 * 5 + 2 * 5
+    assert len(checks) == 3 * 7 + 2 * 5
     assert set(checks.values()) == {""}
 
 
@@ -24,6 +32,13 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         prefix_prefill, "prefix_prefill", lambda *args, scale, lse: right(*args, scale=1.1 * scale, lse=lse)
     )
+    shared = shared_prefix_decode.shared_prefix_decode
+    monkeypatch.setattr(
+        shared_prefix_decode,
+        "shared_prefix_decode",
+        lambda *args, scale, lse: shared(*args, scale=1.1 * scale, lse=lse),
+    )
+    monkeypatch.setattr(merge_states, "merge_two_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
     monkeypatch.setattr(part_copy, "part_copy", lambda *_args, gather: None)

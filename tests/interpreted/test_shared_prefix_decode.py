@@ -92,14 +92,16 @@ def test_it_agrees_with_the_reference(sharing: Sharing, num_splits: tuple[int, i
 
 
 def test_shared_keys_are_read_once() -> None:
-    """The shared part of all tables but one is never looked at: it could name blocks that do not exist."""
+    """The shared part of all tables but one is never looked at: it could name a block of NaN."""
     inputs = make_shared(CASES["two groups and one alone"], torch.float32)
     prefixes = prefixes_of(inputs)
     starts, members = prefixes.group_starts.tolist(), prefixes.members.tolist()
     expected = attend(inputs, 0.125, prefixes=prefixes)
+    unused = (set(range(inputs.kv_layer.size(0))) - set(inputs.block_tables.flatten().tolist())).pop()
+    assert inputs.kv_layer[unused].isnan().all()
     for group, keys in enumerate(prefixes.group_keys.tolist()):
         for seq in members[starts[group] + 1 : starts[group + 1]]:
-            inputs.block_tables[seq, : keys // 7] = 10**6
+            inputs.block_tables[seq, : keys // 7] = unused
     for ours, theirs in zip(attend(inputs, 0.125, prefixes=prefixes), expected, strict=True):
         assert torch.equal(ours, theirs)
 
