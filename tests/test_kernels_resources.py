@@ -1,0 +1,106 @@
+"""What kernels take of chips that are not here: nothing is spilled where it matters, and the report says so."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from kvtier_kernels.tiles import Tile, decode_tile, padded_head_dim, prefill_tile, shared_limit_bytes  # noqa: E402
+from kvtier_kernels_bench import resources as resources_module  # noqa: E402
+from kvtier_kernels_bench.candidates import label, neighbours  # noqa: E402
+from kvtier_kernels_bench.resources import Resources, configurations, resources  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path) -> Iterator[None]:
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "triton")
+        yield
+
+
+@pytest.mark.parametrize("operation", ["prefix_prefill bf16 heads 32/8x128", "paged_decode bf16 heads 32/8x128"])
+def test_attention_of_common_models_spills_nothing_on_sm_100(operation: str) -> None:
+    """Beside sm_80 and sm_90, which `test_kernels_ahead_of_time.py` looks at more closely."""
+    found = resources([100], only=operation)
+    assert found
+    for of in found:
+        assert of.spilled_bytes == 0, of
+        assert of.shared_bytes <= of.shared_limit_bytes, of
+
+
+@pytest.mark.parametrize("operation", ["kv_write", "block_copy rows of 1,048,576", "part_copy parts of 65,536"])
+def test_copies_spill_nothing_on_sm_100(operation: str) -> None:
+    found = resources([100], only=operation)
+    assert found
+    assert all(of.spilled_bytes == 0 for of in found)
+
+
+def test_the_command_reports_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "resources.json"
+    assert resources_module.main(["--chip", "90", "--only", "block_copy rows of 51", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["triton"] == triton.__version__
+    (row,) = content["kernels"]
+    assert (row["chip"], row["default"], row["spilled_bytes"]) == (90, True, 0)
+    assert row["registers"] > 0
+    assert "sm_90" in capsys.readouterr().out
+
+
+def test_a_default_that_spills_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spilling = Resources("k", "c", True, 90, 255, 1000, 2000, 8, 4)
+    for bad, status in (
+        (spilling, 1),
+        (Resources("k", "c", False, 90, 255, 1000, 2000, 8, 4), 0),
+        (Resources("k", "c", True, 90, 255, 3000, 2000, 0, 4), 1),
+        (Resources("k", "c", True, 90, 255, 1000, 2000, 0, 4), 0),
+    ):
+        monkeypatch.setattr(resources_module, "resources", lambda *_, bad=bad, **__: [bad])
+        assert resources_module.main([]) == status
+    assert "8 spilled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("choose", [prefill_tile, decode_tile])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 7), (256, 8)])
+def test_neighbours_fit_the_chip(choose: object, capability: tuple[int, int], head_dim: int, group: int) -> None:
+    default = choose(head_dim, 2, group, capability)  # type: ignore[operator]
+    around = neighbours(default, head_dim=head_dim, element_bytes=2, group=group, capability=capability)
+    assert around[0] == default
+    assert len(set(around)) == len(around) > 5
+    for tile in around:
+        assert tile.shared_bytes(padded_head_dim(head_dim), 2) <= shared_limit_bytes(capability)
+        assert tile.rows >= group
+        assert default.rows // 2 <= tile.rows <= default.rows * 2
+
+
+def test_nearest_neighbours_come_first() -> None:
+    default = Tile(128, 64, 8, 2)
+    around = neighbours(default, head_dim=128, element_bytes=2, group=4, capability=(9, 0))
+    nearest = [label(tile) for tile in around[1:6]]
+    assert set(nearest) <= {
+        "64x64 w8 s2",
+        "128x32 w8 s2",
+        "128x128 w8 s2",
+        "128x64 w4 s2",
+        "128x64 w8 s1",
+        "128x64 w8 s3",
+    }
+
+
+def test_candidates_are_configurations_too() -> None:
+    names = [of.name for of in configurations(candidates=2) if not of.default]
+    assert len(names) == 2 * 2 * len(resources_module.HEADS)
+    (candidate,) = [
+        of for of in configurations(candidates=1) if of.name == "paged_decode bf16 heads 32/8x128 candidate 1"
+    ]
+    (launch,) = candidate.record(90)
+    default = decode_tile(128, 2, 4, (9, 0))
+    assert Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options) != default
