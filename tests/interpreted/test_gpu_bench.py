@@ -1,0 +1,65 @@
+"""The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
+
+import pytest
+
+from kvtier.bench.report import Case
+from kvtier_kernels_bench import part_decode, part_prefill, part_spill, part_sweep
+from kvtier_kernels_bench.setting import Setting
+
+
+def setting() -> Setting:
+    return Setting.here(60, tiny=True)
+
+
+def by_name(cases: list[Case]) -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.name, []).append(case)
+    return found
+
+
+def test_prefill_beside_torch() -> None:
+    cases = list(part_prefill.measure(setting()))
+    found = by_name(cases)
+    assert {"paged", "one block"} < set(found)
+    assert [case.op for case in found["paged"]] == ["prefill of 9 after 0", "prefill of 5 after 20"]
+    for case in found["paged"] + found["one block"]:
+        assert case.floor is not None
+        assert case.floor.startswith("torch ")
+        assert case.figures["TFLOP/s"] > 0
+        assert case.figures["difference from torch"] < 1e-5, "both attend to the same keys"
+
+
+def test_decode_beside_the_bandwidth() -> None:
+    found = by_name(list(part_decode.plain(setting())))
+    (ours,), (floor,) = found["paged_decode"], found["bandwidth"]
+    assert (ours.floor, floor.ratio_to_floor) == ("bandwidth", 1.0)
+    assert ours.gb_per_s
+
+
+def test_prefill_beside_a_spill() -> None:
+    found = by_name(list(part_spill.measure(setting())))
+    (beside,) = found["beside the spill"]
+    assert beside.floor == "alone"
+    assert beside.figures["GB/s spilled meanwhile"] > 0
+
+
+def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = part_sweep._prefill
+
+    def failing(setting: Setting) -> object:
+        choose, batch, attend = whole(setting)
+        calls = iter(range(1000))
+
+        def sometimes(batch: object, tile: object) -> object:
+            if next(calls) == 0:
+                raise RuntimeError("out of resource: shared memory")
+            return attend(batch, tile)  # type: ignore[arg-type]
+
+        return choose, batch, sometimes
+
+    monkeypatch.setattr(part_sweep, "_prefill", failing)
+    first, second, *decode = part_sweep.measure(setting())
+    assert first.detail == "failed: RuntimeError: out of resource: shared memory"
+    assert second.floor == "the default"
+    assert len(decode) == 2
