@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvtier_kernels.tiles import Tile, decode_tile, padded_head_dim, prefill_tile, shared_limit_bytes  # noqa: E402
 from kvtier_kernels_bench import resources as resources_module  # noqa: E402
 from kvtier_kernels_bench.candidates import label, neighbours  # noqa: E402
+from kvtier_kernels_bench.compiling import kernel_modules, kernels_of  # noqa: E402
 from kvtier_kernels_bench.resources import Resources, configurations, resources  # noqa: E402
 
 
@@ -24,7 +25,7 @@ def _cache_of_its_own(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("operation", ["prefix_prefill bf16 heads 32/8x128", "paged_decode bf16 heads 32/8x128"])
+@pytest.mark.parametrize("operation", ["prefix_prefill heads 32/8x128", "paged_decode heads 32/8x128", "merge_two"])
 def test_attention_of_common_models_spills_nothing_on_sm_100(operation: str) -> None:
     """Beside sm_80 and sm_90, which `test_kernels_ahead_of_time.py` looks at more closely."""
     found = resources([100], only=operation)
@@ -67,6 +68,12 @@ def test_a_default_that_spills_fails_the_command(
     assert "8 spilled" in capsys.readouterr().out
 
 
+def test_every_kernel_is_reported() -> None:
+    launched = {launch.kernel.fn for of in configurations() for launch in of.record(90)}
+    there = {kernel.fn for module in kernel_modules() for kernel in kernels_of(module).values()}
+    assert launched == there
+
+
 @pytest.mark.parametrize("choose", [prefill_tile, decode_tile])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 7), (256, 8)])
@@ -98,9 +105,7 @@ def test_nearest_neighbours_come_first() -> None:
 def test_candidates_are_configurations_too() -> None:
     names = [of.name for of in configurations(candidates=2) if not of.default]
     assert len(names) == 2 * 2 * len(resources_module.HEADS)
-    (candidate,) = [
-        of for of in configurations(candidates=1) if of.name == "paged_decode bf16 heads 32/8x128 candidate 1"
-    ]
+    (candidate,) = [of for of in configurations(candidates=1) if of.name == "paged_decode heads 32/8x128 candidate 1"]
     (launch,) = candidate.record(90)
     default = decode_tile(128, 2, 4, (9, 0))
     assert Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options) != default

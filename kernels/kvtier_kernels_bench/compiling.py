@@ -4,10 +4,12 @@ Needs triton, but no GPU and no driver. Not in a process with TRITON_INTERPRET=1
 """
 
 import contextlib
+import importlib
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
+import kvtier_kernels as package
+
+_PREFIX = f"{package.__name__}."
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one block may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
 OPTIONS = {"num_warps", "num_stages"}
@@ -57,16 +62,28 @@ class Recorder:
         return launch
 
 
+def kernels_of(module: ModuleType) -> dict[str, JITFunction[Any]]:
+    """The kernels that a module launches, by the names that it has for them."""
+    named = vars(module).items()
+    return {name: value for name, value in named if isinstance(value, JITFunction) and name.endswith("_kernel")}
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of `kvtier_kernels` that have kernels."""
+    modules = (importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, _PREFIX))
+    return [module for module in modules if kernels_of(module)]
+
+
 @contextlib.contextmanager
-def recorded(module: ModuleType, capability: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Launches of the module's kernels are recorded, in order, as on a chip of this capability; none runs."""
+def recorded(modules: ModuleType | Sequence[ModuleType], capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Launches of the modules' kernels are recorded, in order, as on a chip of this capability; none runs."""
     launches: list[Launch] = []
     with contextlib.ExitStack() as patched:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                patched.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
-        if hasattr(module, "capability"):
-            patched.enter_context(mock.patch.object(module, "capability", return_value=capability))
+        for module in [modules] if isinstance(modules, ModuleType) else modules:
+            for name, kernel in kernels_of(module).items():
+                patched.enter_context(mock.patch.object(module, name, Recorder(kernel, launches)))
+            if hasattr(module, "capability"):
+                patched.enter_context(mock.patch.object(module, "capability", return_value=capability))
         yield launches
 
 

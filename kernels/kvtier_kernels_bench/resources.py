@@ -5,6 +5,7 @@ spilled. Needs triton and no GPU. About 2 s per kernel and chip, from triton's c
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -17,20 +18,31 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtier_kernels import block_copy as block_copy_module
-from kvtier_kernels import paged_decode as paged_decode_module
-from kvtier_kernels import part_copy as part_copy_module
-from kvtier_kernels import prefix_prefill as prefix_prefill_module
-from kvtier_kernels import slot_write as slot_write_module
+from kvtier_kernels.block_copy import block_copy
+from kvtier_kernels.merge_states import merge_two_states
+from kvtier_kernels.paged_decode import paged_decode
+from kvtier_kernels.part_copy import Parts, part_copy
+from kvtier_kernels.prefix_prefill import prefix_prefill
+from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
+from kvtier_kernels.shared_prefixes import SharedPrefixes
+from kvtier_kernels.slot_write import write_slots
 from kvtier_kernels.tiles import Tile, decode_tile, prefill_tile
 from kvtier_kernels_bench.candidates import label, neighbours
-from kvtier_kernels_bench.compiling import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of
+from kvtier_kernels_bench.compiling import (
+    SHARED_LIMIT_BYTES,
+    Launch,
+    compile_launch,
+    kernel_modules,
+    recorded,
+    usage_of,
+)
+from kvtier_kernels_bench.shapes import Batch
 
 CHIPS = (80, 90, 100)
 _Heads = tuple[int, int, int]
 HEADS: tuple[_Heads, ...] = ((32, 8, 128), (32, 8, 64), (14, 2, 64), (8, 1, 256))
 """Query heads, KV heads, head dimension: Llama 3's, smaller models', a group that is no power of two, wide heads."""
-_NUM_SEQS, _TOKENS_PER_BLOCK = 5, 16
+_NUM_SEQS, _TOKENS_PER_BLOCK, _DTYPE = 5, 16, torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +76,22 @@ class Resources:
 
 
 def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
-    """All launchers in bf16 by default, and beside each attention tile so many others of `neighbours`."""
+    """All launchers, in bf16 unless said, and beside each attention tile so many others of `neighbours`."""
     for heads in HEADS:
-        name = f"bf16 heads {heads[0]}/{heads[1]}x{heads[2]}"
+        name = f"heads {heads[0]}/{heads[1]}x{heads[2]}"
         yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, heads))
         yield Configuration(f"paged_decode {name}", True, partial(_decode, heads))
+        yield Configuration(f"shared_prefix_decode {name}", True, partial(_shared_prefix_decode, heads))
         for place in range(1, 1 + candidates):
             prefills, decodes = (partial(of, heads, place) for of in (_prefill_candidate, _decode_candidate))
             yield Configuration(f"prefix_prefill {name} candidate {place}", False, prefills)
             yield Configuration(f"paged_decode {name} candidate {place}", False, decodes)
-    yield Configuration("kv_write bf16", True, _write)
+    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+        name = f"heads 32/8x128 {str(kv_dtype).removeprefix('torch.')}"
+        yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, HEADS[0], kv_dtype=kv_dtype))
+        yield Configuration(f"paged_decode {name}", True, partial(_decode, HEADS[0], kv_dtype=kv_dtype))
+    yield Configuration("merge_two_states", True, _merge_two_states)
+    yield Configuration("kv_write", True, _write)
     for row_bytes in (2**20, 2**20 + 8, 51):
         yield Configuration(f"block_copy rows of {row_bytes:,}", True, partial(_block_copy, row_bytes))
     for part_bytes in (2**16, 2**16 + 8):
@@ -123,26 +141,56 @@ def _compiled(configuration: Configuration, launch: Launch, chip: int) -> Resour
     )
 
 
-def _attention_arguments(heads: _Heads, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _launched(chip: int) -> contextlib.AbstractContextManager[list[Launch]]:
+    """Whatever is launched meanwhile, in whichever module its kernel is."""
+    return recorded(kernel_modules(), divmod(chip, 10))
+
+
+def _batch(heads: _Heads, num_tokens: int, kv_dtype: torch.dtype = _DTYPE) -> tuple[Batch, Tensor | None]:
+    """Attention's arguments, rows of the query and layers of the KV lying as an engine has them; scales."""
     num_heads, num_kv_heads, head_dim = heads
-    kv = torch.empty((64, 3, 2, _TOKENS_PER_BLOCK, num_kv_heads, head_dim), dtype=torch.bfloat16)
-    query = torch.empty((num_tokens, num_heads + 2 * num_kv_heads, head_dim), dtype=torch.bfloat16)[:, :num_heads]
-    tables, starts, lens = (torch.zeros(shape, dtype=torch.int64) for shape in ((_NUM_SEQS, 20), 6, 5))
-    return query, kv[:, 1], tables, starts, lens
+    kv = torch.empty((64, 3, 2, _TOKENS_PER_BLOCK, num_kv_heads, head_dim), dtype=kv_dtype)[:, 1]
+    query = torch.empty((num_tokens, num_heads + 2 * num_kv_heads, head_dim), dtype=_DTYPE)[:, :num_heads]
+    scales = None if kv_dtype == _DTYPE else torch.empty((64, 3, *kv.shape[1:4]))[:, 1]
+    tables, starts = (torch.zeros(shape, dtype=torch.int64) for shape in ((_NUM_SEQS, 20), (_NUM_SEQS + 1,)))
+    return Batch(query, kv, tables, starts, torch.full((_NUM_SEQS,), 50)), scales
 
 
-def _prefill(heads: _Heads, chip: int, tile: Tile | None = None) -> list[Launch]:
-    with recorded(prefix_prefill_module, divmod(chip, 10)) as launches:
-        prefix_prefill_module.prefix_prefill(*_attention_arguments(heads, 300), scale=0.1, tile=tile)
+def _prefill(heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE) -> list[Launch]:
+    of, scales = _batch(heads, 300, kv_dtype)
+    with _launched(chip) as launches:
+        prefix_prefill(
+            of.query, of.kv_layer, of.block_tables, of.query_starts, of.seq_lens,
+            scale=0.1, kv_scales=scales, tile=tile,
+        )  # fmt: skip
     return launches
 
 
-def _decode(heads: _Heads, chip: int, tile: Tile | None = None) -> list[Launch]:
+def _decode(heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE) -> list[Launch]:
     """Without splits, with splits, and what merges them."""
-    query, kv_layer, tables, _, lens = _attention_arguments(heads, _NUM_SEQS)
-    with recorded(paged_decode_module, divmod(chip, 10)) as launches:
+    of, scales = _batch(heads, _NUM_SEQS, kv_dtype)
+    with _launched(chip) as launches:
         for num_splits in (1, 4):
-            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, num_splits=num_splits, tile=tile)
+            paged_decode(
+                of.query, of.kv_layer, of.block_tables, of.seq_lens,
+                scale=0.1, kv_scales=scales, num_splits=num_splits, tile=tile,
+            )  # fmt: skip
+    return launches
+
+
+def _shared_prefix_decode(heads: _Heads, chip: int) -> list[Launch]:
+    """What sequences share, what they do not, and what merges both."""
+    of, _ = _batch(heads, _NUM_SEQS)
+    prefixes = SharedPrefixes.of(of.block_tables, of.seq_lens, _TOKENS_PER_BLOCK)
+    with _launched(chip) as launches:
+        shared_prefix_decode(of.query, of.kv_layer, of.block_tables, of.seq_lens, prefixes, scale=0.1)
+    return launches
+
+
+def _merge_two_states(chip: int) -> list[Launch]:
+    state, lse = torch.empty((5, 32, 128), dtype=_DTYPE), torch.empty((5, 32))
+    with _launched(chip) as launches:
+        merge_two_states(state, lse, state.clone(), lse.clone())
     return launches
 
 
@@ -168,28 +216,29 @@ def _candidate(
 
 
 def _write(chip: int) -> list[Launch]:
-    query, kv_layer, *_ = _attention_arguments((32, 8, 128), 7)
+    of, _ = _batch(HEADS[0], 7)
     index = torch.zeros(7, dtype=torch.int64)
-    with recorded(slot_write_module, divmod(chip, 10)) as launches:
-        slot_write_module.write_slots(kv_layer, query[:, :8], query[:, :8], index, index)
+    with _launched(chip) as launches:
+        write_slots(of.kv_layer, of.query[:, :8], of.query[:, :8], index, index)
     return launches
 
 
 def _block_copy(row_bytes: int, chip: int) -> list[Launch]:
     blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(block_copy_module, divmod(chip, 10)) as launches:
-        block_copy_module.block_copy(blocks, index, staging, index)
+    with _launched(chip) as launches:
+        block_copy(blocks, index, staging, index)
     return launches
 
 
 def _part_copy(part_bytes: int, chip: int) -> list[Launch]:
+    """Gather, then scatter."""
     kv = torch.empty((3, 4, part_bytes), dtype=torch.uint8)
     staging = torch.empty((4, 3 * part_bytes), dtype=torch.uint8)
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(part_copy_module, divmod(chip, 10)) as launches:
+    with _launched(chip) as launches:
         for gather in (True, False):
-            part_copy_module.part_copy(part_copy_module.Parts.of(kv.unbind()), index, staging, index, gather=gather)
+            part_copy(Parts.of(kv.unbind()), index, staging, index, gather=gather)
     return launches
 
 
