@@ -23,6 +23,7 @@ from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
 from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
+from kvtier_kernels import row_copy as row_copy_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
@@ -217,7 +218,7 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
     """Rows of an odd number of 16 bytes too move in accesses of 16 bytes."""
     blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(block_copy_module, divmod(chip, 10)) as launches:
+    with recorded(row_copy_module, divmod(chip, 10)) as launches:
         block_copy_module.block_copy(blocks, index, staging, index)
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
@@ -233,7 +234,7 @@ def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int
         torch.empty((4, 3 * part_bytes), dtype=torch.uint8),
     )
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(part_copy_module, divmod(chip, 10)) as launches:
+    with recorded(row_copy_module, divmod(chip, 10)) as launches:
         part_copy_module.part_copy(part_copy_module.Parts.of(kv.unbind()), index, staging, index, gather=gather)
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide

@@ -6,11 +6,13 @@ import pytest
 
 from kvtier_kernels.tiles import (
     MAX_SPLITS,
+    CopyTile,
     Tile,
-    copy_words,
+    copy_tile,
     decode_splits,
     decode_tile,
     merge_rows,
+    host_copy_programs,
     next_power_of_two,
     padded_head_dim,
     prefill_candidates,
@@ -98,10 +100,16 @@ def test_merges_take_a_power_of_two_of_rows() -> None:
 
 
 def test_copies_use_the_widest_words_that_fit() -> None:
-    assert copy_words(16, 2**21) == (4, 4096)
-    assert copy_words(8, 2**21) == (4, 4096)
-    assert copy_words(2, 50) == (2, 32)
-    assert copy_words(1, 51) == (1, 64)
+    assert copy_tile(16, 2**21, host=False) == CopyTile(rows=1, words=4096, word_bytes=4, num_warps=4)
+    assert copy_tile(8, 2**21, host=False) == CopyTile(1, 4096, 4, 4)
+    assert copy_tile(2, 50, host=False) == CopyTile(128, 32, 2, 4)
+    assert copy_tile(1, 51, host=False) == CopyTile(64, 64, 1, 4)
+
+
+def test_copies_beside_host_memory_have_more_in_flight_in_few_programs() -> None:
+    assert copy_tile(16, 2**21, host=True) == CopyTile(rows=1, words=16384, word_bytes=4, num_warps=16)
+    assert copy_tile(16, 4096, host=True) == CopyTile(16, 1024, 4, 16), "as much of small parts"
+    assert [host_copy_programs(chip) for chip in (1, 66, 108, 132)] == [2, 2, 3, 4]
 
 
 def test_prefills_are_split_where_it_fills_the_chip() -> None:

@@ -5,9 +5,12 @@
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
-| `merge_states`, `slot_write`, `block_copy`, `part_copy` | the other Triton kernels with their launchers |
+| `merge_states`, `slot_write` | the other Triton kernels with their launchers |
 | `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
+| `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
+| `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
+| `part_counters` | waiting for one layer of a copy that is still under way |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `arguments`, `launching` | the checks that launchers share |
 | `tiles` | how much of the work one Triton program takes |

@@ -147,5 +147,45 @@ def check_byte_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} {_describe(rows)}: needs contiguous rows that do not overlap")
 
 
+def check_staging(staging: Tensor, num_parts: int, part_bytes: int, device: torch.device) -> Tensor:
+    """`staging` as `[num_parts, num_rows, part_bytes]`, a view: uint8 that kernels on `device` reach.
+
+    It is `[num_rows, num_parts * part_bytes]` (block by block) or `[num_parts, num_rows, part_bytes]` (part by part).
+    """
+    if staging.dim() == 2:
+        check_byte_rows("staging", staging)
+        if staging.size(1) != num_parts * part_bytes:
+            raise ValueError(
+                f"staging has rows of {staging.size(1)} bytes, blocks {num_parts} parts of {part_bytes}: must be equal"
+            )
+        by_part = staging.view(staging.size(0), num_parts, part_bytes).transpose(0, 1)
+    else:
+        if staging.dim() != 3 or (staging.size(0), staging.size(2)) != (num_parts, part_bytes):
+            raise ValueError(f"staging {_describe(staging)}: needs [{num_parts}, rows, {part_bytes}]")
+        for part in (staging[0], staging[:, 0] if staging.size(1) else staging[0]):
+            check_byte_rows("staging", part)
+        by_part = staging
+    if staging.dtype != torch.uint8:
+        raise ValueError(f"staging {_describe(staging)}: needs uint8")
+    check_reachable("staging", staging, device)
+    return by_part
+
+
+def check_reachable(name: str, memory: Tensor, device: torch.device) -> None:
+    """Kernels on `device` can reach it: memory of that device, or of the host, pinned, where that device is CUDA."""
+    pinned = device.type == "cuda" and memory.device.type == "cpu" and memory.is_pinned()
+    if memory.device != device and not pinned:
+        raise ValueError(
+            f"{name} is on {memory.device}, what it is used with on {device}: must be equal, or pinned beside CUDA"
+        )
+
+
+def check_counters(counters: Tensor, num_parts: int, device: torch.device) -> None:
+    """`counters` is contiguous int32 `[num_parts]` that kernels on `device` reach."""
+    if counters.shape != (num_parts,) or counters.dtype != torch.int32 or not counters.is_contiguous():
+        raise ValueError(f"counters {_describe(counters)}: needs contiguous int32 [{num_parts}]")
+    check_reachable("counters", counters, device)
+
+
 def _describe(tensor: Tensor) -> str:
     return f"of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"

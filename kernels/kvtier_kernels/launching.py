@@ -12,8 +12,6 @@ from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile, padded_
 
 _INTERPRETED_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 4
-COPY_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes: as what a copy moves them."""
 
 
 def check_launchable(name: str, tensor: Tensor, kernel: Any) -> None:

@@ -88,11 +88,12 @@ def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, ta
 def part_copy_reference(
     parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
 ) -> None:
-    """Part by part what `kvtier_kernels.part_copy.part_copy` does."""
-    for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
-        columns = torch.split(staging[row], [part.size(1) for part in parts])
-        for part, column in zip(parts, columns, strict=True):
-            source, target = (part[block], column) if gather else (column, part[block])
+    """Part by part what `kvtier_kernels.part_copy.part_copy` does, counters aside."""
+    if staging.dim() == 2:
+        staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
+    for part, staged in zip(parts, staging, strict=True):
+        for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
+            source, target = (part[block], staged[row]) if gather else (staged[row], part[block])
             target.copy_(source)
 
 
