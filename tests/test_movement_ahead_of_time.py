@@ -13,9 +13,10 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
-from kvtier_kernels import part_counters, row_copy  # noqa: E402
+from kvtier_kernels import part_counters, plane_copy, quantised_copy, row_copy  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
-from kvtier_kernels.tiles import copy_tile  # noqa: E402
+from kvtier_kernels.records import LossyCodec, RecordLayout  # noqa: E402
+from kvtier_kernels.tiles import copy_tile, quantise_tile  # noqa: E402
 from launch_rig import compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90, 100]
@@ -76,6 +77,55 @@ def test_waiting_acquires(chip: int, tmp_path: Path) -> None:
         chip, tmp_path, most_registers=32,
     )  # fmt: skip
     assert re.search(r"(ld|atom)\.global\.gpu\.acquire", ptx), "adding 0 may become a load"
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(
+    ("codec", "head_dim", "dtype", "host"),
+    [
+        (LossyCodec.INT8, 128, torch.bfloat16, False),
+        (LossyCodec.FP8, 128, torch.bfloat16, True),
+        (LossyCodec.FP8, 80, torch.float16, False),
+    ],
+)
+def test_pages_are_quantised_in_wide_accesses(
+    codec: LossyCodec, head_dim: int, dtype: torch.dtype, host: bool, gather: bool, chip: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(quantised_copy, "quantise_tile", lambda dim, **_kwargs: quantise_tile(dim, host=host))
+    layout = RecordLayout(codec, dtype, head_dim, 2 * 16 * 8)
+    kv = torch.empty((4, 3, layout.page_bytes), dtype=torch.uint8)
+    staging = torch.empty((3, 5, layout.record_bytes), dtype=torch.uint8)
+    index, counters = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    ptx = compiled(
+        quantised_copy,
+        lambda: quantised_copy.quantised_copy(
+            Parts.of(kv.unbind(1)), index, staging, index, layout=layout, gather=gather, counters=counters
+        ),
+        chip, tmp_path, most_registers=128,
+    )  # fmt: skip
+    assert re.search(WIDE_LOAD, ptx)
+    assert re.search(WIDE_STORE, ptx)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("part_bytes", [2**16 + 32, 4096 + 32])
+def test_planes_are_split_in_wide_accesses(part_bytes: int, gather: bool, chip: int, tmp_path: Path) -> None:
+    kv, staging = (
+        torch.empty((4, 3, part_bytes), dtype=torch.uint8),
+        torch.empty((5, 3 * part_bytes), dtype=torch.uint8),
+    )
+    index = torch.zeros(3, dtype=torch.int64)
+    ptx = compiled(
+        plane_copy,
+        lambda: plane_copy.plane_copy(Parts.of(kv.unbind(1)), index, staging, index, gather=gather),
+        chip, tmp_path, most_registers=64,
+    )  # fmt: skip
+    assert re.search(WIDE_LOAD, ptx)
+    assert re.search(WIDE_STORE, ptx)
+    assert not re.search(r"(ld|st)\.global\.b(8|16|32) ", ptx), "all of it in wide accesses"
 
 
 def test_layers_and_numbers_that_differ_share_compiled_kernels() -> None:

@@ -271,3 +271,22 @@ def host_copy_programs(num_multiprocessors: int) -> int:
     They take 3 % of its multiprocessors from the kernels that compute beside them.
     """
     return max(2, num_multiprocessors // _MULTIPROCESSORS_PER_HOST_COPY_PROGRAM)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseTile:
+    """What a program of `quantised_copy` holds at a time. Powers of two."""
+
+    vectors: int
+    columns: int
+    num_warps: int
+
+
+def quantise_tile(head_dim: int, *, host: bool) -> QuantiseTile:
+    """For `quantised_copy`: 32 elements a thread.
+
+    :param host: one side is host memory, and there are few programs: each has more in flight.
+    """
+    num_warps = 16 if host else 4
+    columns = padded_head_dim(head_dim)
+    return QuantiseTile(max(1, num_warps * 1024 // columns), columns, num_warps)
