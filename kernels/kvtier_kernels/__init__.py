@@ -5,13 +5,16 @@
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
-| `merge_states`, `slot_write` | the other Triton kernels with their launchers |
+| `merge_states`, `slot_write`, `slot_quantise` | the other Triton kernels with their launchers |
 | `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
+| `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
 | `part_counters` | waiting for one layer of a copy that is still under way |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
+| `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
+| `quantising` | what the kernels that quantise share |
 | `arguments`, `launching` | the checks that launchers share |
 | `tiles` | how much of the work one Triton program takes |
 | `selfcheck` | every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck` |

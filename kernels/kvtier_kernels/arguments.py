@@ -118,15 +118,20 @@ def check_attention(
     check_index("seq_lens", seq_lens, (block_tables.size(0),), kv_layer.device)
 
 
-def check_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+def check_write(
+    kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor, kv_scales: Tensor | None
+) -> None:
     """What `kv_write` takes fits together."""
     check_kv_layer(kv_layer)
+    check_kv_scales(kv_scales, kv_layer)
     check_rows("key", key, kv_layer)
     check_rows("value", value, kv_layer)
     check_index("block_ids", block_ids, (key.size(0),), kv_layer.device)
     check_index("offsets", offsets, (key.size(0),), kv_layer.device)
     if key.shape != value.shape:
         raise ValueError(f"key is {list(key.shape)}, value {list(value.shape)}: must be equal")
+    if key.dtype != value.dtype:
+        raise ValueError(f"key is {key.dtype}, value {value.dtype}: must be equal")
     if key.size(1) != kv_layer.size(3):
         raise ValueError(f"key has {key.size(1)} heads, kv_layer {kv_layer.size(3)}")
 

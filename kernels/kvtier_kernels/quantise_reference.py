@@ -1,29 +1,31 @@
-"""The lossy codecs and the split into byte planes in plain torch: the oracle of the kernels that do it on the way."""
+"""Quantised KV and byte planes in plain torch: the oracle of the kernels that make them on the way."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvtier_kernels.records import LossyCodec, RecordLayout
+from kvtier_kernels.records import RecordLayout
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest magnitude that can be stored."""
 _E4M3_NAN = 0x7F
 
 
-def quantise_reference(vectors: Tensor, codec: LossyCodec) -> tuple[Tensor, Tensor]:
-    """Stored values, `[..., head_dim]` of the codec's dtype, and float32 scales, `[...]`, as `records` says."""
+def quantise_reference(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stored values, `[..., head_dim]` of this dtype, and float32 scales, `[...]`, as `records` says."""
     wide = vectors.float()
     peak = wide.abs().amax(-1)
-    scales = torch.where(peak.isfinite(), peak / codec.largest, torch.inf)
+    scales = torch.where(peak.isfinite(), peak / LARGEST[dtype], torch.inf)
     scales = scales.masked_fill(scales == 0, 1.0)
     ratio = (wide / scales[..., None]).masked_fill(scales[..., None].isinf(), 0.0)
-    return stored_reference(ratio, codec), scales
+    return stored_reference(ratio, dtype), scales
 
 
-def stored_reference(ratio: Tensor, codec: LossyCodec) -> Tensor:
-    """The nearest that the codec can store, ties to even; what is too large is the largest."""
-    clamped = ratio.clamp(-codec.largest, codec.largest)
-    if codec is LossyCodec.INT8:
+def stored_reference(ratio: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest that int8 or float8_e4m3fn can hold, ties to even; what is too large is the largest."""
+    clamped = ratio.clamp(-LARGEST[dtype], LARGEST[dtype])
+    if dtype == torch.int8:
         return clamped.round().to(torch.int8)
     codes = clamped.to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(ratio.isnan(), _E4M3_NAN).view(torch.float8_e4m3fn)
@@ -51,7 +53,7 @@ def quantised_copy_reference(
         for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
             record, page = records[row], part[block].view(layout.dtype).view(layout.num_vectors, layout.head_dim)
             if gather:
-                stored, scales = quantise_reference(page, layout.codec)
+                stored, scales = quantise_reference(page, layout.codec.stored_dtype)
                 record.zero_()
                 layout.values(record).view(torch.uint8).copy_(stored.view(torch.uint8))
                 layout.scales(record).copy_(scales)

@@ -11,6 +11,7 @@ from kvtier_kernels.arguments import check_counters, check_index, check_staging
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
+from kvtier_kernels.quantise_reference import LARGEST
 from kvtier_kernels.quantising import dequantise, quantise, vector_scales
 from kvtier_kernels.records import LossyCodec, RecordLayout
 from kvtier_kernels.tiles import quantise_tile
@@ -67,9 +68,9 @@ def quantised_copy(
             parts.offsets, counters, first.stride(0) // unit, records.stride(1) // 16, records.stride(0) // 16,
             first.size(0), records.size(1), block_ids.size(0), pieces.per_part, pieces.num_pieces,
             NUM_VECTORS=layout.num_vectors, HEAD_DIM=layout.head_dim, RECORD_BYTES=layout.record_bytes,
-            SCALES_START=layout.scales_start, FP8=layout.codec is LossyCodec.FP8, LARGEST=layout.codec.largest,
-            DTYPE=_DTYPES[layout.dtype], UNIT=unit // 2, VECTORS=tile.vectors, COLUMNS=tile.columns, GATHER=gather,
-            SCOPE=counter_scope(staging, counters, gather=gather), num_warps=tile.num_warps,
+            SCALES_START=layout.scales_start, FP8=layout.codec is LossyCodec.FP8, DTYPE=_DTYPES[layout.dtype],
+            LARGEST=LARGEST[layout.codec.stored_dtype], UNIT=unit // 2, VECTORS=tile.vectors, COLUMNS=tile.columns,
+            GATHER=gather, SCOPE=counter_scope(staging, counters, gather=gather), num_warps=tile.num_warps,
         )  # fmt: skip
     return pieces.programs_per_part
 

@@ -38,11 +38,6 @@ class LossyCodec(StrEnum):
     def stored_dtype(self) -> torch.dtype:
         return torch.int8 if self is LossyCodec.INT8 else torch.float8_e4m3fn
 
-    @property
-    def largest(self) -> float:
-        """The largest magnitude that can be stored."""
-        return 127.0 if self is LossyCodec.INT8 else 448.0
-
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvtier_kernels.arguments import QUANTISED_DTYPES
+from kvtier_kernels.quantise_reference import quantise_reference, stored_reference
+
 
 def paged_attention_reference(
     query: Tensor,
@@ -71,12 +74,26 @@ def merge_states_reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Ten
     return torch.einsum("rhs,rhsd->rhd", weights, states), lse
 
 
-def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+def kv_write_reference(
+    kv_layer: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_ids: Tensor,
+    offsets: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Token by token what `kvtier_kernels.write.kv_write` does."""
     for row in range(key.size(0)):
         block, offset = int(block_ids[row]), int(offsets[row])
-        kv_layer[block, 0, offset] = key[row]
-        kv_layer[block, 1, offset] = value[row]
+        for which, vectors in enumerate((key[row], value[row])):
+            stored = vectors
+            if kv_scales is not None and kv_scales.dim() == 4:
+                stored, kv_scales[block, which, offset] = quantise_reference(vectors, kv_layer.dtype)
+            elif kv_layer.dtype in QUANTISED_DTYPES:
+                scale = torch.ones(()) if kv_scales is None else kv_scales[which]
+                stored = stored_reference(vectors.float() / scale, kv_layer.dtype)
+            kv_layer[block, which, offset] = stored
 
 
 def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:

@@ -290,3 +290,9 @@ def quantise_tile(head_dim: int, *, host: bool) -> QuantiseTile:
     num_warps = 16 if host else 4
     columns = padded_head_dim(head_dim)
     return QuantiseTile(max(1, num_warps * 1024 // columns), columns, num_warps)
+
+
+def slot_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
+    """For `slot_quantise`: how many heads of a token a program takes, and the columns of each."""
+    columns = padded_head_dim(head_dim)
+    return min(next_power_of_two(num_heads), max(1, 4096 // columns)), columns
