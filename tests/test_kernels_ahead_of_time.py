@@ -22,8 +22,8 @@ from kvtier_kernels import merge_states as merge_states_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
-from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import row_copy as row_copy_module  # noqa: E402
+from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402

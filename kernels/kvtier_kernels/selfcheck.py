@@ -15,12 +15,11 @@ from torch import Tensor
 
 from kvtier_kernels.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
 from kvtier_kernels.reference import (
-    block_copy_reference,
     kv_write_reference,
     merge_states_reference,
     paged_attention_reference,
-    part_copy_reference,
 )
+from kvtier_kernels.selfcheck_copies import copy_checks, random_bits
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,9 +67,7 @@ def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[s
         for num_splits in (1, 5, None):
             yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
         yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
-    for row_bytes in (1, 50, 4096, 2**16 + 16, 2**16 + 4):
-        yield f"block_copy rows of {row_bytes} bytes", _check_copy(row_bytes, device)
-        yield f"part_copy parts of {row_bytes} bytes", _check_parts(row_bytes, device)
+    yield from copy_checks(device)
 
 
 def _make(
@@ -166,8 +163,8 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
 
     _, kv_heads, head_dim = heads
     as_int = torch.int32 if dtype.itemsize == 4 else torch.int16
-    kv = _random_bits((40, 2, 2, tokens_per_block, kv_heads, head_dim), as_int)
-    fused = _random_bits((37, 2 * kv_heads + 1, head_dim), as_int)
+    kv = random_bits((40, 2, 2, tokens_per_block, kv_heads, head_dim), as_int)
+    fused = random_bits((37, 2 * kv_heads + 1, head_dim), as_int)
     key, value = fused[:, :kv_heads], fused[:, kv_heads + 1 :]
     places = torch.randperm(40 * tokens_per_block)[:37]
     index = places // tokens_per_block, places % tokens_per_block
@@ -177,38 +174,6 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
     )
     kv_write_reference(kv[:, 1], key, value, *index)
     return "" if torch.equal(there.view(as_int).cpu(), kv) else "bits differ"
-
-
-def _check_copy(row_bytes: int, device: torch.device) -> str:
-    from kvtier_kernels.block_copy import block_copy
-
-    source, target = _random_bits((50, row_bytes), torch.uint8), _random_bits((40, row_bytes), torch.uint8)
-    rows = torch.randperm(50)[:33], torch.randperm(40)[:33]
-    there = target.to(device, copy=True)
-    block_copy(source.to(device), rows[0].to(device), there, rows[1].to(device))
-    block_copy_reference(source, rows[0], target, rows[1])
-    return "" if torch.equal(there.cpu(), target) else "bytes differ"
-
-
-def _check_parts(part_bytes: int, device: torch.device) -> str:
-    from kvtier_kernels.part_copy import Parts, part_copy
-
-    num_parts, block_ids, rows = 5, torch.randperm(50)[:33], torch.randperm(40)[:33]
-    kv, staging = (
-        _random_bits((50, num_parts, part_bytes), torch.uint8),
-        _random_bits((40, num_parts * part_bytes), torch.uint8),
-    )
-    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
-    parts, theirs = kv.unbind(1), Parts.of(there.unbind(1))
-    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
-        part_copy(theirs, these_blocks.to(device), staged, rows.to(device), gather=gather)
-        part_copy_reference(parts, these_blocks, staging, rows, gather=gather)
-    return "" if torch.equal(there.cpu(), kv) and torch.equal(staged.cpu(), staging) else "bytes differ"
-
-
-def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
 
 
 def main(write: Callable[[str], None] = print) -> int:
