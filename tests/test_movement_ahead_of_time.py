@@ -45,6 +45,12 @@ def compiled(module: ModuleType, launch: Callable[[], object], chip: int, folder
     return ptx
 
 
+def assert_ieee(ptx: str) -> None:
+    """What is rounded is rounded as torch does on CPU: subnormals too, and quotients to nearest."""
+    assert ".ftz" not in ptx
+    assert not re.search(r"div\.(full|approx)|rcp\.", ptx)
+
+
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("part_bytes", [2**16 + 16, 4096 + 16])
@@ -107,6 +113,7 @@ def test_pages_are_quantised_in_wide_accesses(
     )  # fmt: skip
     assert re.search(WIDE_LOAD, ptx)
     assert re.search(WIDE_STORE, ptx)
+    assert_ieee(ptx)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
@@ -143,6 +150,7 @@ def test_new_vectors_are_quantised_in_wide_accesses(dtype: torch.dtype, scales: 
     )  # fmt: skip
     assert re.search(r"ld\.global\S*\.v[24]\.b32", ptx)
     assert re.search(r"st\.global\S*\.v[24]\.b32", ptx)
+    assert_ieee(ptx)
 
 
 def test_layers_and_numbers_that_differ_share_compiled_kernels() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvtier_kernels.launching import num_multiprocessors
 from kvtier_kernels.tiles import host_copy_programs
 
-_MAX_PIECES = 2**30
-"""The number of a piece and the one that the same program takes next are both within 32 bits."""
+_MOST = 2**30
+"""Pieces, and bytes of a part: the piece that a program takes next has a number within 32 bits, and so have the places
+in a tile that is partly beyond the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,17 @@ class Pieces:
         return min(self.num_programs, self.per_part)
 
 
-def cut(per_part: int, num_parts: int, device: torch.device, *, host: bool, max_programs: int | None) -> Pieces:
-    """:param device: that computes. `host`: one side of the copy is host memory.
-    :param max_programs: None for as many as the tile sizes say.
+def cut(
+    per_part: int, num_parts: int, part_bytes: int, device: torch.device, *, host: bool, max_programs: int | None
+) -> Pieces:
+    """:param part_bytes: of the larger side.
+    :param device: that computes. `host`: one side of the copy is host memory.
+    :param max_programs: None for as many as `kvtier_kernels.tiles` says.
     :raises ValueError: nothing may run, or there is too much for a launch.
     """
     num_pieces = per_part * num_parts
-    if num_pieces >= _MAX_PIECES:
-        raise ValueError(f"{num_pieces} pieces: too much for a launch; copy in batches")
+    if num_pieces > _MOST or part_bytes > _MOST:
+        raise ValueError(f"{num_pieces} pieces of parts of {part_bytes} bytes: too much for a launch; copy in batches")
     if max_programs is None:
         max_programs = host_copy_programs(num_multiprocessors(device)) if host else num_pieces
     if max_programs < 1:

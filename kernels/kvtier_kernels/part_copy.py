@@ -5,6 +5,8 @@ with its blocks: layers that an engine gets one by one. All parts are reached fr
 allocation they are in: a device has one address space.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ class Parts:
     """uint8 `[num_blocks, part_bytes]` each, rows contiguous."""
     offsets: Tensor
     """int64 `[num_parts]`: bytes from the first part to each."""
+    alignment: int
+    """What `copy_pieces.alignment` says of all parts together."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Parts":
@@ -39,19 +43,32 @@ class Parts:
                     f"beside {list(first.shape)} on {first.device}, stride {first.stride(0)}: must be equal, and uint8"
                 )
         offsets = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
-        return cls(tuple(tensors), torch.tensor(offsets, dtype=torch.int64).to(first.device))
-
-    @property
-    def alignment(self) -> int:
-        """What `copy_pieces.alignment` says of all parts together."""
-        together = 0
-        for tensor in self.tensors:
-            together |= alignment(tensor)
-        return together
+        return cls(
+            tuple(tensors),
+            torch.tensor(offsets, dtype=torch.int64).to(first.device),
+            functools.reduce(operator.or_, map(alignment, tensors)),
+        )
 
     @property
     def block_bytes(self) -> int:
         return self.tensors[0].size(1) * len(self.tensors)
+
+    def check_copy(
+        self, block_ids: Tensor, staging: Tensor, staging_rows: Tensor, counters: Tensor | None, *, part_bytes: int
+    ) -> Tensor:
+        """What all copies of parts take fits together.
+
+        :param part_bytes: of a part in `staging`.
+        :returns: a view of `staging`, `[num_parts, num_rows, part_bytes]`.
+        :raises ValueError: on a wrong shape, dtype, stride or device.
+        """
+        num_parts, device = len(self.tensors), self.tensors[0].device
+        by_part = check_staging(staging, num_parts, part_bytes, device)
+        check_index("block_ids", block_ids, (-1,), device)
+        check_index("staging_rows", staging_rows, (block_ids.size(0),), device)
+        if counters is not None:
+            check_counters(counters, num_parts, device)
+        return by_part
 
 
 def part_copy(
@@ -80,11 +97,7 @@ def part_copy(
     """
     first = parts.tensors[0]
     check_can_copy("part", first)
-    by_part = check_staging(staging, len(parts.tensors), first.size(1), first.device)
-    check_index("block_ids", block_ids, (-1,), first.device)
-    check_index("staging_rows", staging_rows, (block_ids.size(0),), first.device)
-    if counters is not None:
-        check_counters(counters, len(parts.tensors), first.device)
+    by_part = parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=first.size(1))
     return copy_rows(
         first, parts.offsets, block_ids, by_part, staging_rows,
         unit=parts.alignment, gather=gather, counters=counters, max_programs=max_programs,

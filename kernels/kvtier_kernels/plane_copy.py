@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_counters, check_index, check_staging
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
@@ -42,19 +41,13 @@ def plane_copy(
     first, num_parts = parts.tensors[0], len(parts.tensors)
     check_launchable("part", first, _plane_kernel)
     part_bytes = first.size(1)
-    check_staging(staging, num_parts, part_bytes, first.device)
-    check_index("block_ids", block_ids, (-1,), first.device)
-    check_index("staging_rows", staging_rows, (block_ids.size(0),), first.device)
-    if counters is not None:
-        check_counters(counters, num_parts, first.device)
+    parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=part_bytes)
     page_unit = common_unit(parts.alignment, part_bytes) // 2
     if page_unit == 0:
         raise ValueError(f"parts of {part_bytes} bytes: need elements of 2 bytes, at even addresses")
     num_pairs, num_elements = block_ids.size(0), part_bytes // 2
     if num_pairs == 0:
         return 0
-    if part_bytes >= 2**31:
-        raise ValueError(f"parts of {part_bytes} bytes: too much for a launch")
     if staging.dim() == 2:
         planes = staging.view(staging.size(0), 2, num_parts, num_elements).permute(2, 0, 1, 3)
     else:
@@ -63,9 +56,8 @@ def plane_copy(
     host = planes.device != first.device
     tile = copy_tile(2, part_bytes, host=host)
     chunks = triton.cdiv(num_elements, tile.words)
-    pieces = cut(
-        triton.cdiv(num_pairs, tile.rows) * chunks, num_parts, first.device, host=host, max_programs=max_programs
-    )
+    per_part = triton.cdiv(num_pairs, tile.rows) * chunks
+    pieces = cut(per_part, num_parts, part_bytes, first.device, host=host, max_programs=max_programs)
     part_row_units, row_units, plane_units, _ = (stride // plane_unit for stride in planes.stride())
     with on_device_of(first):
         _plane_kernel[(pieces.num_programs,)](

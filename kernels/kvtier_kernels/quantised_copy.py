@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_counters, check_index, check_staging
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
@@ -44,11 +43,7 @@ def quantised_copy(
     check_launchable("part", first, _record_kernel)
     if first.size(1) != layout.page_bytes:
         raise ValueError(f"parts of {first.size(1)} bytes: {layout} needs {layout.page_bytes}")
-    records = check_staging(staging, len(parts.tensors), layout.record_bytes, first.device)
-    check_index("block_ids", block_ids, (-1,), first.device)
-    check_index("staging_rows", staging_rows, (block_ids.size(0),), first.device)
-    if counters is not None:
-        check_counters(counters, len(parts.tensors), first.device)
+    records = parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=layout.record_bytes)
     unit = common_unit(parts.alignment, layout.page_bytes)
     if unit < 2 or common_unit(alignment(records)) < 16:
         raise ValueError("parts must begin at even addresses, records at multiples of 16 bytes")
@@ -57,11 +52,10 @@ def quantised_copy(
         return 0
     host = records.device != first.device
     tile = quantise_tile(layout.head_dim, host=host)
-    if num_vectors + tile.vectors >= 2**31:
+    if num_vectors > 2**30:
         raise ValueError(f"{num_vectors} vectors: too much for a launch; copy in batches")
-    pieces = cut(
-        triton.cdiv(num_vectors, tile.vectors), len(parts.tensors), first.device, host=host, max_programs=max_programs
-    )
+    per_part, num_parts = triton.cdiv(num_vectors, tile.vectors), len(parts.tensors)
+    pieces = cut(per_part, num_parts, layout.page_bytes, first.device, host=host, max_programs=max_programs)
     with on_device_of(first):
         _record_kernel[(pieces.num_programs,)](
             first.view(torch.int16), block_ids, records.view(torch.int8), records.view(torch.float32), staging_rows,

@@ -49,16 +49,13 @@ def copy_rows(
     num_pairs = block_ids.size(0)
     if num_pairs == 0:
         return 0
-    if part_bytes >= 2**31:
-        raise ValueError(f"rows of {part_bytes} bytes: too much for a launch")
     unit = common_unit(unit, part_bytes, alignment(paged), alignment(staging))
     where = paged if paged.is_cuda else staging
     host = paged.device != staging.device
     tile = copy_tile(unit, part_bytes, host=host)
     chunks = triton.cdiv(part_bytes, tile.words * tile.word_bytes)
-    pieces = cut(
-        triton.cdiv(num_pairs, tile.rows) * chunks, num_parts, where.device, host=host, max_programs=max_programs
-    )  # fmt: skip
+    per_part = triton.cdiv(num_pairs, tile.rows) * chunks
+    pieces = cut(per_part, num_parts, part_bytes, where.device, host=host, max_programs=max_programs)
     word = _WORDS[tile.word_bytes]
     with on_device_of(where):
         _copy_kernel[(pieces.num_programs,)](

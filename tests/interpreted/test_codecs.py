@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import triton
@@ -22,6 +23,7 @@ from kvtier_kernels.quantise_reference import (
 from kvtier_kernels.quantised_copy import quantised_copy
 from kvtier_kernels.quantising import dequantise, quantise
 from kvtier_kernels.records import LossyCodec, RecordLayout
+from memory_rig import random_bytes, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """numpy's, of arithmetic with NaN and infinity, which is meant here."""
@@ -33,10 +35,6 @@ DTYPE_IDS = ["bfloat16", "float16"]
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def random_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator(seed))
 
 
 def vectors_of_all_kinds(num_vectors: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -172,7 +170,10 @@ def test_layout_of_a_record() -> None:
     one, two = [0, 0, 0x80, 0x3F], [0, 0, 0, 0x40]
     assert record[0].tolist() == [*stored, 0, *one, *one, *two, 0, 0, 0, 0]
     assert RecordLayout(LossyCodec.FP8, torch.float16, 128, 256).record_bytes == 256 * 132
-    assert [str(codec) for codec in LossyCodec] == ["int8_per_head", "fp8_e4m3_per_head"]
+    assert list(LossyCodec) == ["int8_per_head", "fp8_e4m3_per_head"]
+    assert len({msgpack.packb(name) for name in (*LossyCodec, "int8_per_head")}) == 2, (
+        "a namespace packs it as a string"
+    )
 
 
 @pytest.mark.parametrize("part_bytes", [2, 50, 4096, 20_032])
@@ -202,6 +203,25 @@ def test_planes_of_a_block_are_those_of_all_its_bytes() -> None:
     staging = torch.zeros(2, 4 * 96, dtype=torch.uint8)
     plane_copy(Parts.of(blocks.view(2, 4, 96).unbind(1)), index, staging, index, gather=True)
     assert torch.equal(staging[1], torch.cat([blocks[1, 1::2], blocks[1, 0::2]]))
+
+
+def test_pages_and_records_may_lie_beyond_32_bits() -> None:
+    far, layout = 3 * 2**30, RecordLayout(LossyCodec.INT8, torch.float16, 16, 64)
+    page = vectors_of_all_kinds(64, 16, torch.float16).view(torch.uint8).view(2048)
+    parts = [sparse(2 * far + 2048).as_strided((3, 2048), (far, 1)) for _ in range(2)]
+    from_block, to_block, row = torch.tensor([2]), torch.tensor([1]), torch.tensor([1])
+    for part in parts:
+        part[2] = page
+    staging = sparse(3 * far + 2048).as_strided((2, 2, 2048), (2 * far, far, 1))
+    plane_copy(Parts.of(parts), from_block, staging, row, gather=True)
+    plane_copy(Parts.of(parts), to_block, staging, row, gather=False)
+    assert all(torch.equal(part[1], page) for part in parts)
+    records = staging[:, :, : layout.record_bytes]
+    quantised_copy(Parts.of(parts), from_block, records, row, layout=layout, gather=True)
+    quantised_copy(Parts.of(parts), to_block, records, row, layout=layout, gather=False)
+    stored, scales = quantise_reference(page.view(torch.float16).view(64, 16), torch.int8)
+    restored = dequantise_reference(stored, scales, torch.float16).view(torch.uint8).view(2048)
+    assert all(torch.equal(part[1], restored) for part in parts)
 
 
 def test_copies_of_nothing() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvtier_kernels import kv_write_reference
 from kvtier_kernels.slot_quantise import quantise_slots
 from kvtier_kernels.write import kv_write
+from memory_rig import random_bytes, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """numpy's, of arithmetic with NaN and infinity, which is meant here."""
@@ -19,10 +20,6 @@ KINDS = {"int8": (torch.int8, "own"), "fp8": (torch.float8_e4m3fn, "own")} | {
     f"fp8 {scales}": (torch.float8_e4m3fn, scales) for scales in ("given", "none")
 }
 NUM_BLOCKS, TOKENS_PER_BLOCK = 4, 7
-
-
-def random_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def quantised_kv(dtype: torch.dtype, scales: str, heads: int, head_dim: int) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +81,7 @@ def test_places_that_do_not_exist_are_left_out(kind: str) -> None:
 
 def test_blocks_and_their_scales_may_lie_beyond_32_bits() -> None:
     """Strides that two blocks need not fill: of the first 3 GiB nothing is touched."""
-    far = torch.empty(3 * 2**30 + 64, dtype=torch.int8)
+    far = sparse(3 * 2**30 + 64).view(torch.int8)
     layer = far.as_strided((2, 2, 1, 1, 16), (3 * 2**30, 16, 16, 16, 1))
     scales = far.view(torch.float32).as_strided((2, 2, 1, 1), (3 * 2**28 + 8, 1, 1, 1))
     key, index = torch.arange(16.0).view(1, 1, 16), torch.ones(1, dtype=torch.int64)

@@ -11,17 +11,15 @@ from triton.runtime.interpreter import InterpreterBuilder
 from kvtier_kernels import block_copy_reference, part_copy_reference, row_copy
 from kvtier_kernels.arguments import check_counters, check_reachable
 from kvtier_kernels.block_copy import block_copy
+from kvtier_kernels.copy_pieces import Pieces, cut
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.part_counters import wait_for_layer
 from kvtier_kernels.tiles import CopyTile
+from memory_rig import random_bytes, sparse
 
 CUDA = torch.device("cuda", 0)
 SMALL = CopyTile(rows=2, words=16, word_bytes=4, num_warps=4)
 """Many pieces of little memory: 2 blocks, 64 bytes of each."""
-
-
-def random_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def pages(num_layers: int, part_bytes: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -186,3 +184,28 @@ def test_what_does_not_fit_is_refused() -> None:
         part_copy(parts, index, good, index, gather=True, max_programs=0)
     assert good.eq(0).all()
     assert counters.eq(0).all()
+
+
+def test_parts_and_rows_may_lie_beyond_32_bits() -> None:
+    """Parts in memory of their own, blocks of each far apart, and so are rows and parts of staging."""
+    far = 3 * 2**30
+    parts = [sparse(2 * far + 4096).as_strided((3, 4096), (far, 1)) for _ in range(2)]
+    staging = sparse(3 * far + 4096).as_strided((2, 2, 4096), (2 * far, far, 1))
+    values, block_ids, rows = random_bytes(2, 2, 4096), torch.tensor([2, 1]), torch.tensor([1, 0])
+    for part, of_part in zip(parts, values, strict=True):
+        part[2], part[1] = of_part
+    part_copy(Parts.of(parts), block_ids, staging, rows, gather=True)
+    assert torch.equal(staging.flip(1), values)
+    part_copy(Parts.of(parts), block_ids.flip(0), staging, rows, gather=False)
+    assert all(torch.equal(part[1:], of_part) for part, of_part in zip(parts, values, strict=True))
+
+
+def test_launches_are_cut_into_pieces() -> None:
+    options = {"device": torch.device("cpu"), "host": False, "max_programs": None}
+    assert cut(7, 3, 64, **options) == Pieces(per_part=7, num_pieces=21, num_programs=21)  # type: ignore[arg-type]
+    assert cut(7, 3, 64, **(options | {"max_programs": 4})).programs_per_part == 4  # type: ignore[arg-type]
+    beside_host = cut(1, 3, 64, **(options | {"host": True}))  # type: ignore[arg-type]
+    assert (beside_host.num_programs, beside_host.programs_per_part) == (2, 1)
+    for per_part, part_bytes in ((2**29 + 1, 64), (1, 2**30 + 1)):
+        with pytest.raises(ValueError, match="too much for a launch"):
+            cut(per_part, 2, part_bytes, **options)  # type: ignore[arg-type]
