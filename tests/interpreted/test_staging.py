@@ -200,6 +200,14 @@ def test_parts_and_rows_may_lie_beyond_32_bits() -> None:
     assert all(torch.equal(part[1:], of_part) for part, of_part in zip(parts, values, strict=True))
 
 
+def test_parts_may_lie_beyond_32_bits_where_the_stride_between_them_does_not() -> None:
+    stride = 2**31 - 17
+    staging = sparse(3 * stride + 2 * 64).as_strided((4, 2, 61), (stride, 64, 1))
+    values, index = pages(4, 61), torch.tensor([1])
+    part_copy(Parts.of(values), index, staging, index, gather=True)
+    assert torch.equal(staging[:, 1], torch.stack(values)[:, 1])
+
+
 def test_launches_are_cut_into_pieces() -> None:
     options = {"device": torch.device("cpu"), "host": False, "max_programs": None}
     assert cut(7, 3, 64, **options) == Pieces(per_part=7, num_pieces=21, num_programs=21)  # type: ignore[arg-type]
