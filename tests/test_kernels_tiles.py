@@ -4,14 +4,12 @@ import itertools
 
 import pytest
 
+from kvtier_kernels.copy_tiles import CopyTile, QuantiseTile, copy_tile, host_copy_programs, quantise_tile, slot_tile
 from kvtier_kernels.tiles import (
     MAX_SPLITS,
-    CopyTile,
     Tile,
-    copy_tile,
     decode_splits,
     decode_tile,
-    host_copy_programs,
     merge_rows,
     next_power_of_two,
     padded_head_dim,
@@ -141,3 +139,12 @@ def test_prefills_have_keys_on_their_way_for_a_whole_iteration() -> None:
             tile = prefill_tile(head_dim, 2, 4, capability, kv_bytes=kv_bytes, windowed=windowed)
             assert tile.num_stages == 3
             assert tile.rows == 128 or head_dim == 256
+
+
+def test_quantising_takes_whole_vectors() -> None:
+    assert quantise_tile(128, host=False) == QuantiseTile(vectors=32, columns=128, num_warps=4)
+    assert quantise_tile(80, host=True) == QuantiseTile(128, 128, 16)
+    assert quantise_tile(576, host=False) == QuantiseTile(4, 1024, 4)
+    assert [slot_tile(heads, dim) for heads, dim in ((8, 128), (3, 64), (40, 128), (1, 576))] == [
+        (8, 128), (4, 64), (32, 128), (1, 1024),
+    ]  # fmt: skip

@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 from kvtier_kernels import part_counters, plane_copy, quantised_copy, row_copy, slot_quantise  # noqa: E402
+from kvtier_kernels.copy_tiles import copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
 from kvtier_kernels.records import LossyCodec, RecordLayout  # noqa: E402
-from kvtier_kernels.tiles import copy_tile, quantise_tile  # noqa: E402
 from launch_rig import compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90, 100]

@@ -16,13 +16,13 @@
 | `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
 | `quantising` | what the kernels that quantise share |
 | `arguments`, `launching` | the checks that launchers share |
-| `tiles` | how much of the work one Triton program takes |
+| `tiles`, `copy_tiles` | how much of the work one Triton program takes |
 | `selfcheck` | every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck` |
 
 KV is block-first: `[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, so that one
 block of all layers is one contiguous range of bytes. Launchers of attention and `kv_write` take one layer's view of
-it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. `part_copy` is for the KV of
-other engines, whose blocks lie in a page per layer.
+it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. Copies of parts are for layers that are
+wanted one by one, and for the KV of other engines, whose blocks lie in a page per layer.
 
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """

@@ -22,7 +22,7 @@ def block_copy(
     :param source: `[num_rows, row_elements]` of any dtype, rows contiguous; e.g. `kv.view(num_blocks, -1)`.
     :param target: the same dtype and row_elements; does not overlap with `source`.
     :param source_rows: int32 or int64 `[n]`, on the device that copies. `target_rows` likewise, distinct.
-    :param max_programs: how many Triton programs may run at a time; None leaves that to `kvtier_kernels.tiles`: few
+    :param max_programs: how many Triton programs may run at a time; None is what `copy_tiles` says: few
         beside host memory, else as many as there is work for.
     :raises ValueError: on a wrong shape, dtype, stride or device.
     """

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier_kernels.copy_tiles import host_copy_programs
 from kvtier_kernels.launching import num_multiprocessors
-from kvtier_kernels.tiles import host_copy_programs
 
 _MOST = 2**30
 """Pieces, and bytes of a part: the piece that a program takes next has a number within 32 bits, and so have the places
@@ -44,7 +44,7 @@ def cut(
 ) -> Pieces:
     """:param part_bytes: of the larger side.
     :param device: that computes. `host`: one side of the copy is host memory.
-    :param max_programs: None for as many as `kvtier_kernels.tiles` says.
+    :param max_programs: None for as many as `kvtier_kernels.copy_tiles` says.
     :raises ValueError: nothing may run, or there is too much for a launch.
     """
     num_pieces = per_part * num_parts

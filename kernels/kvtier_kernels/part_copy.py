@@ -90,7 +90,7 @@ def part_copy(
         each part likewise. On the same device, or pinned host memory: the kernel reaches it over the bus.
     :param counters: int32 `[num_parts]`, zeroed by the caller: programs add to a part's number when their share of it
         is done. When it has grown by what is returned, the part is complete: `kvtier_kernels.part_counters`.
-    :param max_programs: how many Triton programs may run at a time; None leaves that to `kvtier_kernels.tiles`: few
+    :param max_programs: how many Triton programs may run at a time; None is what `copy_tiles` says: few
         beside host memory, else as many as there is work for.
     :returns: how much each counter grows by; 0 when there is nothing to copy.
     :raises ValueError: on a wrong shape, dtype, stride or device.

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_tiles import copy_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
-from kvtier_kernels.tiles import copy_tile
 
 
 def plane_copy(

@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_tiles import quantise_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
 from kvtier_kernels.quantise_reference import LARGEST
 from kvtier_kernels.quantising import dequantise, quantise, vector_scales
 from kvtier_kernels.records import LossyCodec, RecordLayout
-from kvtier_kernels.tiles import quantise_tile
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

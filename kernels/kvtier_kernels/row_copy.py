@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_tiles import copy_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
-from kvtier_kernels.tiles import copy_tile
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes: as what a copy moves them."""

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier_kernels.copy_tiles import slot_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.quantise_reference import LARGEST
 from kvtier_kernels.quantising import quantise, vector_scales
-from kvtier_kernels.tiles import slot_tile
 
 
 def quantise_slots(

@@ -12,9 +12,9 @@ from kvtier_kernels import block_copy_reference, part_copy_reference, row_copy
 from kvtier_kernels.arguments import check_counters, check_reachable
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.copy_pieces import Pieces, cut
+from kvtier_kernels.copy_tiles import CopyTile
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.part_counters import wait_for_layer
-from kvtier_kernels.tiles import CopyTile
 from memory_rig import random_bytes, sparse
 
 CUDA = torch.device("cuda", 0)
