@@ -122,12 +122,14 @@ def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
         (128, torch.bfloat16, None, 90),
         (256, torch.bfloat16, None, 90),
         (128, torch.bfloat16, None, 100),
+        (64, torch.int8, None, 100),
         (128, torch.int8, None, 90),
         (128, torch.int8, 4096, 80),
         (128, torch.float8_e4m3fn, 4096, 80),
         (128, torch.float8_e4m3fn, 4096, 90),
         (128, torch.int8, 4096, 100),
     ],
+    ids=str,
 )
 def test_decodes_read_ahead_in_wide_loads(
     head_dim: int, dtype: torch.dtype, window: int | None, chip: int, tmp_path: Path

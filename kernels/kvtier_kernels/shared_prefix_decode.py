@@ -18,6 +18,7 @@ from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
     capability,
     check_attention_limits,
+    check_block_ids,
     check_launchable,
     check_tile,
     num_multiprocessors,
@@ -67,6 +68,7 @@ def shared_prefix_decode(
         )
     if prefixes.index.device != query.device:
         raise ValueError(f"prefixes are on {prefixes.index.device}, query on {query.device}")
+    check_block_ids(kv_layer, block_tables, seq_lens, None, None)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return out
@@ -74,7 +76,7 @@ def shared_prefix_decode(
     group = num_heads // num_kv_heads
     own_tile = decode_tile(head_dim, query.element_size(), group, chip)
     if tile is None:
-        tile = shared_prefix_tile(head_dim, query.element_size(), group, chip)
+        tile = shared_prefix_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     for one in (tile, own_tile):
         check_tile(one, query, kv_layer, chip)
     if num_splits is None:

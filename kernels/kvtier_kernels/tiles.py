@@ -163,19 +163,27 @@ def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple
     return _fitted(tile, columns, element_bytes, capability)
 
 
-def shared_prefix_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
+def shared_prefix_tile(
+    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
+) -> Tile:
     """For what `shared_prefix_decode` computes for several sequences at once.
 
     As many rows as products on tensor cores keep up with reading keys, whether a group fills them or not: a size for
-    each size of group would be a kernel more to compile for each.
+    each size of group would be a kernel more to compile for each. Keys per iteration as for `prefill_tile`, which
+    describes the arguments.
     """
     rows = max(64, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(next_power_of_two(group), columns)
+    converts = kv_bytes is not None and kv_bytes != element_bytes
+    asynchronous = capability == (9, 0) or capability[0] in (10, 11)
+    if columns <= 128:
+        keys = 64 if (asynchronous or columns <= 64) and not converts else 32
+    else:
+        keys = 16 if converts else 32
     num_warps = 4 if columns <= 128 and rows <= 64 else 8
-    tile = Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
-    return _fitted(tile, columns, element_bytes, capability)
+    return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
 def _fitted(tile: Tile, columns: int, element_bytes: int, capability: tuple[int, int]) -> Tile:

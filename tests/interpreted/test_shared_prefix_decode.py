@@ -158,6 +158,8 @@ def test_what_does_not_fit_is_refused() -> None:
     inputs = make_shared(CASES["all of them"], torch.float32)
     query, kv_layer, tables, _, lens = inputs.args()
     prefixes = prefixes_of(inputs)
+    missing = tables.clone()
+    missing[1, 1] = kv_layer.size(0)
     fewer = SharedPrefixes.of(tables[:2], lens[:2], 16)
     away = dataclasses.replace(prefixes, index=prefixes.index.to("meta"))
     wide = torch.zeros(3, 2, 4, 1, 264)
@@ -165,6 +167,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("3 queries, 3 sequences, prefixes of 2: ", (query, kv_layer, tables, lens, fewer), {}),
         ("2 queries, 3 sequences, prefixes of 3: ", (query[:2], kv_layer, tables, lens, prefixes), {}),
         ("prefixes are on meta, query on cpu", (query, kv_layer, tables, lens, away), {}),
+        (r"block_tables\[1, 1\] is \d+: there are", (query, kv_layer, missing, lens, prefixes), {}),
         ("kv_layer is on meta", (query, kv_layer.to("meta"), tables, lens, prefixes), {}),
         ("block_tables .* needs shape", (query, kv_layer, tables[0], lens, prefixes), {}),
         ("query .* needs kv_layer's", (query.half(), kv_layer, tables, lens, prefixes), {}),
