@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
-from kvtier_kernels.tiles import Tile, shared_limit_bytes  # noqa: E402
+from kvtier_kernels.tiles import Tile, prefill_candidates, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90]
@@ -56,6 +57,25 @@ def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int
     with recorded(prefix_prefill_module, divmod(chip, 10)) as launches:
         arguments = attention_arguments(head_dim, dtype, 300, **geometry)
         prefix_prefill_module.prefix_prefill(*arguments, scale=0.1)
+    (launch,) = launches
+    return launch
+
+
+def record_quantised_prefill(
+    head_dim: int, kv_dtype: torch.dtype, chip: int, *, window: int | None = None, num_splits: int = 1
+) -> Launch:
+    """Queries of bfloat16; with int8 a scale per token and head, with float8 two."""
+    query, kv_layer, *rest = attention_arguments(head_dim, torch.bfloat16, 300)
+    kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
+    scales = {
+        torch.int8: torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1],
+        torch.float8_e4m3fn: torch.empty(2),
+    }.get(kv_dtype)
+    capability = divmod(chip, 10)
+    with recorded(prefix_prefill_module, capability) as launches, recorded(merge_states_module, capability):
+        prefix_prefill_module.prefix_prefill(
+            query, kv_layer, *rest, scale=0.1, kv_scales=scales, window=window, num_splits=num_splits
+        )
     (launch,) = launches
     return launch
 
@@ -139,6 +159,44 @@ def test_decodes_read_ahead_in_wide_loads(
         ptx = compiled(launch, chip, tmp_path)
         assert re.search(r"mma\.\S*sync|wgmma|tcgen05", ptx), "products must run on tensor cores"
         assert re.search(r"cp\.async\.cg\S* \[.*0x10", ptx), "keys and values must be on their way, 16 bytes at a time"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "window", "num_splits", "chip"),
+    [
+        (128, torch.bfloat16, None, 4, 90),
+        (128, torch.bfloat16, 4096, 1, 90),
+        (64, torch.float8_e4m3fn, None, 1, 90),
+        (128, torch.int8, None, 1, 90),
+        (256, torch.int8, 4096, 1, 90),
+        (128, torch.int8, 4096, 4, 80),
+        (128, torch.bfloat16, 4096, 1, 100),
+        (256, torch.bfloat16, None, 1, 100),
+        (128, torch.float8_e4m3fn, None, 4, 100),
+    ],
+)
+def test_prefills_read_ahead_in_wide_loads(
+    head_dim: int, kv_dtype: torch.dtype, window: int | None, num_splits: int, chip: int, tmp_path: Path
+) -> None:
+    launch = record_quantised_prefill(head_dim, kv_dtype, chip, window=window, num_splits=num_splits)
+    ptx = compiled(launch, chip, tmp_path)
+    products = {80: r"mma\.\S*sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}[chip]
+    assert re.search(products, ptx), "products must run on the chip's own matrix units"
+    sizes = set(re.findall(r"cp\.async\.c[ag]\S* \[.*?\], \[.*?\], (0x\w+)", ptx))
+    # For `mma.sync` Triton leaves values of one byte in groups of 8.
+    assert sizes == ({"0x10", "0x8"} if chip == 80 else {"0x10"}), "keys and values must be on their way in wide loads"
+    waits = {int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)}
+    assert max(waits) >= 2, "keys and values of one more iteration must be on their way while one is computed"
+
+
+def test_some_of_the_candidates_compile() -> None:
+    """All of them take seconds each; `benchmarks` times them on a GPU."""
+    candidates = prefill_candidates(128, 2, 4, (9, 0))
+    for tile in random.Random(0).sample(candidates[1:], 3):
+        with recorded(prefix_prefill_module, (9, 0)) as launches:
+            arguments = attention_arguments(128, torch.bfloat16, 300)
+            prefix_prefill_module.prefix_prefill(*arguments, scale=0.1, tile=tile)
+        assert compile_launch(launches[0], 90).metadata.shared <= tile.shared_bytes(128, 2)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)

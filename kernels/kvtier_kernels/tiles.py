@@ -96,18 +96,23 @@ def prefill_tile(
     if element_bytes == 4:
         return _float32_tile(least_rows, columns)
     converts = kv_bytes is not None and kv_bytes != element_bytes
-    asynchronous = capability == (9, 0) or capability[0] in (10, 11)
+    hopper = capability == (9, 0)
+    asynchronous = hopper or capability[0] in (10, 11)
     roomy = shared_limit_bytes(capability) > 99 * 1024
-    rows = 64 if columns > 128 and (converts or not asynchronous) else 128
+    rows, num_warps = 128, 8
     if columns <= 64:
-        keys = 32 if converts and not asynchronous else 64
+        keys = 32 if converts and not hopper else 64
     elif columns <= 128:
-        keys = 64 if asynchronous or (roomy and not converts) else 32
-        if capability == (9, 0) and not converts and not windowed:
+        keys = 32 if (converts and not hopper) or not roomy else 64
+        if hopper and not converts and not windowed:
             keys = 128
+    elif asynchronous and converts:
+        rows, keys, num_warps = 64, 16, 4 if hopper else 8
+    elif asynchronous:
+        keys = 32
     else:
-        keys = 32 if roomy else 16
-    return _fitted(Tile(max(rows, least_rows), keys, num_warps=8, num_stages=3), columns, element_bytes, capability)
+        rows, keys = 64, 32 if roomy else 16
+    return _fitted(Tile(max(rows, least_rows), keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
 def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
