@@ -9,11 +9,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier_kernels.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
+from kvtier_kernels.quantise_reference import quantise_reference
 from kvtier_kernels.reference import (
     kv_write_reference,
     merge_states_reference,
@@ -38,14 +40,17 @@ class _Batch:
     query_starts: Tensor
     seq_lens: Tensor
     scale: float
+    kv_scales: Tensor | None = None
+    window: int | None = None
+
+    def options_on(self, device: torch.device) -> dict[str, Any]:
+        scales = None if self.kv_scales is None else _strided(self.kv_scales).to(device)[:, 1]
+        return {"scale": self.scale, "kv_scales": scales, "window": self.window}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        # Made on the device, since a copy of the view would be contiguous: the block stride must stay.
-        kv = torch.full((self.kv_layer.size(0), 2, *self.kv_layer.shape[1:]), math.nan, dtype=self.kv_layer.dtype)
-        kv[:, 1] = self.kv_layer
         index = (self.block_tables, self.query_starts, self.seq_lens)
         tables, starts, lens = (tensor.to(device) for tensor in index)
-        return self.query.to(device), kv.to(device)[:, 1], tables, starts, lens
+        return self.query.to(device), _strided(self.kv_layer).to(device)[:, 1], tables, starts, lens
 
 
 def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[str, str]]:
@@ -67,6 +72,13 @@ def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[s
         for num_splits in (1, 5, None):
             yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
         yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
+    for heads, tokens_per_block in zip(HEADS, (16, 64), strict=False):
+        of_both = _make(prefill, heads, tokens_per_block, DTYPES[0]), _make(decode, heads, tokens_per_block, DTYPES[0])
+        for variant, change in VARIANTS.items():
+            name = f"{variant} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
+            prefill_batch, decode_batch = map(change, of_both)
+            yield f"prefix_prefill {name} splits 4", _check_prefill(prefill_batch, device, 4)
+            yield f"paged_decode {name}", _check_decode(decode_batch, None, device)
     yield from copy_checks(device)
 
 
@@ -91,11 +103,38 @@ def _make(
     return _Batch(query, layer, tables, starts, torch.tensor([keys for _, keys in lengths]), head_dim**-0.5)
 
 
-def _check_prefill(batch: _Batch, device: torch.device) -> str:
+def _strided(view: Tensor) -> Tensor:
+    """`[num_blocks, 2, ...]`, the second of each two being `view`: a copy of it alone would be contiguous."""
+    both = torch.stack([view, view], dim=1)
+    both[:, 0] = 0
+    return both
+
+
+def _quantised(batch: _Batch, dtype: torch.dtype) -> _Batch:
+    stored, scales = quantise_reference(batch.kv_layer.float(), dtype)
+    return replace(batch, kv_layer=stored, kv_scales=scales)
+
+
+def _windowed(batch: _Batch, window: int = 70) -> _Batch:
+    """What no query sees has block ids that do not exist."""
+    tables, first = batch.block_tables.clone(), batch.seq_lens - batch.query_starts.diff() - window + 1
+    for seq, num_unseen in enumerate((first.clamp(min=0) // batch.kv_layer.size(2)).tolist()):
+        tables[seq, :num_unseen] = -1
+    return replace(batch, block_tables=tables, window=window)
+
+
+VARIANTS: dict[str, Callable[[_Batch], _Batch]] = {
+    "window": _windowed,
+    "int8": lambda batch: _quantised(batch, torch.int8),
+    "float8 window": lambda batch: _windowed(_quantised(batch, torch.float8_e4m3fn)),
+}
+
+
+def _check_prefill(batch: _Batch, device: torch.device, num_splits: int | None = None) -> str:
     from kvtier_kernels.prefix_prefill import prefix_prefill
 
     arguments, lse = batch.on(device), torch.full(batch.query.shape[:2], math.nan, device=device)
-    return _compare(batch, prefix_prefill(*arguments, scale=batch.scale, lse=lse), lse)
+    return _compare(batch, prefix_prefill(*arguments, **batch.options_on(device), lse=lse, num_splits=num_splits), lse)
 
 
 def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -> str:
@@ -103,7 +142,7 @@ def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -
 
     query, kv_layer, tables, _, lens = batch.on(device)
     lse = torch.full(batch.query.shape[:2], math.nan, device=device)
-    out = paged_decode(query, kv_layer, tables, lens, scale=batch.scale, num_splits=num_splits, lse=lse)
+    out = paged_decode(query, kv_layer, tables, lens, **batch.options_on(device), num_splits=num_splits, lse=lse)
     return _compare(batch, out, lse)
 
 
@@ -145,10 +184,13 @@ def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.
 def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
     tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
     expected_lse = torch.full(batch.query.shape[:2], math.nan)
-    expected = paged_attention_reference(*tensors, scale=batch.scale, lse=expected_lse)
-    bounded = (batch.query, batch.kv_layer, batch.seq_lens)
-    return _within("output", out, expected, attention_bound(*bounded, scale=batch.scale)) or _within(
-        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale)
+    expected = paged_attention_reference(
+        *tensors, scale=batch.scale, kv_scales=batch.kv_scales, window=batch.window, lse=expected_lse
+    )
+    bounded = batch.query, batch.kv_layer, batch.seq_lens
+    bound = attention_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
+    return _within("output", out, expected, bound) or _within(
+        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
     )
 
 

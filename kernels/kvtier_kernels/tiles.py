@@ -101,17 +101,16 @@ def prefill_tile(
     roomy = shared_limit_bytes(capability) > 99 * 1024
     rows, num_warps = 128, 8
     if columns <= 64:
-        keys = 32 if converts and not hopper else 64
+        keys = 64 if hopper or not converts else 32
+    elif columns <= 128 and hopper:
+        keys = 64 if converts or windowed else 128
     elif columns <= 128:
-        keys = 32 if (converts and not hopper) or not roomy else 64
-        if hopper and not converts and not windowed:
-            keys = 128
+        keys = 64 if roomy and not converts and (asynchronous or not windowed) else 32
     elif asynchronous and converts:
         rows, keys, num_warps = 64, 16, 4 if hopper else 8
-    elif asynchronous:
-        keys = 32
     else:
-        rows, keys = 64, 32 if roomy else 16
+        rows = 128 if hopper or (asynchronous and not windowed) else 64
+        keys = 32 if roomy else 16
     return _fitted(Tile(max(rows, least_rows), keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 

@@ -34,14 +34,14 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_right_kernels_pass() -> None:
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 3 * 7 + NUM_COPY_CHECKS
+    assert len(checks) == 3 * 7 + 2 * 3 + NUM_COPY_CHECKS
     assert set(checks.values()) == {""}
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     right = prefix_prefill.prefix_prefill
     monkeypatch.setattr(
-        prefix_prefill, "prefix_prefill", lambda *args, scale, lse: right(*args, scale=1.1 * scale, lse=lse)
+        prefix_prefill, "prefix_prefill", lambda *args, scale, **options: right(*args, scale=1.1 * scale, **options)
     )
     shared = shared_prefix_decode.shared_prefix_decode
     monkeypatch.setattr(
