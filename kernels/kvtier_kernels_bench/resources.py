@@ -18,10 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.merge_states import merge_two_states
 from kvtier_kernels.paged_decode import paged_decode
-from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.prefix_prefill import prefix_prefill
 from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 from kvtier_kernels.shared_prefixes import SharedPrefixes
@@ -36,6 +34,7 @@ from kvtier_kernels_bench.compiling import (
     recorded,
     usage_of,
 )
+from kvtier_kernels_bench.copy_launches import copy_launches
 from kvtier_kernels_bench.shapes import Batch
 
 CHIPS = (80, 90, 100)
@@ -92,10 +91,8 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
         yield Configuration(f"paged_decode {name}", True, partial(_decode, HEADS[0], kv_dtype=kv_dtype))
     yield Configuration("merge_two_states", True, _merge_two_states)
     yield Configuration("kv_write", True, _write)
-    for row_bytes in (2**20, 2**20 + 8, 51):
-        yield Configuration(f"block_copy rows of {row_bytes:,}", True, partial(_block_copy, row_bytes))
-    for part_bytes in (2**16, 2**16 + 8):
-        yield Configuration(f"part_copy parts of {part_bytes:,}", True, partial(_part_copy, part_bytes))
+    for name, launch in copy_launches():
+        yield Configuration(name, True, partial(_copy, launch))
 
 
 def resources(
@@ -223,22 +220,9 @@ def _write(chip: int) -> list[Launch]:
     return launches
 
 
-def _block_copy(row_bytes: int, chip: int) -> list[Launch]:
-    blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
-    index = torch.zeros(3, dtype=torch.int64)
+def _copy(launch: Callable[[], None], chip: int) -> list[Launch]:
     with _launched(chip) as launches:
-        block_copy(blocks, index, staging, index)
-    return launches
-
-
-def _part_copy(part_bytes: int, chip: int) -> list[Launch]:
-    """Gather, then scatter."""
-    kv = torch.empty((3, 4, part_bytes), dtype=torch.uint8)
-    staging = torch.empty((4, 3 * part_bytes), dtype=torch.uint8)
-    index = torch.zeros(3, dtype=torch.int64)
-    with _launched(chip) as launches:
-        for gather in (True, False):
-            part_copy(Parts.of(kv.unbind()), index, staging, index, gather=gather)
+        launch()
     return launches
 
 
