@@ -31,7 +31,8 @@ def on_device(setting: Setting) -> Iterator[Case]:
 def to_host(setting: Setting) -> Iterator[Case]:
     """`CudaKV` between scattered device blocks and arena slots, beside one large copy to and from pinned memory.
 
-    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered.
+    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered. And
+    `block_copy` straight between scattered blocks and scattered rows of pinned memory, with its few programs.
     """
     for block_bytes in block_sizes(setting):
         yield from _to_host(setting, block_bytes)
@@ -56,17 +57,21 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
     blocks, adjacent = torch.randperm(2 * count)[:count].tolist(), range(count)
     scattered = torch.randperm(count).tolist()
     pinned = torch.empty((count, block_bytes), dtype=torch.uint8, pin_memory=setting.on_cuda)
+    copy_blocks = _block_copy(setting)
+    block_ids, rows = (torch.tensor(numbers, device=setting.device) for numbers in (blocks, scattered))
     clock, arena = DeviceClock(setting), Arena(count, block_bytes)
     with contextlib.closing(arena), moved_by(setting, kv) as mover:
         down: dict[str, Run] = {
             "one copy": lambda: pinned.copy_(kv[:count], non_blocking=True),
             "gather, adjacent slots": lambda: mover.gather(blocks, arena, adjacent),
             "gather, scattered slots": lambda: mover.gather(blocks, arena, scattered),
+            "block_copy, scattered rows": lambda: copy_blocks(kv, block_ids, pinned, rows),
         }
         up: dict[str, Run] = {
             "one copy": lambda: kv[:count].copy_(pinned, non_blocking=True),
             "scatter, adjacent slots": lambda: mover.scatter(arena, adjacent, blocks),
             "scatter, scattered slots": lambda: mover.scatter(arena, scattered, blocks),
+            "block_copy, scattered rows": lambda: copy_blocks(pinned, rows, kv, block_ids),
         }
         for op, subjects in (("device to pinned host", down), ("pinned host to device", up)):
             samples = in_turns(subjects, setting, clock.wall_s)
