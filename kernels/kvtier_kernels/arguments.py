@@ -167,13 +167,23 @@ def check_staging(staging: Tensor, num_parts: int, part_bytes: int, device: torc
     else:
         if staging.dim() != 3 or (staging.size(0), staging.size(2)) != (num_parts, part_bytes):
             raise ValueError(f"staging {_describe(staging)}: needs [{num_parts}, rows, {part_bytes}]")
-        for part in (staging[0], staging[:, 0] if staging.size(1) else staging[0]):
-            check_byte_rows("staging", part)
+        if staging.stride(2) != 1 or not _are_apart(staging):
+            raise ValueError(f"staging {_describe(staging)}: needs contiguous rows that do not overlap")
         by_part = staging
     if staging.dtype != torch.uint8:
         raise ValueError(f"staging {_describe(staging)}: needs uint8")
     check_reachable("staging", staging, device)
     return by_part
+
+
+def _are_apart(rows: Tensor) -> bool:
+    """No two rows of `[num_parts, num_rows, part_bytes]` overlap, whichever of the first two is outside."""
+    extent = rows.size(2)
+    for stride, size in sorted(zip(rows.stride()[:2], rows.shape[:2], strict=True)):
+        if size > 1 and stride < extent:
+            return False
+        extent += stride * (size - 1)
+    return True
 
 
 def check_reachable(name: str, memory: Tensor, device: torch.device) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.arguments import check_byte_rows, check_index, check_reachable
+from kvtier_kernels.copy_pieces import alignment
 from kvtier_kernels.row_copy import check_can_copy, copy_rows
 
 
@@ -39,7 +40,8 @@ def block_copy(
     check_reachable("target", target, where.device)
     check_index("source_rows", source_rows, (-1,), where.device)
     check_index("target_rows", target_rows, (source_rows.size(0),), where.device)
+    source, target = source.view(torch.uint8), target.view(torch.uint8)
     copy_rows(
-        source.view(torch.uint8), None, source_rows, target.view(torch.uint8)[None], target_rows,
-        unit=16, gather=True, counters=None, max_programs=max_programs,
+        source, None, source_rows, target[None], target_rows,
+        parts_alignment=alignment(source), gather=True, counters=None, max_programs=max_programs,
     )  # fmt: skip

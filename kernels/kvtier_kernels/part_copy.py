@@ -100,5 +100,5 @@ def part_copy(
     by_part = parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=first.size(1))
     return copy_rows(
         first, parts.offsets, block_ids, by_part, staging_rows,
-        unit=parts.alignment, gather=gather, counters=counters, max_programs=max_programs,
+        parts_alignment=parts.alignment, gather=gather, counters=counters, max_programs=max_programs,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def copy_rows(
     staging: Tensor,
     staging_rows: Tensor,
     *,
-    unit: int,
+    parts_alignment: int,
     gather: bool,
     counters: Tensor | None,
     max_programs: int | None,
@@ -42,14 +42,14 @@ def copy_rows(
     :param paged: uint8 `[num_blocks, part_bytes]`, the first part; `part_offsets` int64 bytes from it to each part,
         None where there is only one.
     :param staging: uint8 `[num_parts, num_rows, part_bytes]`, rows contiguous, else any strides.
-    :param unit: `copy_pieces.alignment` of all parts together.
+    :param parts_alignment: `copy_pieces.alignment` of all parts together.
     :returns: how many programs add to each counter; 0 when there was nothing to copy.
     """
     num_parts, num_rows, part_bytes = staging.shape
     num_pairs = block_ids.size(0)
     if num_pairs == 0:
         return 0
-    unit = common_unit(unit, part_bytes, alignment(paged), alignment(staging))
+    unit = common_unit(parts_alignment, part_bytes, alignment(staging))
     where = paged if paged.is_cuda else staging
     host = paged.device != staging.device
     tile = copy_tile(unit, part_bytes, host=host)

@@ -14,7 +14,7 @@ from kvtier_kernels.reference import block_copy_reference, kv_write_reference, p
 
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
 PLANES_BYTES = (50, 2**16 + 32)
-AWAITED_BYTES = 2**20
+AWAITED_BYTES = 2**19
 """Of a layer of a block."""
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 

@@ -159,6 +159,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ("staging .* contiguous rows", torch.zeros(3, 4, 32, dtype=torch.uint8)[:, :, ::2]),
         ("staging .* do not overlap", good[:1].expand(3, -1, -1)),
         ("staging .* do not overlap", good[:, :1].expand(-1, 4, -1)),
+        ("staging .* do not overlap", good.view(-1).as_strided((3, 4, 16), (16, 16, 1))),
+        ("staging .* do not overlap", good.view(-1).as_strided((3, 4, 16), (48, 16, 1))),
         ("staging .* needs uint8", good.view(torch.int8)),
         ("staging is on meta", good.to("meta")),
     ):
