@@ -141,12 +141,14 @@ def _groups(order: Sequence[int], alike: Sequence[int]) -> list[_Group]:
         if num_blocks == 0:
             break
         (first, _, left), (_, last, right) = runs[gap], runs[gap + 1]
-        groups = left + right
-        joining = [group for group in groups if len(group.members) * num_blocks > group.num_saved]
+        joining: list[_Group] = []
+        apart: list[_Group] = []
+        for group in left + right:
+            (joining if len(group.members) * num_blocks > group.num_saved else apart).append(group)
         joined = _Group([seq for group in joining for seq in group.members], num_blocks)
-        if joined.members and joined.num_saved > sum(group.num_saved for group in joining):
-            groups = [joined, *(group for group in groups if group not in joining)]
-        runs[first] = runs[last] = (first, last, groups)
+        if joining and joined.num_saved > sum(group.num_saved for group in joining):
+            joining = [joined]
+        runs[first] = runs[last] = (first, last, joining + apart)
     groups, index = [], 0
     while index < len(runs):
         _, last, of_run = runs[index]
