@@ -106,10 +106,11 @@ def quantised(inputs: Inputs, dtype: torch.dtype, *, per_key: bool) -> Inputs:
 
 
 def windowed(inputs: Inputs, window: int) -> Inputs:
-    """The same with a window. Entries of `block_tables` that no query sees become ids that do not exist."""
+    """The same with a window. Entries of `block_tables` that no query sees become a block of poison."""
     tables, tokens_per_block = inputs.block_tables.clone(), inputs.kv_layer.size(2)
+    poison = min(set(range(inputs.kv_layer.size(0))) - set(tables.flatten().tolist()))
     for seq, first in enumerate((inputs.seq_lens - inputs.query_starts.diff() - window + 1).tolist()):
-        tables[seq, : max(0, first) // tokens_per_block] = -1
+        tables[seq, : max(0, first) // tokens_per_block] = poison
     return replace(inputs, block_tables=tables, window=window)
 
 

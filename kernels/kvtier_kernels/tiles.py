@@ -50,7 +50,7 @@ class Tile:
         in_flight = 1 if self.num_stages == 1 else 2 * max(2, self.num_stages - 1)
         needed = self.rows * (self.keys * element_bytes + 4) + in_flight * tile_bytes
         if self.rows >= 64 and self.num_stages > 1:
-            needed = max(needed, self.rows * 8 + 2 * self.num_stages * tile_bytes)
+            needed = max(needed, max(self.rows, self.keys) * 8 + 2 * self.num_stages * tile_bytes)
         return self.rows * columns * element_bytes + needed
 
 

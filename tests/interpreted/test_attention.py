@@ -141,7 +141,7 @@ def test_float8_without_scales_stands_for_itself() -> None:
 
 @pytest.mark.parametrize(("window", "tokens_per_block"), [(1, 16), (17, 7), (50, 64), (200, 16)])
 def test_windows(window: int, tokens_per_block: int) -> None:
-    """Of blocks that no query sees, not even the ids are read."""
+    """Blocks that no query sees are not read."""
     case = Case((70, 1, 5), (150, 40, 5), tokens_per_block, num_heads=6, num_kv_heads=2, head_dim=48)
     inputs = windowed(make_inputs(case, torch.float32), window)
     check(inputs, *prefill(inputs, 0.2, tile=Tile(64, 32, 4, 1)), 0.2)
