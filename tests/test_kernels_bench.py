@@ -6,6 +6,7 @@ Those whose kernels the interpreter can do are in `tests/interpreted`.
 import importlib.util
 import json
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from kvtier_kernels_bench import __main__ as command
 from kvtier_kernels_bench import part_checks, part_copies
 from kvtier_kernels_bench.parts import GRACE_S, PARTS, TOTAL_S, Part
 from kvtier_kernels_bench.rows import pack, prefill_flops, row, unpack
-from kvtier_kernels_bench.runner import run_parts
+from kvtier_kernels_bench.runner import Outcome, run_parts
 from kvtier_kernels_bench.setting import Setting
 from kvtier_kernels_bench.shapes import TINY, dense, paged, unpaged
 from kvtier_kernels_bench.timing import in_turns
@@ -178,6 +179,19 @@ def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "[1/1] copies" in err
 
 
+def test_what_failed_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
+    torn = Case("selfcheck", "checks", detail="FAILED: kernel[/grid] of [red]")
+    outcome = Outcome("checks", 1.0, (torn,), "exit status 1: list[/int]")
+    monkeypatch.setattr(command, "run_parts", lambda *_, **__: iter([outcome]))
+    assert command.main(["--json", str(tmp_path / "gpu.json"), "checks"]) == 1
+    shown = "".join(capsys.readouterr().out.split())
+    assert "list[/int]" in shown
+    assert "kernel[/grid]" in shown.replace("│", "")
+
+
 @pytest.mark.parametrize(
     ("code", "output", "good"),
     [
@@ -189,7 +203,7 @@ def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixtur
 )
 def test_the_selfchecks_answer_is_read(monkeypatch: pytest.MonkeyPatch, code: int, output: str, good: bool) -> None:
     monkeypatch.setattr(part_checks, "_run", lambda *_: (code, output))
-    (case,) = part_checks.selfcheck(10.0)
+    case = part_checks.selfcheck(10.0)
     assert case.detail.startswith("FAILED") != good
     if code == 1:
         assert "kv_write: bits differ" in case.detail
@@ -202,21 +216,35 @@ def test_pytests_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, "4 skipped in 1s\n", False),
     ):
         monkeypatch.setattr(part_checks, "_run", lambda *_, answer=(code, output): answer)
-        (case,) = part_checks.tests(10.0)
+        case = part_checks.tests(10.0)
         assert case.detail.startswith("FAILED") != good
 
 
 def test_memcheck_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
-    (case,) = part_checks.memcheck(10.0)
+    case = part_checks.memcheck(10.0)
     assert case.detail.endswith("not run")
     monkeypatch.setattr(part_checks, "sanitizer", lambda: "/bin/compute-sanitizer")
     for summary, good in ((0, True), (3, False)):
         output = f"ok a \nok b \n========= ERROR SUMMARY: {summary} errors\n"
         monkeypatch.setattr(part_checks, "_run", lambda *_, answer=(9 if summary else 0, output): answer)
-        (case,) = part_checks.memcheck(10.0)
+        case = part_checks.memcheck(10.0)
         assert case.detail.startswith("FAILED") != good
         assert case.figures["passed"] == 2
+
+
+def test_checks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+
+    def run(command: list[str], *_: object) -> tuple[int, str]:
+        together.wait(20)
+        return 0, "ok     all of it\n1 passed in 1s\n"
+
+    monkeypatch.setattr(part_checks, "_run", run)
+    monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
+    found = {case.name: case.detail for case in part_checks.measure(10.0)}
+    assert found.keys() == {"selfcheck", "tests/test_kernels_cuda.py", "memcheck"}
+    assert found["selfcheck"] == "1 passed"
 
 
 def test_a_check_that_hangs_is_stopped() -> None:

@@ -11,11 +11,12 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
-from kvtier_kernels.tiles import Tile, decode_tile, padded_head_dim, prefill_tile, shared_limit_bytes  # noqa: E402
+from kvtier_kernels.tiles import Tile, decode_tile, padded_head_dim, shared_limit_bytes  # noqa: E402
 from kvtier_kernels_bench import resources as resources_module  # noqa: E402
-from kvtier_kernels_bench.candidates import label, neighbours  # noqa: E402
+from kvtier_kernels_bench.candidates import decode_candidates  # noqa: E402
 from kvtier_kernels_bench.compiling import kernel_modules, kernels_of  # noqa: E402
-from kvtier_kernels_bench.resources import Resources, configurations, resources  # noqa: E402
+from kvtier_kernels_bench.configurations import HEADS, configurations  # noqa: E402
+from kvtier_kernels_bench.resources import Resources, resources  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def _cache_of_its_own(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("operation", ["prefix_prefill heads 32/8x128", "paged_decode heads 32/8x128", "merge_two"])
+@pytest.mark.parametrize("operation", ["prefix_prefill heads 32/8x128$", "paged_decode heads 32/8x128$", "merge_two"])
 def test_attention_of_common_models_spills_nothing_on_sm_100(operation: str) -> None:
     """Beside sm_80 and sm_90, which `test_kernels_ahead_of_time.py` looks at more closely."""
     found = resources([100], only=operation)
@@ -35,7 +36,7 @@ def test_attention_of_common_models_spills_nothing_on_sm_100(operation: str) -> 
         assert of.shared_bytes <= of.shared_limit_bytes, of
 
 
-@pytest.mark.parametrize("operation", ["kv_write", "block_copy rows of 1,048,576", "part_copy parts of 65,536"])
+@pytest.mark.parametrize("operation", ["kv_write$", "block_copy rows of 1,048,576", "part_copy parts of 65,536"])
 def test_copies_spill_nothing_on_sm_100(operation: str) -> None:
     found = resources([100], only=operation)
     assert found
@@ -74,37 +75,31 @@ def test_every_kernel_is_reported() -> None:
     assert launched == there
 
 
-@pytest.mark.parametrize("choose", [prefill_tile, decode_tile])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 7), (256, 8)])
-def test_neighbours_fit_the_chip(choose: object, capability: tuple[int, int], head_dim: int, group: int) -> None:
-    default = choose(head_dim, 2, group, capability)  # type: ignore[operator]
-    around = neighbours(default, head_dim=head_dim, element_bytes=2, group=group, capability=capability)
-    assert around[0] == default
-    assert len(set(around)) == len(around) > 5
-    for tile in around:
+def test_candidates_fit_the_chip(capability: tuple[int, int], head_dim: int, group: int) -> None:
+    chosen = decode_tile(head_dim, 2, group, capability)
+    candidates = decode_candidates(head_dim, 2, group, capability)
+    assert candidates[0] == chosen
+    assert len(set(candidates)) == len(candidates) > 5
+    for tile in candidates:
         assert tile.shared_bytes(padded_head_dim(head_dim), 2) <= shared_limit_bytes(capability)
-        assert tile.rows >= group
-        assert default.rows // 2 <= tile.rows <= default.rows * 2
+        assert tile.rows == chosen.rows
 
 
-def test_nearest_neighbours_come_first() -> None:
-    default = Tile(128, 64, 8, 2)
-    around = neighbours(default, head_dim=128, element_bytes=2, group=4, capability=(9, 0))
-    nearest = [label(tile) for tile in around[1:6]]
-    assert set(nearest) <= {
-        "64x64 w8 s2",
-        "128x32 w8 s2",
-        "128x128 w8 s2",
-        "128x64 w4 s2",
-        "128x64 w8 s1",
-        "128x64 w8 s3",
-    }
+def test_nearest_candidates_come_first() -> None:
+    chosen, *others = decode_candidates(128, 2, 4, (9, 0))
+
+    def changed(tile: Tile) -> int:
+        return sum(getattr(tile, name) != getattr(chosen, name) for name in ("keys", "num_warps", "num_stages"))
+
+    assert [changed(tile) for tile in others[:4]] == [1] * 4
+    assert changed(others[-1]) == 3
 
 
 def test_candidates_are_configurations_too() -> None:
     names = [of.name for of in configurations(candidates=2) if not of.default]
-    assert len(names) == 2 * 2 * len(resources_module.HEADS)
+    assert len(names) == 2 * 2 * len(HEADS)
     (candidate,) = [of for of in configurations(candidates=1) if of.name == "paged_decode heads 32/8x128 candidate 1"]
     (launch,) = candidate.record(90)
     default = decode_tile(128, 2, 4, (9, 0))

@@ -2,13 +2,14 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from rich.markup import escape
 
 from kvtier.bench.report import commit, hardware, report
 from kvtier_kernels_bench.parts import PARTS, TOTAL_S
@@ -28,19 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     machine = machine_facts()
-    if machine["device"] is None:
-        if not options.tiny:
-            print("no CUDA device: nothing was checked or measured (--tiny tries the parts out)", file=sys.stderr)
-            return 2
-        os.environ["TRITON_INTERPRET"] = "1"  # for the parts' processes
+    if machine["device"] is None and not options.tiny:
+        print("no CUDA device: nothing was checked or measured (--tiny tries the parts out)", file=sys.stderr)
+        return 2
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
     outcomes: list[Outcome] = []
     for outcome in run_parts(chosen, total_s=options.seconds, tiny=options.tiny, say=_say):
         outcomes.append(outcome)
         _write(options.json, machine, outcomes, tiny=options.tiny)  # after each: whatever comes, nothing is lost
-    cases = [case for outcome in outcomes for case in outcome.cases]
+    # What failed is shown as it is: tracebacks are no markup.
+    cases = [replace(case, detail=escape(case.detail)) for outcome in outcomes for case in outcome.cases]
     notes = [" ".join(f"{name} {value}" for name, value in machine.items())]
-    notes += [f"{outcome.part}: {outcome.problem}" for outcome in outcomes if outcome.problem]
+    notes += [escape(f"{outcome.part}: {outcome.problem}") for outcome in outcomes if outcome.problem]
     report("On the GPU" if not options.tiny else "Tiny: no figure means anything", cases, as_json=None, notes=notes)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 

@@ -1,36 +1,24 @@
-"""Tiles to try around the one that `kvtier_kernels.tiles` chooses."""
+"""Tiles to try beside those that `kvtier_kernels.tiles` chooses."""
 
 import itertools
-from collections.abc import Iterator
 
-from kvtier_kernels.tiles import Tile, padded_head_dim, shared_limit_bytes
-
-_ROWS = (16, 32, 64, 128, 256)
-_KEYS = (32, 64, 128)
-_WARPS = (4, 8)
-_STAGES = (1, 2, 3, 4)
+from kvtier_kernels.tiles import Tile, decode_tile, padded_head_dim, shared_limit_bytes
 
 
-def neighbours(
-    default: Tile, *, head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]
-) -> list[Tile]:
-    """The default first, then tiles that fit the chip, those that differ from it in the least first.
+def decode_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """As `kvtier_kernels.tiles.prefill_candidates`, for `paged_decode`: what `decode_tile` takes first, then tiles of
+    as many rows that fit the chip's shared memory, those that differ from it in the least first.
 
-    Rows are halved and doubled at the most: a tile with far more or fewer serves another shape of work.
-
-    :param group: query heads per KV head; a tile has a row for each of them.
+    Rows are as few as hold a group: more would compute, not read.
     """
+    chosen = decode_tile(head_dim, element_bytes, group, capability)
     columns, limit = padded_head_dim(head_dim), shared_limit_bytes(capability)
-
-    def around() -> Iterator[Tile]:
-        for rows, keys, num_warps, num_stages in itertools.product(_ROWS, _KEYS, _WARPS, _STAGES):
-            if rows < group or not default.rows // 2 <= rows <= default.rows * 2:
-                continue
-            tile = Tile(rows, keys, num_warps, num_stages)
-            if tile != default and tile.shared_bytes(columns, element_bytes) <= limit:
-                yield tile
-
-    return [default, *sorted(around(), key=lambda tile: _distance(tile, default))]
+    tiles = (
+        Tile(chosen.rows, keys, num_warps, num_stages)
+        for keys, num_warps, num_stages in itertools.product((16, 32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5))
+    )
+    others = (tile for tile in tiles if tile != chosen and tile.shared_bytes(columns, element_bytes) <= limit)
+    return (chosen, *sorted(others, key=lambda tile: _distance(tile, chosen)))
 
 
 def label(tile: Tile) -> str:
@@ -38,8 +26,8 @@ def label(tile: Tile) -> str:
     return f"{tile.rows}x{tile.keys} w{tile.num_warps} s{tile.num_stages}"
 
 
-def _distance(tile: Tile, default: Tile) -> int:
+def _distance(tile: Tile, chosen: Tile) -> int:
     """Steps from one to the other; a step is a factor of 2, or a stage."""
-    factors = ((tile.rows, default.rows), (tile.keys, default.keys), (tile.num_warps, default.num_warps))
+    factors = ((tile.keys, chosen.keys), (tile.num_warps, chosen.num_warps))
     steps = sum(abs(a.bit_length() - b.bit_length()) for a, b in factors)
-    return steps + abs(tile.num_stages - default.num_stages)
+    return steps + abs(tile.num_stages - chosen.num_stages)

@@ -12,20 +12,13 @@ from pathlib import Path
 from kvtier.bench.report import Case
 from kvtier_kernels_bench.rows import pack
 
-_OF_THE_WALL = ("selfcheck", "tests", "memcheck")
-
 
 def rows_of(part: str, budget_s: float, *, tiny: bool) -> Iterator[Case]:
     """Rows of a part as they become known. Raises whatever it raises."""
-    if part in _OF_THE_WALL:  # they start processes of their own, and leave the device to those
+    if part == "checks":  # they are processes of their own: the device is left to those
         from kvtier_kernels_bench import part_checks
 
-        checks: dict[str, Callable[[float], Iterator[Case]]] = {
-            "selfcheck": part_checks.selfcheck,
-            "tests": part_checks.tests,
-            "memcheck": part_checks.memcheck,
-        }
-        return checks[part](budget_s)
+        return part_checks.measure(budget_s)
     from kvtier_kernels_bench.setting import Setting
 
     return _measure(part)(Setting.here(budget_s, tiny=tiny))

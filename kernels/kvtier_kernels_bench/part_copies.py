@@ -31,11 +31,12 @@ def on_device(setting: Setting) -> Iterator[Case]:
 def to_host(setting: Setting) -> Iterator[Case]:
     """`CudaKV` between scattered device blocks and arena slots, beside one large copy to and from pinned memory.
 
-    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered. And
-    `block_copy` straight between scattered blocks and scattered rows of pinned memory, with its few programs.
+    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered.
     """
     for block_bytes in block_sizes(setting):
         yield from _to_host(setting, block_bytes)
+    for block_bytes in block_sizes(setting) if setting.on_cuda else ():
+        yield from _by_kernel(setting, block_bytes)
 
 
 def _on_device(setting: Setting, block_bytes: int) -> Iterator[Case]:
@@ -57,25 +58,50 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
     blocks, adjacent = torch.randperm(2 * count)[:count].tolist(), range(count)
     scattered = torch.randperm(count).tolist()
     pinned = torch.empty((count, block_bytes), dtype=torch.uint8, pin_memory=setting.on_cuda)
-    copy_blocks = _block_copy(setting)
-    block_ids, rows = (torch.tensor(numbers, device=setting.device) for numbers in (blocks, scattered))
     clock, arena = DeviceClock(setting), Arena(count, block_bytes)
     with contextlib.closing(arena), moved_by(setting, kv) as mover:
         down: dict[str, Run] = {
             "one copy": lambda: pinned.copy_(kv[:count], non_blocking=True),
             "gather, adjacent slots": lambda: mover.gather(blocks, arena, adjacent),
             "gather, scattered slots": lambda: mover.gather(blocks, arena, scattered),
-            "block_copy, scattered rows": lambda: copy_blocks(kv, block_ids, pinned, rows),
         }
         up: dict[str, Run] = {
             "one copy": lambda: kv[:count].copy_(pinned, non_blocking=True),
             "scatter, adjacent slots": lambda: mover.scatter(arena, adjacent, blocks),
             "scatter, scattered slots": lambda: mover.scatter(arena, scattered, blocks),
-            "block_copy, scattered rows": lambda: copy_blocks(pinned, rows, kv, block_ids),
         }
         for op, subjects in (("device to pinned host", down), ("pinned host to device", up)):
             samples = in_turns(subjects, setting, clock.wall_s)
             yield from _rows(op, samples, "one copy", count, block_bytes)
+
+
+def _by_kernel(setting: Setting, block_bytes: int) -> Iterator[Case]:
+    """The same without copies: a kernel of few programs reaches pinned memory over the bus."""
+    from kvtier_kernels.block_copy import block_copy
+
+    count = (512 << 20) // block_bytes
+    kv = _bytes(setting, 2 * count, block_bytes)
+    pinned = torch.empty((count, block_bytes), dtype=torch.uint8, pin_memory=True)
+    blocks = torch.randperm(2 * count)[:count].to(setting.device)
+    slots = torch.randperm(count).to(setting.device)
+    for op, subjects in (
+        (
+            "device to pinned host, by a kernel",
+            {
+                "one copy": lambda: pinned.copy_(kv[:count], non_blocking=True),
+                "block_copy": lambda: block_copy(kv, blocks, pinned, slots),
+            },
+        ),
+        (
+            "pinned host to device, by a kernel",
+            {
+                "one copy": lambda: kv[:count].copy_(pinned, non_blocking=True),
+                "block_copy": lambda: block_copy(pinned, slots, kv, blocks),
+            },
+        ),
+    ):
+        samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
+        yield from _rows(op, samples, "one copy", count, block_bytes)
 
 
 def _rows(op: str, samples: dict[str, Samples], floor: str, count: int, block_bytes: int) -> Iterator[Case]:

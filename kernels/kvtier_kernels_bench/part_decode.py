@@ -1,14 +1,15 @@
 """`paged_decode` beside the memory's bandwidth, and `shared_prefix_decode` beside `paged_decode`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvtier.bench.report import Case
+from kvtier_kernels_bench.attending import decoding
 from kvtier_kernels_bench.rows import row
 from kvtier_kernels_bench.setting import Run, Setting
-from kvtier_kernels_bench.shapes import Batch, Heads, heads_of, paged
+from kvtier_kernels_bench.shapes import heads_of, paged
 from kvtier_kernels_bench.timing import DeviceClock, in_turns
 
 _SHAPES = ((1, 65_536), (8, 16_384), (32, 4_096), (128, 4_096))
@@ -25,6 +26,8 @@ def plain(setting: Setting) -> Iterator[Case]:
 
 def shared(setting: Setting) -> Iterator[Case]:
     """32 sequences that share 4,096 tokens; the floor is `paged_decode` of the same batch."""
+    if not setting.launches:
+        return
     for own in [8] if setting.tiny else [64, 1024]:
         yield from _shared(setting, setting.size(32, 3), setting.size(4096, 32), own)
 
@@ -33,7 +36,7 @@ def _plain(setting: Setting, num_seqs: int, num_keys: int) -> Iterator[Case]:
     heads = heads_of(setting)
     batch = paged(setting, heads, num_seqs=num_seqs, new=1, cached=num_keys - 1)
     nbytes = num_seqs * heads.kv_bytes(num_keys, setting.dtype.itemsize)
-    subjects = {"paged_decode": _decoding(batch, heads), "bandwidth": bandwidth(setting, nbytes)}
+    subjects = {"paged_decode": decoding(setting, batch, heads), "bandwidth": bandwidth(setting, nbytes)}
     samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
     for name, of in samples.items():
         yield row(
@@ -59,7 +62,7 @@ def _shared(setting: Setting, num_seqs: int, num_shared: int, own: int) -> Itera
             batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens, prefixes, scale=heads.scale
         )
 
-    plain = _decoding(batch, heads)
+    plain = decoding(setting, batch, heads)
     difference = (sharing().float() - plain().float()).abs().max().item()
     subjects: dict[str, Run] = {"shared_prefix_decode": sharing, "paged_decode": plain}
     samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
@@ -71,12 +74,6 @@ def _shared(setting: Setting, num_seqs: int, num_shared: int, own: int) -> Itera
             floor=("paged_decode", samples["paged_decode"]),
             figures={"difference": difference},
         )
-
-
-def _decoding(batch: Batch, heads: Heads) -> Callable[[], Tensor]:
-    from kvtier_kernels.paged_decode import paged_decode
-
-    return lambda: paged_decode(batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens, scale=heads.scale)
 
 
 def bandwidth(setting: Setting, nbytes: int) -> Run:

@@ -10,6 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
+from kvtier_kernels_bench.attending import prefilling
 from kvtier_kernels_bench.rows import median_s, prefill_flops, row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import Batch, Heads, dense, heads_of, paged, unpaged
@@ -40,7 +41,7 @@ def measure(setting: Setting) -> Iterator[Case]:
         if setting.left_s() < 0:
             return
         batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
-        subjects, difference = _subjects(batch, heads, new, cached)
+        subjects, difference = _subjects(setting, batch, heads)
         samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
         matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
         others = {name: of for name, of in samples.items() if name.startswith("torch")}
@@ -74,21 +75,13 @@ def matrix_product(setting: Setting) -> Run:
     return lambda: torch.matmul(left, right, out=into)
 
 
-def _subjects(batch: Batch, heads: Heads, new: int, cached: int) -> tuple[dict[str, Run], float]:
+def _subjects(setting: Setting, batch: Batch, heads: Heads) -> tuple[dict[str, Run], float]:
     """Ours, over paged keys and over keys in one block, and those of torch's backends that take it."""
-    from kvtier_kernels.prefix_prefill import prefix_prefill
-
-    def ours(batch: Batch) -> Tensor:
-        return prefix_prefill(
-            batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=heads.scale
-        )
-
-    whole = unpaged(batch)
+    ours = {"paged": prefilling(setting, batch, heads), "one block": prefilling(setting, unpaged(batch), heads)}
     theirs = torch_attentions(*dense(batch), scale=heads.scale)
     expected = next(iter(theirs.values()))()[0].transpose(0, 1)
-    difference = max((ours(of).float() - expected.float()).abs().max().item() for of in (batch, whole))
-    subjects: dict[str, Run] = {"paged": lambda: ours(batch), "one block": lambda: ours(whole)}
-    return subjects | theirs, difference
+    difference = max((attend().float() - expected.float()).abs().max().item() for attend in ours.values())
+    return {**ours, **theirs}, difference
 
 
 def torch_attentions(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> dict[str, Callable[[], Tensor]]:

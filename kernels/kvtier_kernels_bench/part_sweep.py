@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kvtier.bench.report import Case
 from kvtier_kernels.launching import capability
-from kvtier_kernels.tiles import Tile, decode_tile, prefill_tile
-from kvtier_kernels_bench.candidates import label, neighbours
+from kvtier_kernels.tiles import Tile, prefill_candidates
+from kvtier_kernels_bench.candidates import decode_candidates, label
 from kvtier_kernels_bench.rows import row
 from kvtier_kernels_bench.setting import Setting
 from kvtier_kernels_bench.shapes import Batch, heads_of, paged
@@ -19,7 +19,9 @@ _PREFILL_SHARE = 0.65
 
 
 def measure(setting: Setting) -> Iterator[Case]:
-    """Each candidate in turn with the default, nearest first, until the time is over."""
+    """Each candidate in turn with the default, until the time is over."""
+    if not setting.launches:
+        return
     yield from _sweep(setting, "prefill", setting.left_s() * (1 - _PREFILL_SHARE))
     yield from _sweep(setting, "decode", 0.0)
 
@@ -27,12 +29,10 @@ def measure(setting: Setting) -> Iterator[Case]:
 def _sweep(setting: Setting, op: str, reserved_s: float) -> Iterator[Case]:
     """:param reserved_s: of the time that is left, what others need."""
     heads, clock = heads_of(setting), DeviceClock(setting)
-    choose, batch, attend = _prefill(setting) if op == "prefill" else _decode(setting)
-    chip, group = capability(setting.device), heads.num_heads // heads.num_kv_heads
-    element_bytes = setting.dtype.itemsize
-    default = choose(heads.head_dim, element_bytes, group, chip)
-    around = neighbours(default, head_dim=heads.head_dim, element_bytes=element_bytes, group=group, capability=chip)
-    for tile in around[1 : setting.size(len(around), 3)]:
+    candidates, batch, attend = _prefill(setting) if op == "prefill" else _decode(setting)
+    group = heads.num_heads // heads.num_kv_heads
+    default, *others = candidates(heads.head_dim, setting.dtype.itemsize, group, capability(setting.device))
+    for tile in others[: setting.size(len(others), 2)]:
         if setting.left_s() < reserved_s:
             return
         try:
@@ -54,10 +54,10 @@ def _sweep(setting: Setting, op: str, reserved_s: float) -> Iterator[Case]:
 
 
 _Attend = Callable[[Batch, Tile], Tensor]
-_Choose = Callable[[int, int, int, tuple[int, int]], Tile]
+_Candidates = Callable[[int, int, int, tuple[int, int]], tuple[Tile, ...]]
 
 
-def _prefill(setting: Setting) -> tuple[_Choose, Batch, _Attend]:
+def _prefill(setting: Setting) -> tuple[_Candidates, Batch, _Attend]:
     from kvtier_kernels.prefix_prefill import prefix_prefill
 
     heads = heads_of(setting)
@@ -74,10 +74,10 @@ def _prefill(setting: Setting) -> tuple[_Choose, Batch, _Attend]:
             tile=tile,
         )
 
-    return prefill_tile, batch, attend
+    return prefill_candidates, batch, attend
 
 
-def _decode(setting: Setting) -> tuple[_Choose, Batch, _Attend]:
+def _decode(setting: Setting) -> tuple[_Candidates, Batch, _Attend]:
     from kvtier_kernels.paged_decode import paged_decode
 
     heads = heads_of(setting)
@@ -88,4 +88,4 @@ def _decode(setting: Setting) -> tuple[_Choose, Batch, _Attend]:
             batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens, scale=heads.scale, tile=tile
         )
 
-    return decode_tile, batch, attend
+    return decode_candidates, batch, attend

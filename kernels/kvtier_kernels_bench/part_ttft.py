@@ -32,6 +32,8 @@ from kvtier_kernels_bench.timing import DeviceClock
 _TOKENS_PER_BLOCK = 16
 _SPARE_BLOCKS = 2
 """Of the device, beyond one prompt: asking for one document evicts the other."""
+_DOCUMENTS_IN_HOST = 4
+"""Both, the one that was forgotten last, and room for copies on their way."""
 _LEAST_SHARE = 0.95
 """Of the cached tokens, that must come from where they are meant to."""
 
@@ -171,7 +173,7 @@ def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToke
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory(prefix="kvt") as folder, contextlib.ExitStack() as stack:
         pool = stack.enter_context(pool_process(Path(folder), setting.size(16 << 30, 64 << 20)))
-        host_bytes = max(4 * num_blocks, 64) * kv.block_bytes
+        host_bytes = max(_DOCUMENTS_IN_HOST * num_blocks, 64) * kv.block_bytes
         settings = _config(pool, host_bytes)
         engine = stack.enter_context(engine_of(settings, model, config, kv, namespace, registry))
         yield FirstToken(engine, registry), config

@@ -13,17 +13,15 @@ class Part:
 
 
 PARTS = (
-    Part("selfcheck", 90),
-    Part("copies", 30),
-    Part("host-copies", 40),
-    Part("prefill", 60),
-    Part("decode", 25),
+    Part("checks", 130),
+    Part("copies", 25),
+    Part("host-copies", 35),
+    Part("prefill", 55),
+    Part("decode", 20),
     Part("shared-decode", 20),
     Part("spill", 30),
-    Part("ttft", 60),
-    Part("tests", 40),
+    Part("ttft", 90),
     Part("sweep", 60),
-    Part("memcheck", 40),
 )
 """What is right first, then what was asked for, then what time is left for."""
 TOTAL_S = 470.0

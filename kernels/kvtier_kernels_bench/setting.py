@@ -37,8 +37,8 @@ class Setting:
         return self.device.type == "cuda"
 
     @property
-    def interprets(self) -> bool:
-        """Whether kernels can be launched: on CUDA, or in a process started with TRITON_INTERPRET=1."""
+    def launches(self) -> bool:
+        """Whether kernels can be launched: on CUDA, or in a process started with TRITON_INTERPRET=1, as tests do it."""
         return self.on_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
     @property

@@ -1,10 +1,13 @@
 """The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
 
 import pytest
+from torch import Tensor
 
 from kvtier.bench.report import Case
+from kvtier_kernels.tiles import Tile
 from kvtier_kernels_bench import part_decode, part_prefill, part_spill, part_sweep
 from kvtier_kernels_bench.setting import Setting
+from kvtier_kernels_bench.shapes import Batch
 
 
 def setting() -> Setting:
@@ -37,6 +40,14 @@ def test_decode_beside_the_bandwidth() -> None:
     assert ours.gb_per_s
 
 
+def test_shared_prefixes_beside_decodes_that_share_nothing() -> None:
+    found = by_name(list(part_decode.shared(setting())))
+    (ours,), (floor,) = found["shared_prefix_decode"], found["paged_decode"]
+    assert ours.floor == "paged_decode"
+    assert ours.op == floor.op == "decode of 3 sequences, 32 keys shared, 8 each"
+    assert ours.figures["difference"] < 1e-5
+
+
 def test_prefill_beside_a_spill() -> None:
     found = by_name(list(part_spill.measure(setting())))
     (beside,) = found["beside the spill"]
@@ -45,21 +56,22 @@ def test_prefill_beside_a_spill() -> None:
 
 
 def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = part_sweep._prefill
+    """In float32, which the interpreter takes here, prefill has no candidates."""
+    whole = part_sweep._decode
 
     def failing(setting: Setting) -> object:
-        choose, batch, attend = whole(setting)
+        candidates, batch, attend = whole(setting)
         calls = iter(range(1000))
 
-        def sometimes(batch: object, tile: object) -> object:
+        def sometimes(batch: Batch, tile: Tile) -> Tensor:
             if next(calls) == 0:
                 raise RuntimeError("out of resource: shared memory")
-            return attend(batch, tile)  # type: ignore[arg-type]
+            return attend(batch, tile)
 
-        return choose, batch, sometimes
+        return candidates, batch, sometimes
 
-    monkeypatch.setattr(part_sweep, "_prefill", failing)
-    first, second, *decode = part_sweep.measure(setting())
+    monkeypatch.setattr(part_sweep, "_decode", failing)
+    first, second = part_sweep.measure(setting())
     assert first.detail == "failed: RuntimeError: out of resource: shared memory"
-    assert second.floor == "the default"
-    assert len(decode) == 2
+    assert (second.name, second.floor) != (first.name, None)
+    assert second.op.startswith("sweep of decode, default ")
