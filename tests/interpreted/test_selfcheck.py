@@ -28,7 +28,8 @@ NUM_COPY_CHECKS = 5 * 3 + 1 + 2 + 2 * 2 * 2 + 3
 @pytest.fixture(autouse=True)
 def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "HEADS", selfcheck.HEADS[1:2])
-    monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 5)
+    monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 3)
+    monkeypatch.setattr(selfcheck_copies, "NUM_PARTS", 2)
     monkeypatch.setattr(selfcheck_copies, "AWAITED_BYTES", 2**14)
 
 
@@ -68,7 +69,7 @@ def test_layers_that_do_not_come_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_copy, "part_copy", lambda *args, **options: right(*args, **options) + 1)
     monkeypatch.setattr(part_counters, "wait_for_layer", partial(part_counters.wait_for_layer, max_polls=2))
     failures = dict(itertools.islice(selfcheck_copies.copy_checks(CPU), 4))
-    assert failures["wait_for_layer"] == "5 layers did not come"
+    assert failures["wait_for_layer"] == "2 layers did not come"
     assert failures["part_copy layers of 50 bytes in host memory"].startswith("counters are [")
 
 
