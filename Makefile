@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
+.PHONY: demo test lint unit gpu gpu-wheels test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -69,6 +69,17 @@ bench: .venv/dev.stamp
 # What `kvtier bench paths` runs beside, each in an environment of its own: gigabytes of downloads, once.
 peers: .venv/dev.stamp
 	$(BIN)/python benchmarks/peers/prepare.py --into .venv/peers
+
+# On a machine with a GPU, torch, triton and numpy, with its own Python: checks, tuning and measurements, in 8 minutes.
+# `make gpu-wheels`, where there is a package index, downloads what else kvtier needs there into .gpu/wheels.
+GPU_PYTHON ?= python3
+gpu:
+	$(GPU_PYTHON) kernels/gpu_env/wheels.py unpack
+	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/services PYTHONUNBUFFERED=1 \
+		$(GPU_PYTHON) -m kvtier_kernels_bench $(GPU_ARGS)
+
+gpu-wheels:
+	$(PYTHON) kernels/gpu_env/wheels.py fetch
 
 # Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older
 # runtime refuses what a newer protoc has made.

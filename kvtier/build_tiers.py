@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.codec import Codec
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink
@@ -17,6 +16,7 @@ from kvtier.tiers import memfd
 from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
 from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.codec_choice import parse_codec
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
@@ -151,7 +151,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         config.resolve_path(config.disk.directory),
         int(config.disk.capacity_bytes),
         reserve_bytes=int(config.disk.reserve_bytes),
-        codec=Codec.parse(config.disk.codec),
+        codec=parse_codec(config.disk.codec),
         segment_bytes=int(config.disk.segment_bytes),
         sync=SyncPolicy.parse(config.disk.sync),
         direct_io=DirectIo.parse(config.disk.direct_io),

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.bitshuffle import pack, unpack_into
+from kvtier import bitshuffle, planes
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.keys import STORE_KEY_BYTES, StoreKey
 from kvtier.pieces import Grid, Payload, Pieces, Target
@@ -67,18 +67,25 @@ class Codec(enum.IntEnum):
     """Not at all: raw and stored length are equal."""
     LZ4 = 1
     """Bitshuffled, then lz4: `kvtier.bitshuffle`. The stored length is less than the raw one."""
+    PLANES_ZSTD = 2
+    """High bytes of 16-bit values apart, then zstd: `kvtier.planes`. The stored length is less than the raw one."""
+
+    @property
+    def label(self) -> str:
+        """What configurations and metrics call it: `raw`, `lz4`, `planes-zstd`."""
+        return self.name.lower().replace("_", "-")
 
     @classmethod
-    def parse(cls, name: str) -> "Codec":
-        """The codec that a configuration calls `name`: `raw` or `lz4`."""
-        try:
-            return cls[name.upper()]
-        except KeyError:
-            known = ", ".join(codec.name.lower() for codec in cls)
-            raise InvalidInputError(f"unknown codec {name!r}: known are {known}") from None
+    def parse(cls, label: str) -> "Codec":
+        """The codec of this label."""
+        for codec in cls:
+            if codec.label == label:
+                return codec
+        raise InvalidInputError(f"unknown codec {label!r}: known are {', '.join(codec.label for codec in cls)}")
 
 
 _CODECS = frozenset(Codec)
+"""What this release reads. A block of another codec is to it as one that is damaged: a miss, wherever it lies."""
 _PIECE_BYTES = 512 << 10
 """What is copied and then looked at: half of a core's second-level cache."""
 
@@ -100,10 +107,9 @@ def encode(key: StoreKey, payload: _Buffer, codec: Codec = Codec.RAW) -> tuple[b
     Else the block is stored raw, and the second part is `payload` itself, not a copy. `payload` is
     one-dimensional bytes.
     """
-    if codec is Codec.LZ4:
-        packed = pack(payload)
-        if packed is not None and len(packed) <= _WORTH_PACKING * len(payload):
-            return _header(key, Codec.LZ4, len(payload), packed), packed
+    packed = _pack(codec, payload)
+    if packed is not None and len(packed) <= _WORTH_PACKING * len(payload):
+        return _header(key, codec, len(payload), packed), packed
     return encode_header(key, payload), payload
 
 
@@ -204,7 +210,7 @@ def parse_header(buffer: _Buffer) -> Header:
     """
     header = parse_stored_header(buffer)
     if header.codec is not Codec.RAW:
-        raise CorruptBlockError(f"codec {header.codec} ({header.codec.name.lower()}) where only raw is taken")
+        raise CorruptBlockError(f"codec {header.codec} ({header.codec.label}) where only raw is taken")
     return header
 
 
@@ -223,7 +229,7 @@ def parse_stored_header(buffer: _Buffer) -> Header:
         raise CorruptBlockError(f"unknown flags {flags:#04x}")
     codec = Codec(number)
     if (raw_length != stored_length) if codec is Codec.RAW else (raw_length <= stored_length):
-        raise CorruptBlockError(f"{codec.name.lower()} codec with lengths {raw_length} and {stored_length}")
+        raise CorruptBlockError(f"{codec.label} codec with lengths {raw_length} and {stored_length}")
     (stored_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
     return Header(StoreKey(key), codec, raw_length, stored_length, stored_checksum)
 
@@ -233,7 +239,7 @@ def well_formed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     magic = headers["magic"] == int.from_bytes(_MAGIC, "little")
     raw, stored, codec = headers["raw_length"], headers["stored_length"], headers["codec"]
     lengths = np.where(codec == Codec.RAW, raw == stored, raw > stored)
-    known = np.isin(codec, list(Codec))
+    known = np.isin(codec, list(_CODECS))
     good: npt.NDArray[np.bool_] = magic & (headers["version"] == VERSION) & (headers["flags"] == 0) & known & lengths
     return good
 
@@ -255,7 +261,9 @@ def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
 def unpack(header: Header, stored: _Buffer, into: memoryview) -> None:
     """The last step of `decode_into`, for a payload that `verify` has passed and an `into` of its raw length."""
     if header.codec is Codec.LZ4:
-        unpack_into(stored, into)
+        bitshuffle.unpack_into(stored, into)
+    elif header.codec is Codec.PLANES_ZSTD:
+        planes.unpack_into(stored, into)
     elif into:  # numpy refuses empty buffers
         np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(stored, dtype=np.uint8))  # releases the GIL
 
@@ -265,6 +273,13 @@ def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
     parsed = parse_header(header)
     verify(parsed, key, payload)
     return parsed
+
+
+def _pack(codec: Codec, payload: _Buffer) -> _Buffer | None:
+    """None where the codec cannot, or does nothing."""
+    if codec is Codec.LZ4:
+        return bitshuffle.pack(payload)
+    return planes.pack(payload) if codec is Codec.PLANES_ZSTD else None
 
 
 def _header(key: StoreKey, codec: Codec, raw_length: int, stored: _Buffer) -> bytes:

@@ -71,6 +71,18 @@ class Metrics:
             ["tier", "why"],
             registry=self.registry,
         )
+        self.codec_bytes = Counter(
+            "kvtier_codec_bytes",
+            "Payload bytes that a tier packed for its medium, before the codec (raw) and behind it (stored)",
+            ["tier", "codec", "form"],
+            registry=self.registry,
+        )
+        self.codec_choices = Counter(
+            "kvtier_codec_choices",
+            "Times a tier with codec auto weighed its codecs, by the one it has used since",
+            ["tier", "codec"],
+            registry=self.registry,
+        )
         self.torn_blocks = Counter(
             "kvtier_disk_torn_blocks",
             "Records found incomplete at start: they were being written when the process ended",

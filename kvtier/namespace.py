@@ -41,7 +41,7 @@ class Namespace:
     pp_rank: int = 0
     kv_group: int = 0
     lossy_codec: str = ""
-    """Name of a codec that changes bytes, empty for lossless ones."""
+    """Name of a codec that changes bytes, e.g. `int8_per_head` (`kvtier_kernels.records`); empty for lossless ones."""
     layout_version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:

@@ -1,12 +1,14 @@
 """Inputs of paged attention for tests, and how far two right answers to them may lie apart."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier_kernels.accuracy import attention_bound, lse_bound
+from kvtier_kernels.reference import dequantised
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
 
@@ -44,13 +46,18 @@ class Inputs:
     block_tables: Tensor
     query_starts: Tensor
     seq_lens: Tensor
+    kv_scales: Tensor | None = None
+    window: int | None = None
 
     def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.kv_layer, self.block_tables, self.query_starts, self.seq_lens
 
+    def options(self) -> dict[str, Any]:
+        return {"kv_scales": self.kv_scales, "window": self.window}
+
     def swapped(self, **changed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`args` with some of them replaced."""
-        return Inputs(**{**self.__dict__, **changed}).args()
+        return replace(self, **changed).args()
 
 
 def make_inputs(case: Case, dtype: torch.dtype, *, block_seed: int = 0, poison: float = math.nan) -> Inputs:
@@ -76,6 +83,37 @@ def make_inputs(case: Case, dtype: torch.dtype, *, block_seed: int = 0, poison: 
     return Inputs(fused[:, : case.num_heads], layer, tables, starts, torch.tensor(case.seq_lens, dtype=torch.int32))
 
 
+def quantised(inputs: Inputs, dtype: torch.dtype, *, per_key: bool) -> Inputs:
+    """The same with KV of int8 or float8_e4m3fn; poison, where NaN was, in the values or their scales.
+
+    :param per_key: a scale per token and head, else one for keys and one for values.
+    """
+    values = inputs.kv_layer.float()
+    largest = values.abs().nan_to_num(0).amax(4) if per_key else values.abs().nan_to_num(0).amax((0, 2, 3, 4))
+    scales = largest / (127.0 if dtype == torch.int8 else 448.0)
+    scales = torch.where(scales == 0, 1.0, scales)
+    stored = values / (scales[..., None] if per_key else scales.view(2, 1, 1, 1))
+    if per_key:
+        scales = scales.masked_fill(values[..., 0].isnan(), math.nan)
+        two_layers = torch.full((scales.size(0), 2, *scales.shape[1:]), math.nan)
+        two_layers[:, 1] = scales
+        scales = two_layers[:, 1]
+    if dtype == torch.int8:
+        stored = stored.round().nan_to_num(127)
+    layer = torch.empty((stored.size(0), 2, *stored.shape[1:]), dtype=dtype)[:, 1]
+    layer.copy_(stored)
+    return replace(inputs, kv_layer=layer, kv_scales=scales)
+
+
+def windowed(inputs: Inputs, window: int) -> Inputs:
+    """The same with a window. Entries of `block_tables` that no query sees become a block of poison."""
+    tables, tokens_per_block = inputs.block_tables.clone(), inputs.kv_layer.size(2)
+    poison = min(set(range(inputs.kv_layer.size(0))) - set(tables.flatten().tolist()))
+    for seq, first in enumerate((inputs.seq_lens - inputs.query_starts.diff() - window + 1).tolist()):
+        tables[seq, : max(0, first) // tokens_per_block] = poison
+    return replace(inputs, block_tables=tables, window=window)
+
+
 def error_bound(inputs: Inputs, scale: float) -> float:
     """How far the fast path on CPU and the reference may lie apart.
 
@@ -85,18 +123,27 @@ def error_bound(inputs: Inputs, scale: float) -> float:
     rounded once, and every one of these errors is at most u max|v|.
     """
     u32, unit = UNIT_ROUNDOFF[torch.float32], UNIT_ROUNDOFF[inputs.query.dtype]
-    keys = inputs.kv_layer[:, 0].float().nan_to_num(0)
-    largest_value = inputs.kv_layer[:, 1].float().nan_to_num(0).abs().max().item()
-    largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * keys.norm(dim=-1).max().item()
+    values = dequantised(inputs.kv_layer, inputs.kv_scales).nan_to_num(0)
+    largest_value = values[:, 1].abs().max().item()
+    largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * values[:, 0].norm(dim=-1).max().item()
     num_keys = int(inputs.seq_lens.max())
     float32_part = 2 * (2 * (inputs.query.size(2) + 2) * largest_score + num_keys + 8) * u32
-    return (float32_part + 5 * unit) * largest_value
+    quantised_part = 0.0 if inputs.kv_layer.dtype == inputs.query.dtype else (2 * largest_score + 1) * unit
+    return (float32_part + quantised_part + 5 * unit) * largest_value
+
+
+def cpu_lse_error_bound(inputs: Inputs, scale: float) -> float:
+    """Likewise for the log-sum-exp: that of the kernels, and what rounding quantised keys to u does to a score."""
+    values = dequantised(inputs.kv_layer, inputs.kv_scales).nan_to_num(0)
+    largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * values[:, 0].norm(dim=-1).max().item()
+    rounding = 0.0 if inputs.kv_layer.dtype == inputs.query.dtype else UNIT_ROUNDOFF[inputs.query.dtype]
+    return lse_error_bound(inputs, scale) + rounding * largest_score
 
 
 def kernel_error_bound(inputs: Inputs, scale: float) -> float:
     """How far the Triton kernels and the reference may lie apart."""
-    return attention_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale)
+    return attention_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale, kv_scales=inputs.kv_scales)
 
 
 def lse_error_bound(inputs: Inputs, scale: float) -> float:
-    return lse_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale)
+    return lse_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale, kv_scales=inputs.kv_scales)

@@ -2,7 +2,7 @@
 
 As it comes, the interpreter (triton 3.9) adds and multiplies the bits of bfloat16 as if they were integers, cuts
 float32 to bfloat16 where a GPU rounds to nearest even, wraps integers without a word, takes the result of comparing
-two integers for an integer, and breaks when two threads launch at a time.
+two integers for an integer, knows no NaN in float8, and breaks when two threads launch at a time.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
@@ -21,6 +22,7 @@ Array = npt.NDArray[Any]
 def install() -> None:
     """For the whole process; once."""
     InterpreterBuilder.cast_impl = _exact_cast(InterpreterBuilder.cast_impl)
+    InterpreterBuilder.create_fp_to_fp = _exact_float8(InterpreterBuilder.create_fp_to_fp)
     InterpreterBuilder.binary_op = _honest_types(InterpreterBuilder.binary_op)
     InterpreterBuilder.create_dot = _dot_in_float32
     GridExecutor.__call__ = _one_at_a_time(GridExecutor.__call__)
@@ -41,6 +43,11 @@ def float32_to_bfloat16(values: Array) -> Array:
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
+def float8_to_float32(bits: Array) -> Array:
+    """`bits`: uint8, those of float8_e4m3fn."""
+    return np.asarray(torch.from_numpy(np.array(bits)).view(torch.float8_e4m3fn).float())
+
+
 def _exact_cast(original: Any) -> Any:
     def cast_impl(self: Any, source: TensorHandle, target_type: Any) -> TensorHandle:
         kinds = (source.dtype.scalar, target_type.scalar)
@@ -53,6 +60,15 @@ def _exact_cast(original: Any) -> Any:
         return original(self, source, target_type)
 
     return cast_impl
+
+
+def _exact_float8(original: Any) -> Any:
+    def create_fp_to_fp(self: Any, source: TensorHandle, target_type: Any, rounding: Any) -> TensorHandle:
+        if (source.dtype.scalar, target_type.scalar) == (tl.float8e4nv, tl.float32):
+            return TensorHandle(float8_to_float32(source.data), tl.float32)
+        return original(self, source, target_type, rounding)
+
+    return create_fp_to_fp
 
 
 def _honest_types(original: Any) -> Any:

@@ -1,98 +1,12 @@
-"""What a launcher would launch on a GPU: recorded on CPU tensors, and compiled for a chip that is not here."""
+"""What a launcher would launch on a GPU, for tests: see `kvtier_kernels_bench.compiling`."""
 
-import re
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from kvtier_kernels_bench.compiling import (
+    SHARED_LIMIT_BYTES,
+    Launch,
+    Usage,
+    compile_launch,
+    recorded,
+    usage_of,
+)
 
-import pytest
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.jit import JITFunction, mangle_type
-
-SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""What one block may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
-OPTIONS = {"num_warps", "num_stages"}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch: the kernel, its grid, and all that was passed by name or by position."""
-
-    kernel: JITFunction[Any]
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, int]
-
-
-@dataclass
-class Recorder:
-    """Stands in for a kernel. Launchers take it for an interpreted one, so that it may be given CPU tensors."""
-
-    kernel: JITFunction[Any]
-    launches: list[Launch] = field(default_factory=list)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
-            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            assert arguments.keys() == set(self.kernel.arg_names)
-            self.launches.append(Launch(self.kernel, grid, arguments, options))
-
-        return launch
-
-
-@contextmanager
-def recorded(module: ModuleType, capability: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Launches of the module's kernels are recorded, in order, as on a chip of this capability; none runs."""
-    launches: list[Launch] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                patch.setattr(module, name, Recorder(value, launches))
-        if hasattr(module, "capability"):
-            patch.setattr(module, "capability", lambda _device: capability)
-        yield launches
-
-
-def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
-    """The kernel as Triton would compile it for these arguments: the same types, alignments and constants."""
-    signature, constants, attributes = {}, {}, {}
-    for index, param in enumerate(launch.kernel.params):
-        value = launch.arguments[param.name]
-        free = not param.do_not_specialize
-        if param.is_constexpr or value is None or (free and type(value) is int and value == 1):
-            signature[param.name], constants[(index,)] = "constexpr", value
-            continue
-        signature[param.name] = mangle_type(value)
-        address = value.data_ptr() if isinstance(value, torch.Tensor) else value if type(value) is int and free else 1
-        if address % 16 == 0:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What the machine code takes per thread."""
-
-    registers: int
-    stack_bytes: int
-    """Registers that did not fit are spilled to the stack; nothing else of ours is there."""
-    local_bytes: int
-
-
-def usage_of(compiled: CompiledKernel, folder: Path) -> Usage:
-    """Read off the machine code with the cuobjdump of triton's wheel."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command: Sequence[str] = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", answer)}
-    return Usage(numbers["REG"], numbers["STACK"], numbers["LOCAL"])
+__all__ = ["SHARED_LIMIT_BYTES", "Launch", "Usage", "compile_launch", "recorded", "usage_of"]

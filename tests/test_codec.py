@@ -1,5 +1,6 @@
 import contextlib
 import random
+import resource
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given
 
+from kvtier import planes
 from kvtier.bitshuffle import pack, unpack_into
 from kvtier.codec import (
     HEADER_BYTES,
@@ -130,10 +132,11 @@ def test_swapped_blocks_are_detected() -> None:
     [
         (0, b"KVTC", "magic"),
         (4, b"\x02\x00", "version 2"),
-        (6, b"\x02", "codec 2"),
+        (6, b"\x03", "codec 3"),
         (7, b"\x80", "flags 0x80"),
         (72, b"\x00", "lengths 0 and 7"),
         (6, b"\x01", "lengths 7 and 7"),
+        (6, b"\x02", "lengths 7 and 7"),
     ],
 )
 def test_what_this_release_does_not_know_is_refused_with_the_reason(offset: int, patch: bytes, reason: str) -> None:
@@ -160,7 +163,8 @@ def like_bf16(num_values: int) -> bytes:
     return b"".join(bytes(((i * 167 + i * i * 31 + 13) & 255, 0x3C | i >> 6 & 3)) for i in range(num_values))
 
 
-_PACKABLE = like_bf16(70_000)
+_PACKABLE = like_bf16(200_000)
+PACKING = [Codec.LZ4, Codec.PLANES_ZSTD]
 
 
 def load(header: bytes, key: StoreKey, stored: bytes, nbytes: int) -> bytes:
@@ -169,26 +173,41 @@ def load(header: bytes, key: StoreKey, stored: bytes, nbytes: int) -> bytes:
     return bytes(into)
 
 
-def signed(key: StoreKey, raw_length: int, stored: bytes) -> bytes:
-    """An lz4 header whose checksum is right, whatever stands behind it: an attacker's."""
-    fields = b"KVTB" + struct.pack("<HBB", 1, 1, 0) + key + struct.pack("<QQ", raw_length, len(stored))
+def signed(key: StoreKey, raw_length: int, stored: bytes, codec: Codec = Codec.LZ4) -> bytes:
+    """A header whose checksum is right, whatever stands behind it: an attacker's."""
+    fields = b"KVTB" + struct.pack("<HBB", 1, codec, 0) + key + struct.pack("<QQ", raw_length, len(stored))
     return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields + stored))
 
 
-PACKED_GOLDEN = (
-    "4b56544201000100000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f2021222324252627"
-    "28292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f0002000000000000a400000000000000b4dc8a3fc0ace651"
-    "020124020002000000020000a4000000140000005f0000001f5501000c1fcc01000c1fc301000c2f956a02000b4fe68c"
-    "19730400098f525a4b29ada5b4d6080005fc0164936db2c936d9649b6c924d36c9269b1000f011d2b624695b92b42d49"
-    "dab6246d5b92b62d49db96a46d4bd2b62549db92a46d49290000001300010013ff0100030f0013000f00051000040200"
-    "0418000f0200750498000f020020500000000000"
-)
-"""A stored block. Another release of the library may pack otherwise; none may read this one otherwise."""
+PACKED_GOLDENS = [
+    (
+        "4b56544201000100000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f2021222324252627"
+        "28292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f0002000000000000a400000000000000b4dc8a3fc0ace651"
+        "020124020002000000020000a4000000140000005f0000001f5501000c1fcc01000c1fc301000c2f956a02000b4fe68c"
+        "19730400098f525a4b29ada5b4d6080005fc0164936db2c936d9649b6c924d36c9269b1000f011d2b624695b92b42d49"
+        "dab6246d5b92b62d49db96a46d4bd2b62549db92a46d49290000001300010013ff0100030f0013000f00051000040200"
+        "0418000f0200750498000f020020500000000000"
+    ),
+    (
+        "4b56544201000200000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f2021222324252627"
+        "28292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f00020000000000003001000000000000d21eed0df5d22308"
+        "02019001000100000001000030000000140000001800000028b52ffd600000750000283c3c3d3e3f04140027141ed9da"
+        "0db45b02a950f79e45ec933ae1882fd67d24cb7219c0670eb55c03aa51f89f46ed943be28930d77e25cc731ac1680fb6"
+        "5d04ab52f9a047ee953ce38a31d87f26cd741bc26910b75e05ac53faa148ef963de48b32d98027ce751cc36a11b85f06"
+        "ad54fba249f0973ee58c33da8128cf761dc46b12b96007ae55fca34af1983fe68d34db8229d0771ec56c13ba6108af56"
+        "fda44bf29940e78e35dc832ad1781fc66d14bb6209b057fea54cf39a41e88f36dd842bd27920c76e15bc630ab158ffa6"
+        "4df49b42e99037de852cd37a21c86f16bd640bb25900a74ef59c43ea9138df862dd47b22c97017be650cb35a01a84ff6"
+        "9d44eb9239e0872ed57c23ca7118bf66"
+    ),
+]
+"""Stored blocks. Another release of the library may pack otherwise; none may read these otherwise."""
 GOLDEN_PAYLOAD = bytes(b for i in range(256) for b in (i * 167 + 13 & 255, 0x3C | i >> 6))
 
 
-def test_a_packed_block_of_an_earlier_release_is_read() -> None:
-    stored = bytes.fromhex(PACKED_GOLDEN)
+@pytest.mark.parametrize(("golden", "codec"), list(zip(PACKED_GOLDENS, PACKING, strict=True)))
+def test_a_packed_block_of_an_earlier_release_is_read(golden: str, codec: Codec) -> None:
+    stored = bytes.fromhex(golden)
+    assert parse_stored_header(stored).codec is codec
     assert load(stored[:HEADER_BYTES], StoreKey(bytes(range(64))), stored[HEADER_BYTES:], 512) == GOLDEN_PAYLOAD
 
 
@@ -200,36 +219,47 @@ def test_what_was_encoded_is_decoded(key: StoreKey, payload: bytes, codec: Codec
     assert load(header, key, bytes(stored), len(payload)) == payload
 
 
-def test_packing_pays_or_is_left_alone() -> None:
+@pytest.mark.parametrize("codec", PACKING)
+def test_packing_pays_or_is_left_alone(codec: Codec) -> None:
     payload = like_bf16(4096)
-    header, stored = encode(KEY, payload, Codec.LZ4)
-    assert parse_stored_header(header).codec is Codec.LZ4
+    header, stored = encode(KEY, payload, codec)
+    assert parse_stored_header(header).codec is codec
     assert len(stored) < 0.8 * len(payload)
-    for untouched, codec in ((payload, Codec.RAW), (random.Random(0).randbytes(8192), Codec.LZ4), (b"", Codec.LZ4)):
+    for untouched in (random.Random(0).randbytes(8192), random.Random(0).randbytes(3), b""):
         header, stored = encode(KEY, untouched, codec)
         assert stored is untouched, "not even a copy"
         assert header == encode_header(KEY, untouched)
 
 
+def test_raw_is_left_alone() -> None:
+    for untouched, codec in ((like_bf16(4096), Codec.RAW), (like_bf16(4096) + b"!", Codec.PLANES_ZSTD)):
+        header, stored = encode(KEY, untouched, codec)
+        assert stored is untouched, "not even a copy"
+        assert header == encode_header(KEY, untouched)
+
+
+@pytest.mark.parametrize("codec", PACKING)
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
-def test_packing_takes_any_buffer(wrap: type) -> None:
+def test_packing_takes_any_buffer(wrap: type, codec: Codec) -> None:
     payload = like_bf16(1001)
-    header, stored = encode(KEY, wrap(payload), Codec.LZ4)
+    header, stored = encode(KEY, wrap(payload), codec)
+    assert parse_stored_header(header).codec is codec
     assert load(wrap(header), KEY, wrap(bytes(stored)), len(payload)) == payload
 
 
-def test_those_who_take_raw_blocks_only_refuse_packed_ones() -> None:
-    header, stored = encode(KEY, like_bf16(1000), Codec.LZ4)
+@pytest.mark.parametrize("codec", PACKING)
+def test_those_who_take_raw_blocks_only_refuse_packed_ones(codec: Codec) -> None:
+    header, stored = encode(KEY, like_bf16(1000), codec)
     with pytest.raises(CorruptBlockError, match="only raw"):
         parse_header(header)
     with pytest.raises(CorruptBlockError, match="only raw"):
         decode(header, KEY, bytes(stored))
 
 
-@given(st.data())
-def test_any_flipped_bit_of_a_packed_block_is_detected_before_it_is_unpacked(data: st.DataObject) -> None:
+@given(st.data(), st.sampled_from(PACKING))
+def test_any_flipped_bit_of_a_packed_block_is_detected_before_it_is_unpacked(data: st.DataObject, codec: Codec) -> None:
     payload = like_bf16(300)
-    header, packed = encode(KEY, payload, Codec.LZ4)
+    header, packed = encode(KEY, payload, codec)
     stored = bytearray(header + packed)
     bit = data.draw(st.integers(min_value=0, max_value=8 * len(stored) - 1))
     stored[bit // 8] ^= 1 << bit % 8
@@ -284,6 +314,70 @@ def test_a_chunk_cut_short_is_corrupt(length: int) -> None:
         unpack_into(bytes(chunk[:length]), memoryview(bytearray(8000)))
 
 
+@pytest.mark.parametrize(
+    ("offset", "patch"),
+    [
+        (2, b"\x92"),  # a plain copy
+        (2, b"\x91"),  # byte shuffle
+        (2, b"\x30"),  # another compressor
+        (4, struct.pack("<I", 2**31 - 17)),  # unpacks to 2 GiB
+        (8, struct.pack("<I", 2**31 - 17)),
+        (12, struct.pack("<I", 16)),
+    ],
+)
+def test_what_a_hostile_plane_claims_is_checked_before_the_library_sees_it(offset: int, patch: bytes) -> None:
+    packed = bytearray(planes.pack(like_bf16(4000)) or b"")
+    packed[offset : offset + len(patch)] = patch
+    with pytest.raises(CorruptBlockError, match="zstd"):
+        load(signed(KEY, 8000, bytes(packed), Codec.PLANES_ZSTD), KEY, bytes(packed), 8000)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7998, 7999, 8001, 8002, 2**20])
+def test_planes_of_another_length_are_corrupt(nbytes: int) -> None:
+    packed = bytes(planes.pack(like_bf16(4000)) or b"")
+    with pytest.raises(CorruptBlockError):
+        planes.unpack_into(packed, memoryview(bytearray(nbytes)))
+
+
+@pytest.mark.parametrize("claimed", [2**31, 2**60])
+def test_a_frame_that_claims_more_than_there_is_room_for_allocates_none_of_it(claimed: int) -> None:
+    """zstd's own frame names a content size and a window too; neither is believed."""
+    plane = like_bf16(70_000)[1::2]
+    packed = bytearray(planes.pack(like_bf16(70_000)) or b"")
+    frame = packed.index(struct.pack("<I", 0xFD2FB528))
+    packed[frame + 4] = 0b11_0_0_0_0_00  # content size in 8 bytes, behind a byte for the window
+    packed[frame + 5] = 0xFF  # the largest window there is
+    packed[frame + 6 : frame + 14] = struct.pack("<Q", claimed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptBlockError):
+        planes.unpack_into(packed, memoryview(bytearray(2 * len(plane))))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "in KiB"
+
+
+@pytest.mark.parametrize("num_values", [128, 32 * 1024, 32 * 1024 + 1, 65_537, 200_000])
+def test_planes_meet_where_they_are_spread(num_values: int) -> None:
+    """Around the steps in which the high bytes are spread over their own place."""
+    payload = random.Random(num_values).randbytes(num_values)
+    payload = bytes(b for low in payload for b in (low, 0x3C | low >> 6))
+    around = bytearray(b"\xa5" * (len(payload) + 2))
+    planes.unpack_into(planes.pack(payload) or b"", memoryview(around)[1:-1])
+    assert around == b"\xa5" + payload + b"\xa5"
+
+
+@given(st.integers(min_value=0, max_value=2**32))
+def test_hostile_planes_unpack_to_anything_but_nowhere_else(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([512, 8000, 400_000])
+    packed = bytearray(planes.pack(_PACKABLE[:size]) or b"")
+    end = len(packed) - size // 2
+    for _ in range(rng.choice([1, 4, 32])):
+        packed[rng.randrange(16, rng.choice([40, end]))] = rng.randrange(256)
+    around = bytearray(b"\xa5" * (size + 8192))
+    with contextlib.suppress(CorruptBlockError):
+        decode_into(signed(KEY, size, bytes(packed), Codec.PLANES_ZSTD), KEY, packed, memoryview(around)[4096:-4096])
+    assert set(around[:4096] + around[-4096:]) == {0xA5}
+
+
 @given(st.integers(min_value=0, max_value=2**32))
 def test_a_hostile_chunk_unpacks_to_anything_but_nowhere_else(seed: int) -> None:
     rng = random.Random(seed)
@@ -299,10 +393,11 @@ def test_a_hostile_chunk_unpacks_to_anything_but_nowhere_else(seed: int) -> None
 
 
 def test_packing_and_unpacking_in_many_threads_at_once() -> None:
+    """Codecs mixed: they have one library, and its settings, in common."""
     blocks = [like_bf16(5000 + i) for i in range(32)]
 
     def there_and_back(payload: bytes) -> bytes:
-        header, stored = encode(KEY, payload, Codec.LZ4)
+        header, stored = encode(KEY, payload, PACKING[len(payload) // 2 % 2])
         return load(header, KEY, bytes(stored), len(payload))
 
     with ThreadPoolExecutor(4) as executor:
@@ -310,6 +405,7 @@ def test_packing_and_unpacking_in_many_threads_at_once() -> None:
 
 
 def test_codecs_by_name() -> None:
-    assert (Codec.parse("raw"), Codec.parse("lz4")) == (Codec.RAW, Codec.LZ4)
-    with pytest.raises(InvalidInputError, match="raw, lz4"):
-        Codec.parse("zstd")
+    assert [Codec.parse(name) for name in ("raw", "lz4", "planes-zstd")] == list(Codec)
+    for unknown in ("zstd", "planes_zstd", "RAW"):
+        with pytest.raises(InvalidInputError, match="raw, lz4, planes-zstd"):
+            Codec.parse(unknown)

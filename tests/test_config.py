@@ -70,7 +70,7 @@ def test_environment_overrides(path: Path) -> None:
         ("[tenants.'Red Team']\n", ["Red Team", "a-z"]),
         ("[host]\ncapacity_bytes = 1e26", ["host.capacity_bytes"]),
         ("[disk]\nwrite_policy = 'lazy'", ["disk.write_policy", "'write_back'"]),
-        ("[pool_service]\nredis_codec = 'zip'", ["pool_service.redis_codec", "'lz4'"]),
+        ("[pool_service]\nredis_codec = 'zip'", ["pool_service.redis_codec", "'lz4'", "'planes-zstd'", "'auto'"]),
         ("[pool_service]\nredis_ur = 'redis://x'", ["pool_service.redis_ur", "did you mean 'redis_url'"]),
         ("tenant = ", ["not valid TOML", "end of document"]),
     ],

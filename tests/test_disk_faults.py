@@ -279,13 +279,15 @@ def test_a_failing_disk_forgets_but_never_lies(tmp_path: Path, open_disk: Open, 
 
 
 def test_states_of_a_failing_disk_that_changes_its_codec(tmp_path: Path) -> None:
-    """A disk that fails by chance, with one codec in one life and the other in the next."""
+    """A disk that fails by chance, with one codec in one life and another in the next."""
     lives = itertools.count()
 
     def open_again(capacity_bytes: int) -> DiskTier:
         number = next(lives)
         files = FaultyFiles(OsFiles(direct=False), seed=number, probability=0.1)
-        return DiskTier.open(tmp_path / "disk", capacity_bytes, reserve_bytes=0, codec=Codec(number % 2), files=files)
+        return DiskTier.open(
+            tmp_path / "disk", capacity_bytes, reserve_bytes=0, codec=Codec(number % len(Codec)), files=files
+        )
 
     machine = tier_state_machine(open_again, packable=True, persistent=True, forgets_for_good=False, max_examples=20)
     machine.TestCase().runTest()

@@ -116,6 +116,20 @@ class TestCodec:
         for codec in Codec:
             assert read_blocks(open_disk(codec=codec), list(payloads), NBYTES) == list(payloads.values())
 
+    def test_to_a_release_that_does_not_know_a_codec_its_blocks_are_not_there(
+        self, open_disk: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        payloads = {make_key(codec): make_packable_payload(codec, NBYTES) for codec in Codec}
+        for codec, item in zip(Codec, payloads.items(), strict=True):
+            assert open_disk(codec=codec).write([item]) == [WriteStatus.STORED]
+        monkeypatch.setattr("kvtier.codec._CODECS", {Codec.RAW, Codec.LZ4})
+        older = open_disk()
+        *known, unknown = payloads
+        assert older.lookup([*known, unknown]) == [Status.HIT, Status.HIT, Status.MISS]
+        assert read_blocks(older, [*known, unknown], NBYTES) == [*(payloads[key] for key in known), None]
+        assert older.write([(unknown, payloads[unknown])]) == [WriteStatus.STORED]
+        older.check()
+
 
 def test_neighbours_are_read_at_once(tmp_path: Path, open_disk: Open) -> None:
     num_reads = 0

@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -18,12 +19,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 from kvtier_kernels import block_copy as block_copy_module  # noqa: E402
+from kvtier_kernels import merge_states as merge_states_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
+from kvtier_kernels import row_copy as row_copy_module  # noqa: E402
+from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
-from kvtier_kernels.tiles import Tile, shared_limit_bytes  # noqa: E402
+from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
+from kvtier_kernels.tiles import Tile, prefill_candidates, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90]
@@ -56,14 +61,56 @@ def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int
     return launch
 
 
+def record_quantised_prefill(
+    head_dim: int, kv_dtype: torch.dtype, chip: int, *, window: int | None = None, num_splits: int = 1
+) -> Launch:
+    """Queries of bfloat16; with int8 a scale per token and head, with float8 two."""
+    query, kv_layer, *rest = attention_arguments(head_dim, torch.bfloat16, 300)
+    kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
+    scales = {
+        torch.int8: torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1],
+        torch.float8_e4m3fn: torch.empty(2),
+    }.get(kv_dtype)
+    capability = divmod(chip, 10)
+    with recorded(prefix_prefill_module, capability) as launches, recorded(merge_states_module, capability):
+        prefix_prefill_module.prefix_prefill(
+            query, kv_layer, *rest, scale=0.1, kv_scales=scales, window=window, num_splits=num_splits
+        )
+    (launch,) = launches
+    return launch
+
+
 def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> list[Launch]:
     """The kernel without splits, the kernel with splits, and the merge."""
     query, kv_layer, tables, _, lens = attention_arguments(head_dim, dtype, NUM_SEQS, **geometry)
-    with recorded(paged_decode_module, divmod(chip, 10)) as launches:
+    capability = divmod(chip, 10)
+    with recorded(paged_decode_module, capability) as decodes, recorded(merge_states_module, capability) as merges:
         for num_splits in (1, 4):
             paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
-    assert len(launches) == 3
-    return launches
+    assert (len(decodes), len(merges)) == (2, 1)
+    return decodes + merges
+
+
+def record_shared(head_dim: int, kv_dtype: torch.dtype, chip: int, window: int | None = None) -> list[Launch]:
+    """The kernel for what sequences share, and that for what they do not; with a window, the latter as for decodes."""
+    dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
+    query, kv_layer, *_ = attention_arguments(head_dim, dtype, NUM_SEQS)
+    kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
+    scales = torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1] if kv_dtype == torch.int8 else None
+    tables, lens = torch.zeros((NUM_SEQS, 20), dtype=torch.int64), torch.full((NUM_SEQS,), 50)
+    prefixes, capability = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK), divmod(chip, 10)
+    with (
+        recorded(shared_prefix_decode_module, capability) as shared,
+        recorded(paged_decode_module, capability) as own,
+        recorded(merge_states_module, capability),
+    ):
+        if window is None:
+            shared_prefix_decode_module.shared_prefix_decode(
+                query, kv_layer, tables, lens, prefixes, scale=0.1, kv_scales=scales
+            )
+        else:
+            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, kv_scales=scales, window=window)
+    return shared + own
 
 
 def compiled(launch: Launch, chip: int, folder: Path) -> str:
@@ -82,9 +129,74 @@ def compiled(launch: Launch, chip: int, folder: Path) -> str:
 def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
     for launch in [record_prefill(head_dim, torch.bfloat16, chip), *record_decode(head_dim, torch.bfloat16, chip)]:
         ptx = compiled(launch, chip, tmp_path)
-        if launch.kernel.__name__ != "_merge_kernel":
+        if launch.kernel is not merge_states_module._merge_kernel:
             assert re.search(r"mma\.\S*sync|wgmma", ptx), "products must run on tensor cores"
             assert "cp.async" in ptx, "keys and values must be on their way before they are needed"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window", "chip"),
+    [
+        (128, torch.bfloat16, None, 80),
+        (64, torch.bfloat16, None, 90),
+        (128, torch.bfloat16, None, 90),
+        (256, torch.bfloat16, None, 90),
+        (128, torch.bfloat16, None, 100),
+        (64, torch.int8, None, 100),
+        (128, torch.int8, None, 90),
+        (128, torch.int8, 4096, 80),
+        (128, torch.float8_e4m3fn, 4096, 80),
+        (128, torch.float8_e4m3fn, 4096, 90),
+        (128, torch.int8, 4096, 100),
+    ],
+    ids=str,
+)
+def test_decodes_read_ahead_in_wide_loads(
+    head_dim: int, dtype: torch.dtype, window: int | None, chip: int, tmp_path: Path
+) -> None:
+    """With a window, `paged_decode`; without, `shared_prefix_decode`, which has its kernel, too."""
+    for launch in record_shared(head_dim, dtype, chip, window):
+        ptx = compiled(launch, chip, tmp_path)
+        assert re.search(r"mma\.\S*sync|wgmma|tcgen05", ptx), "products must run on tensor cores"
+        assert re.search(r"cp\.async\.cg\S* \[.*0x10", ptx), "keys and values must be on their way, 16 bytes at a time"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "window", "num_splits", "chip"),
+    [
+        (128, torch.bfloat16, None, 4, 90),
+        (128, torch.bfloat16, 4096, 1, 90),
+        (64, torch.float8_e4m3fn, None, 1, 90),
+        (128, torch.int8, None, 1, 90),
+        (256, torch.int8, 4096, 1, 90),
+        (128, torch.int8, 4096, 4, 80),
+        (128, torch.bfloat16, 4096, 1, 100),
+        (256, torch.bfloat16, None, 1, 100),
+        (128, torch.float8_e4m3fn, None, 4, 100),
+    ],
+)
+def test_prefills_read_ahead_in_wide_loads(
+    head_dim: int, kv_dtype: torch.dtype, window: int | None, num_splits: int, chip: int, tmp_path: Path
+) -> None:
+    launch = record_quantised_prefill(head_dim, kv_dtype, chip, window=window, num_splits=num_splits)
+    ptx = compiled(launch, chip, tmp_path)
+    products = {80: r"mma\.\S*sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}[chip]
+    assert re.search(products, ptx), "products must run on the chip's own matrix units"
+    sizes = set(re.findall(r"cp\.async\.c[ag]\S* \[.*?\], \[.*?\], (0x\w+)", ptx))
+    # For `mma.sync` Triton leaves values of one byte in groups of 8.
+    assert sizes == ({"0x10", "0x8"} if chip == 80 else {"0x10"}), "keys and values must be on their way in wide loads"
+    waits = {int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)}
+    assert max(waits) >= 2, "keys and values of one more iteration must be on their way while one is computed"
+
+
+def test_some_of_the_candidates_compile() -> None:
+    """All of them take seconds each; `benchmarks` times them on a GPU."""
+    candidates = prefill_candidates(128, 2, 4, (9, 0))
+    for tile in random.Random(0).sample(candidates[1:], 3):
+        with recorded(prefix_prefill_module, (9, 0)) as launches:
+            arguments = attention_arguments(128, torch.bfloat16, 300)
+            prefix_prefill_module.prefix_prefill(*arguments, scale=0.1, tile=tile)
+        assert compile_launch(launches[0], 90).metadata.shared <= tile.shared_bytes(128, 2)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
@@ -132,6 +244,22 @@ def test_heads_that_do_not_fit_are_refused(chip: int, dtype: torch.dtype) -> Non
             record(256, dtype, chip, heads=256, kv_heads=1)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "chip"),
+    [(64, torch.float32, 80), (128, torch.float32, 90), (256, torch.bfloat16, 90), (128, torch.float32, 100)],
+)
+def test_merges_compile(head_dim: int, dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
+    parts, part_lse = torch.empty((5, 8, 33, head_dim), dtype=dtype), torch.empty(5, 8, 33)
+    out, lse = torch.empty((5, 8, head_dim), dtype=torch.bfloat16), torch.empty(5, 8)
+    with recorded(merge_states_module, divmod(chip, 10)) as launches:
+        merge_states_module.merge_states(parts, part_lse, out, lse)
+        merge_states_module.merge_two_states(out, lse, out, lse)
+    for launch in launches:
+        ptx = compiled(launch, chip, tmp_path)
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "parts must be read 16 bytes at a time"
+        assert "bar.sync" in ptx
+
+
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_kv_write_compiles(dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
@@ -150,7 +278,7 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
     """Rows of an odd number of 16 bytes too move in accesses of 16 bytes."""
     blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(block_copy_module, divmod(chip, 10)) as launches:
+    with recorded(row_copy_module, divmod(chip, 10)) as launches:
         block_copy_module.block_copy(blocks, index, staging, index)
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
@@ -166,7 +294,7 @@ def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int
         torch.empty((4, 3 * part_bytes), dtype=torch.uint8),
     )
     index = torch.zeros(3, dtype=torch.int64)
-    with recorded(part_copy_module, divmod(chip, 10)) as launches:
+    with recorded(row_copy_module, divmod(chip, 10)) as launches:
         part_copy_module.part_copy(part_copy_module.Parts.of(kv.unbind()), index, staging, index, gather=gather)
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
@@ -182,11 +310,30 @@ def test_batches_that_differ_share_compiled_kernels() -> None:
         with recorded(prefix_prefill_module, (9, 0)) as launches:
             attend_with_triton(query, kv_layer, tables, starts, lens, scale=0.1)
         prefills.add(compile_launch(launches[0], 90).hash)
-        with recorded(paged_decode_module, (9, 0)) as launches:
+        with recorded(paged_decode_module, (9, 0)) as launches, recorded(merge_states_module, (9, 0)) as merge_launches:
             paged_decode_module.paged_decode(query[:NUM_SEQS], kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
         decodes.add(compile_launch(launches[0], 90).hash)
-        merges.add(compile_launch(launches[1], 90).hash)
+        merges.add(compile_launch(merge_launches[0], 90).hash)
     assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
+
+
+def test_batches_that_share_differently_share_compiled_kernels() -> None:
+    """Whether they are few or many, in one group or in several."""
+    hashes = set()
+    for num_seqs, num_groups in ((2, 1), (7, 2), (64, 16)):
+        query, kv_layer, *_ = attention_arguments(64, torch.bfloat16, num_seqs)
+        tables = (torch.arange(num_seqs) % num_groups)[:, None].expand(-1, 4).contiguous()
+        lens = torch.full((num_seqs,), 64)
+        prefixes = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK)
+        assert prefixes.num_groups == num_groups
+        with (
+            recorded(shared_prefix_decode_module, (9, 0)) as launches,
+            recorded(paged_decode_module, (9, 0)),
+            recorded(merge_states_module, (9, 0)),
+        ):
+            shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=0.1)
+        hashes.add(compile_launch(launches[0], 90).hash)
+    assert len(hashes) == 1
 
 
 def test_limits_are_those_of_the_guide() -> None:
@@ -199,6 +346,7 @@ def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     for launch in (
         lambda: prefix_prefill_module.prefix_prefill(query, kv_layer, tables, starts, lens, scale=1.0),
         lambda: paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=1.0),
+        lambda: merge_states_module.merge_states(query[:, None], rows[..., 0], query),
         lambda: slot_write_module.write_slots(kv_layer, rows, rows, index, index),
         lambda: block_copy_module.block_copy(torch.zeros(9, 4), index, torch.zeros(9, 4), index),
     ):

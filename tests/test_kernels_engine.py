@@ -17,6 +17,7 @@ from kvtier_engine import devices, llama
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv, kv_namespace
+from kvtier_kernels import SharedPrefixes
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -38,9 +39,12 @@ def test_the_forward_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     """Tensors without memory stand for those of CUDA."""
     there = torch.device("meta")
 
-    def attend(query: Tensor, kv_layer: Tensor, *index: Tensor, scale: float, max_seq_len: int) -> Tensor:
+    def attend(
+        query: Tensor, kv_layer: Tensor, *index: Tensor, scale: float, max_seq_len: int, prefixes: SharedPrefixes | None
+    ) -> Tensor:
         assert {tensor.device for tensor in (query, kv_layer, *index)} == {there}
         assert max_seq_len == 9
+        assert prefixes is None
         return torch.empty_like(query, memory_format=torch.contiguous_format)
 
     def write(*tensors: Tensor) -> None:

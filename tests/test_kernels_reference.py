@@ -1,11 +1,12 @@
 """The fast CPU attention and the KV write against the plain references: odd sizes, poisoned memory, derived bounds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attention_rig import CASES, Case, error_bound, make_inputs
+from attention_rig import CASES, Case, Inputs, cpu_lse_error_bound, error_bound, make_inputs, quantised, windowed
 from kvtier_kernels import kv_write, kv_write_reference, paged_attention, paged_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,6 +24,38 @@ def test_fast_path_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> 
     assert out.is_contiguous()
     worst = (out.float() - expected).abs().max().item()
     assert worst <= error_bound(inputs, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("kv", ["int8", "float8", "float8 with two scales", "float8 without scales"])
+def test_quantised_kv(kv: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(CASES["decode and prefill together"], torch.float32)
+    kv_dtype = torch.int8 if kv == "int8" else torch.float8_e4m3fn
+    inputs = quantised(inputs, kv_dtype, per_key=kv in ("int8", "float8"))
+    inputs = replace(inputs, query=inputs.query.to(dtype))
+    if kv == "float8 without scales":
+        inputs = replace(inputs, kv_scales=None, query=inputs.query / 100)
+    check_with_lse(inputs)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 50, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_windows(window: int, dtype: torch.dtype) -> None:
+    check_with_lse(windowed(make_inputs(CASES["decode and prefill together"], dtype), window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_log_sum_exp(case: Case, dtype: torch.dtype) -> None:
+    check_with_lse(make_inputs(case, dtype))
+
+
+def check_with_lse(inputs: Inputs) -> None:
+    lse, expected_lse = torch.full((2, *inputs.query.shape[:2]), math.nan).unbind()
+    out = paged_attention(*inputs.args(), scale=0.125, lse=lse, **inputs.options())
+    expected = paged_attention_reference(*inputs.args(), scale=0.125, lse=expected_lse, **inputs.options())
+    assert (out.float() - expected).abs().max().item() <= error_bound(inputs, 0.125)
+    assert (lse - expected_lse).abs().max().item() <= cpu_lse_error_bound(inputs, 0.125)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:
@@ -68,6 +101,29 @@ def test_kv_write_writes_these_tokens_and_nothing_else(num_tokens: int, dtype: t
     assert torch.equal(written, expected)
     assert torch.equal(written[:, 0], fresh[:, 0])
     assert torch.equal(written[:, 2], fresh[:, 2])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 23])
+@pytest.mark.parametrize("kv", ["int8", "float8", "float8 with two scales", "float8 without scales"])
+def test_kv_write_quantises_these_tokens_and_nothing_else(kv: str, num_tokens: int) -> None:
+    shape, dtype = (4, 3, 2, 7, 3, 24), torch.int8 if kv == "int8" else torch.float8_e4m3fn
+    layer, expected = (torch.full(shape, 7, dtype=torch.int8).view(dtype)[:, 1] for _ in range(2))
+    scales, expected_scales = (
+        (torch.full(shape[:5], 9.0)[:, 1] for _ in range(2))
+        if kv in ("int8", "float8")
+        else [torch.tensor([0.3, 2.0])] * 2
+        if kv == "float8 with two scales"
+        else [None] * 2
+    )
+    places = torch.randperm(28, generator=torch.Generator().manual_seed(3))[:num_tokens]
+    fused = torch.randn(num_tokens, 9, 24, generator=torch.Generator().manual_seed(4)).bfloat16()
+    arguments = fused[:, 3:6], fused[:, 6:9], places // 7, places % 7
+    kv_write(layer, *arguments, kv_scales=scales)
+    kv_write_reference(expected, *arguments, kv_scales=expected_scales)
+    assert torch.equal(layer.view(torch.int8), expected.view(torch.int8))
+    assert layer.view(torch.int8).ne(7).any(dim=(3, 4)).sum() == 2 * num_tokens
+    if scales is not None and expected_scales is not None:
+        assert torch.equal(scales, expected_scales)
 
 
 def test_attention_refuses_what_does_not_fit() -> None:

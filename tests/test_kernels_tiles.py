@@ -4,16 +4,21 @@ import itertools
 
 import pytest
 
+from kvtier_kernels.copy_tiles import CopyTile, QuantiseTile, copy_tile, host_copy_programs, quantise_tile, slot_tile
 from kvtier_kernels.tiles import (
     MAX_SPLITS,
     Tile,
-    copy_words,
     decode_splits,
     decode_tile,
+    merge_rows,
     next_power_of_two,
     padded_head_dim,
+    prefill_candidates,
+    prefill_splits,
     prefill_tile,
     shared_limit_bytes,
+    shared_prefix_tile,
+    worth_sharing,
 )
 
 
@@ -23,6 +28,7 @@ def test_tiles_are_powers_of_two_with_a_row_for_each_head(capability: tuple[int,
         for tile in (
             prefill_tile(head_dim, element_bytes, group, capability),
             decode_tile(head_dim, element_bytes, group, capability),
+            shared_prefix_tile(head_dim, element_bytes, group, capability),
         ):
             assert isinstance(tile, Tile)
             assert tile.rows >= max(16, group)
@@ -36,7 +42,8 @@ def test_tiles_of_16_bits_leave_room_for_keys_whatever_the_group(capability: tup
     limit = shared_limit_bytes(capability)
     for head_dim, group in itertools.product((16, 64, 128, 256), (1, 8, 64, 128, 256)):
         columns = padded_head_dim(head_dim)
-        for tile in (prefill_tile(head_dim, 2, group, capability), decode_tile(head_dim, 2, group, capability)):
+        for choose in (prefill_tile, decode_tile, shared_prefix_tile):
+            tile = choose(head_dim, 2, group, capability)
             fits = tile.shared_bytes(columns, 2) <= limit
             assert fits == ((head_dim, group) != (256, 256) or limit >= 163 * 1024)
 
@@ -65,8 +72,79 @@ def test_sequences_are_split_as_far_as_it_fills_the_chip() -> None:
     assert decode_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
 
 
+def test_no_multiprocessor_has_much_more_to_do_than_others() -> None:
+    """264 programs are two for each; 30 runs of 9 would be 6 programs more, and a third round for all."""
+    chip = 132
+    assert decode_splits(num_programs=9, max_keys=100_000, num_multiprocessors=chip) == 29
+    for num_programs in range(1, 600):
+        splits = decode_splits(num_programs, 100_000, chip)
+        most_of_one = -(-num_programs * splits // chip)
+        assert num_programs * splits >= min(1.5 * chip, num_programs * MAX_SPLITS)
+        assert most_of_one <= 1.25 * max(1, num_programs * splits / chip)
+
+
+def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:
+    """8 KV heads of 128 in 16 bits: 4 KiB per key; 32 query heads."""
+    assert worth_sharing(num_saved_keys=15 * 1000, key_bytes=4096, num_rows=16 * 32, head_dim=128)
+    assert not worth_sharing(num_saved_keys=15 * 500, key_bytes=4096, num_rows=16 * 32, head_dim=128)
+    assert not worth_sharing(num_saved_keys=15 * 1000, key_bytes=1024, num_rows=16 * 32, head_dim=128)
+    # Many sequences with a short prompt in common: merging two states of each is what it costs.
+    assert not worth_sharing(num_saved_keys=511 * 24, key_bytes=4096, num_rows=512 * 32, head_dim=128)
+    assert worth_sharing(num_saved_keys=511 * 48, key_bytes=4096, num_rows=512 * 32, head_dim=128)
+
+
+def test_merges_take_a_power_of_two_of_rows() -> None:
+    assert [merge_rows(columns) for columns in (16, 128, 256, 8192)] == [256, 32, 16, 1]
+
+
 def test_copies_use_the_widest_words_that_fit() -> None:
-    assert copy_words(16, 2**21) == (4, 4096)
-    assert copy_words(8, 2**21) == (4, 4096)
-    assert copy_words(2, 50) == (2, 32)
-    assert copy_words(1, 51) == (1, 64)
+    assert copy_tile(16, 2**21, host=False) == CopyTile(rows=1, words=4096, word_bytes=4, num_warps=4)
+    assert copy_tile(8, 2**21, host=False) == CopyTile(1, 4096, 4, 4)
+    assert copy_tile(2, 50, host=False) == CopyTile(128, 32, 2, 4)
+    assert copy_tile(1, 51, host=False) == CopyTile(64, 64, 1, 4)
+
+
+def test_copies_beside_host_memory_have_more_in_flight_in_few_programs() -> None:
+    assert copy_tile(16, 2**21, host=True) == CopyTile(rows=1, words=16384, word_bytes=4, num_warps=16)
+    assert copy_tile(16, 4096, host=True) == CopyTile(16, 1024, 4, 16), "as much of small parts"
+    assert [host_copy_programs(chip) for chip in (1, 66, 108, 132)] == [2, 2, 3, 4]
+
+
+def test_prefills_are_split_where_it_fills_the_chip() -> None:
+    chip = 132
+    assert prefill_splits(num_programs=16, max_keys=32768, num_multiprocessors=chip) == 8
+    assert prefill_splits(num_programs=1, max_keys=131_072, num_multiprocessors=chip) == 56
+    assert prefill_splits(num_programs=chip, max_keys=32768, num_multiprocessors=chip) == 1
+    assert prefill_splits(num_programs=152, max_keys=32768, num_multiprocessors=chip) == 4, "not a second turn for few"
+    assert prefill_splits(num_programs=4000, max_keys=32768, num_multiprocessors=chip) == 1
+    assert prefill_splits(num_programs=8, max_keys=1000, num_multiprocessors=chip) == 1, "merging would cost more"
+    assert prefill_splits(num_programs=8, max_keys=0, num_multiprocessors=chip) == 1
+
+
+def test_prefill_candidates_fit_and_begin_with_the_choice() -> None:
+    for capability, head_dim, group in itertools.product(
+        ((8, 0), (9, 0), (10, 0), (12, 0)), (64, 80, 128, 256), (1, 7)
+    ):
+        candidates = prefill_candidates(head_dim, 2, group, capability)
+        assert candidates[0] == prefill_tile(head_dim, 2, group, capability)
+        limit, columns = shared_limit_bytes(capability), padded_head_dim(head_dim)
+        assert len(set(candidates)) == len(candidates) >= (1 if capability == (12, 0) else 4)
+        assert all(tile.shared_bytes(columns, 2) <= limit and tile.rows >= group for tile in candidates)
+    assert prefill_candidates(128, 4, 1, (9, 0)) == (prefill_tile(128, 4, 1, (9, 0)),)
+
+
+def test_prefills_have_keys_on_their_way_for_a_whole_iteration() -> None:
+    for capability, head_dim in itertools.product(((8, 0), (8, 6), (9, 0), (10, 0), (12, 0)), (64, 80, 128, 256)):
+        for kv_bytes, windowed in itertools.product((1, 2), (False, True)):
+            tile = prefill_tile(head_dim, 2, 4, capability, kv_bytes=kv_bytes, windowed=windowed)
+            assert tile.num_stages == 3
+            assert tile.rows == 128 or head_dim == 256
+
+
+def test_quantising_takes_whole_vectors() -> None:
+    assert quantise_tile(128, host=False) == QuantiseTile(vectors=32, columns=128, num_warps=4)
+    assert quantise_tile(80, host=True) == QuantiseTile(128, 128, 16)
+    assert quantise_tile(576, host=False) == QuantiseTile(4, 1024, 4)
+    assert [slot_tile(heads, dim) for heads, dim in ((8, 128), (3, 64), (40, 128), (1, 576))] == [
+        (8, 128), (4, 64), (32, 128), (1, 1024),
+    ]  # fmt: skip

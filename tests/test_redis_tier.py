@@ -97,7 +97,7 @@ def test_states(server: RedisServer, codec: Codec) -> None:
         server.limit(3 * capacity_bytes)
         return connect(server.url, ttl_s=1000.0, codec=codec, max_batch_bytes=64 * 1024)
 
-    packable = codec is Codec.LZ4
+    packable = codec is not Codec.RAW
     tier_state_machine(make, packable=packable, persistent=True, max_examples=25).TestCase().runTest()
 
 
@@ -217,6 +217,23 @@ def test_a_damaged_value_is_a_miss_and_dropped(
     assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == payloads
     assert all_errors(metrics) == []
     tier.close()
+
+
+def test_a_codec_that_this_release_does_not_know_is_a_miss_and_dropped(
+    server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left where it is, it would be there for writers and a miss for readers for ever."""
+    payloads = [make_payload(i, BLOCK_BYTES // 8) * 8 for i in range(2)]
+    newer, older = connect(server.url, codec=Codec.PLANES_ZSTD), connect(server.url)
+    assert newer.write([(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
+    assert older.write([(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
+    monkeypatch.setattr("kvtier.codec._CODECS", {Codec.RAW, Codec.LZ4})
+    assert read_blocks(older, KEYS[:2], BLOCK_BYTES) == [None, payloads[1]]
+    assert client.dbsize() == 1
+    assert older.write([(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
+    assert read_blocks(older, KEYS[:2], BLOCK_BYTES) == payloads
+    for tier in (newer, older):
+        tier.close()
 
 
 def test_a_block_in_anothers_place_is_a_miss_and_dropped(server: RedisServer, client: redis.Redis) -> None:

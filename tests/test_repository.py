@@ -18,6 +18,7 @@ PACKAGES = {
     "kvtier_vllm_bench",
     "kvtier_sglang",
     "kvtier_sglang_bench",
+    "kvtier_kernels_bench",
 }
 
 
@@ -102,7 +103,8 @@ def test_the_command_lists_its_parts() -> None:
 def test_the_map_of_modules_is_complete() -> None:
     """`docs/structure.md` has a line per module, and each module says what it is."""
     listed = (ROOT / "docs" / "structure.md").read_text()
-    packages = ("kvtier", "kernels/kvtier_kernels", "services/kvtier_pool", "services/kvtier_engine")
+    kernels = ("kernels/kvtier_kernels", "kernels/kvtier_kernels_bench")
+    packages = ("kvtier", *kernels, "services/kvtier_pool", "services/kvtier_engine")
     plugins = ("kvtier_vllm", "kvtier_vllm_bench", "kvtier_sglang", "kvtier_sglang_bench")
     for package in (*packages, *(f"connectors/{plugin}" for plugin in plugins)):
         for module in (ROOT / package).rglob("*.py"):

@@ -130,6 +130,11 @@ def test_a_pipe_gets_every_word() -> None:
     tiers = Metrics(registry)
     EngineMetrics(registry)
     tiers.set_state("disk", TierState.OFF)
+    for codec, stored in (("raw", 2**30), ("lz4", 2**29), ("planes-zstd", 0)):
+        tiers.codec_bytes.labels("disk", codec, "raw").inc(2**30 if stored else 0)
+        tiers.codec_bytes.labels("disk", codec, "stored").inc(stored)
+        tiers.codec_bytes.labels("redis", codec, "raw").inc(2**30 if codec == "raw" else 0)
+        tiers.codec_bytes.labels("redis", codec, "stored").inc(2**30 if codec == "raw" else 0)
     names = ("memory", "disk", "redis", "pool")
     for tier in names:
         tiers.tier_blocks.labels(tier, "read", "hit").inc(123_456_789)
@@ -150,6 +155,8 @@ def test_a_pipe_gets_every_word() -> None:
     assert ["full", *["50%"] * 4] in rows
     assert [row[0] for row in rows if row[-1] == "open"] == ["breaker"]
     assert "disk is off: its medium fails" in answer.stdout
+    assert "disk packs: 1.0 GiB raw (1.00 to 1), 1.0 GiB lz4 (2.00 to 1)" in answer.stdout
+    assert "redis packs" not in answer.stdout
     assert "…" not in answer.stdout
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 

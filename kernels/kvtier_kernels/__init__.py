@@ -4,34 +4,47 @@
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
-| `prefix_prefill`, `paged_decode`, `slot_write`, `block_copy`, `part_copy` | the Triton kernels with their launchers |
-| `paged_softmax` | the loop body that the two attention kernels share |
+| `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
+| `merge_states`, `slot_write`, `slot_quantise` | the other Triton kernels with their launchers |
+| `paged_softmax` | the loops over keys that the attention kernels share |
+| `shared_prefixes` | which sequences of a batch share leading blocks |
+| `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
+| `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
+| `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
+| `part_counters` | waiting for one layer of a copy that is still under way |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
+| `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
+| `quantising` | what the kernels that quantise share |
 | `arguments`, `launching` | the checks that launchers share |
-| `tiles` | how much of the work one Triton program takes |
+| `tiles`, `copy_tiles` | how much of the work one Triton program takes |
 | `selfcheck` | every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck` |
 
 KV is block-first: `[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, so that one
 block of all layers is one contiguous range of bytes. Launchers of attention and `kv_write` take one layer's view of
-it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. `part_copy` is for the KV of
-other engines, whose blocks lie in a page per layer.
+it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. Copies of parts are for layers that are
+wanted one by one, and for the KV of other engines, whose blocks lie in a page per layer.
 
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
-from kvtier_kernels.attention import paged_attention
+from kvtier_kernels.attention import find_shared_prefixes, paged_attention
 from kvtier_kernels.reference import (
     block_copy_reference,
     kv_write_reference,
+    merge_states_reference,
     paged_attention_reference,
     part_copy_reference,
 )
+from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.write import kv_write
 
 __all__ = [
+    "SharedPrefixes",
     "block_copy_reference",
+    "find_shared_prefixes",
     "kv_write",
     "kv_write_reference",
+    "merge_states_reference",
     "paged_attention",
     "paged_attention_reference",
     "part_copy_reference",

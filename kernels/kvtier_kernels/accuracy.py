@@ -5,43 +5,81 @@ import math
 import torch
 from torch import Tensor
 
+from kvtier_kernels.reference import dequantised
+
 _UNIT_FLOAT32 = 2.0**-23
 """Relative error of a sum or product in float32; tensor cores cut where others round to 2**-24."""
 
 
-def attention_bound(query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float) -> float:
+def attention_bound(
+    query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float, kv_scales: Tensor | None = None
+) -> float:
     """Largest difference between `prefix_prefill` or `paged_decode` and `paged_attention_reference`.
 
-    A score in base 2 is a sum of D products times scale times log2(e), less the peak: in natural units it is off by
-    (D + 5) u32 |q| |k| scale, twice that in a normalised weight. exp2 adds 4 u32. Both sums run over n keys with at
-    most n / 16 rescalings, the factors of which are the same in both, and splits are merged by one more sum of at most
-    n terms: together less than (3 n + 16) u32. The reference has no more than that. Below float32, weights are rounded
-    to u before they meet the values (u max|v|, and half a subnormal each where the dtype underflows), and so is the
+    A score in base 2 is a sum of D products times the key's scale, scale and log2(e), less the peak: in natural units
+    it is off by (D + 6) u32 |q| |k| scale, twice that in a normalised weight. exp2 adds 4 u32. Both sums run over n
+    keys with at most n / 16 rescalings, the factors of which are the same in both, and splits are merged by one more
+    sum of at most n terms: together less than (3 n + 16) u32. The reference, in float64, rounds its result. Below
+    float32, weights (times the value's scale, where there is one) are rounded to u before they meet the values
+    (u max|v|, and half a subnormal each where the dtype underflows, times the largest stored number), and so is the
     result.
 
     :param kv_layer: may hold NaN where no key is.
     """
     dtype, num_keys = query.dtype, int(seq_lens.max())
-    float32_part = 2 * (2 * (query.size(2) + 5) * _largest_score(query, kv_layer, scale) + 3 * num_keys + 16)
+    values = dequantised(kv_layer, kv_scales)
+    largest_value, largest_stored = _largest(values[:, 1]), _largest(kv_layer[:, 1].double())
+    score = _largest_score(query, values, scale)
+    float32_part = 2 * (query.size(2) + 6) * score + 3 * num_keys + 17
     limits = torch.finfo(dtype)
     underflow = num_keys * limits.smallest_normal * limits.eps / 2
-    largest_value = kv_layer[:, 1].float().nan_to_num(0).abs().max().item()
-    return (float32_part * _UNIT_FLOAT32 + underflow + 2 * limits.eps / 2) * largest_value
+    rounded = (float32_part * _UNIT_FLOAT32 + 2 * limits.eps / 2) * largest_value
+    return rounded + underflow * max(largest_value, largest_stored)
 
 
-def lse_bound(query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float) -> float:
+def lse_bound(
+    query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float, kv_scales: Tensor | None = None
+) -> float:
     """Likewise for the log-sum-exp.
 
     It is off by no more than a score is, and by the relative error of the sum; the result, of at most the largest
     score plus log(n), is rounded three times.
     """
-    num_keys, largest_score = int(seq_lens.max()), _largest_score(query, kv_layer, scale)
-    sums = 2 * ((query.size(2) + 5) * largest_score + 3 * num_keys + 16)
-    return (sums + 6 * (largest_score + math.log(num_keys))) * _UNIT_FLOAT32
+    num_keys = int(seq_lens.max())
+    score = _largest_score(query, dequantised(kv_layer, kv_scales), scale)
+    sums = (query.size(2) + 6) * score + 3 * num_keys + 16
+    return (sums + 6 * (score + math.log(num_keys))) * _UNIT_FLOAT32
 
 
-def _largest_score(query: Tensor, kv_layer: Tensor, scale: float) -> float:
+def merge_bound(parts: Tensor, part_lse: Tensor, dtype: torch.dtype) -> float:
+    """Largest difference between what `merge_states` writes as `dtype` and `merge_states_reference`.
+
+    A weight is exp(x), x <= 0 being a log-sum-exp less the largest: rounding x makes it wrong by x exp(x) u32, at most
+    u32, and exp by 4 u32 more. Both sums have S terms; peaks that come later rescale them at most S times, by two
+    roundings and once more the errors of a weight each. Every such error is at most max|part|.
+
+    :param parts: may hold NaN where the log-sum-exp is -inf.
+    """
+    num_states, limits = parts.size(2), torch.finfo(dtype)
+    float32_part = 2 * (8 * num_states + 8) * _UNIT_FLOAT32
+    largest = parts.float()[part_lse != -math.inf].abs().amax().item() if (part_lse != -math.inf).any() else 0.0
+    return (float32_part + limits.eps / 2) * largest + limits.smallest_normal * limits.eps / 2
+
+
+def merge_lse_bound(part_lse: Tensor) -> float:
+    """Likewise for the log-sum-exp: the sum's relative error, and three roundings of a number of its size."""
+    num_states, counted = part_lse.size(2), part_lse[part_lse != -math.inf]
+    largest = counted.abs().amax().item() if counted.numel() else 0.0
+    return (8 * num_states + 8 + 3 * (largest + math.log(num_states))) * _UNIT_FLOAT32
+
+
+def _largest_score(query: Tensor, values: Tensor, scale: float) -> float:
     """An upper bound of all |scores|."""
-    keys = kv_layer[:, 0].float().nan_to_num(0)
-    longest: list[float] = [rows.norm(dim=-1).max().item() for rows in (query.float(), keys)]
-    return abs(scale) * longest[0] * longest[1]
+    keys = values[:, 0].nan_to_num(0)
+    longest: list[float] = [rows.norm(dim=-1).max().item() for rows in (query.double(), keys)]
+    return scale * longest[0] * longest[1]
+
+
+def _largest(values: Tensor) -> float:
+    largest: float = values.nan_to_num(0).abs().max().item()
+    return largest

@@ -4,6 +4,8 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention, check_index
 from kvtier_kernels.attention_cpu import attend_on_cpu
+from kvtier_kernels.shared_prefixes import SharedPrefixes
+from kvtier_kernels.tiles import worth_sharing
 
 
 def paged_attention(
@@ -14,37 +16,55 @@ def paged_attention(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
+    prefixes: SharedPrefixes | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys, the new ones included.
 
     The keys and values of the new tokens must be in their blocks already (`kv_write`). What lies in
     the blocks beyond `seq_lens` never counts, whatever it is. The result depends on the values only, not on
-    which physical blocks hold them: bit for bit the same for the same lengths and the same `max_seq_len`.
+    which physical blocks hold them: bit for bit the same for the same lengths, `max_seq_len` and `prefixes`.
 
     Tensors on CPU go through torch's fused attention, tensors on CUDA through the Triton kernels: `paged_decode`
-    when every sequence has one query, `prefix_prefill` otherwise. Which it is follows from the shapes, so that
-    nothing waits for the device. For the same reason values on a CUDA device are not checked: block ids there must
-    exist.
+    when every sequence has one query (`shared_prefix_decode` where `prefixes` are given), `prefix_prefill` otherwise.
+    Which it is follows from the shapes, so that nothing waits for the device. For the same reason values on a CUDA
+    device are not checked: block ids there must exist.
 
     :param query: `[num_tokens, num_heads, head_dim]`, the sequences one after the other.
-    :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV.
-    :param block_tables: int32 or int64 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are not read.
+    :param kv_layer: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, one layer's view of the paged KV, of
+        query's dtype, or int8 or float8_e4m3fn, where a value is what is stored times its scale.
+    :param block_tables: int32 or int64 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are not read, nor
+        those wholly before what `window` lets its queries see.
     :param query_starts: int32 or int64 `[num_seqs + 1]`, from 0 to num_tokens, strictly rising.
     :param seq_lens: int32 or int64 `[num_seqs]`, keys of each sequence; at least its number of queries.
-    :param scale: factor on the scores, usually `head_dim ** -0.5`.
-    :param max_seq_len: no sequence has more keys. Only a hint for how `paged_decode` splits its work; what
-        `block_tables` has room for when None.
+    :param scale: factor on the scores, usually `head_dim ** -0.5`; positive.
+    :param kv_scales: float32 `[num_blocks, 2, tokens_per_block, num_kv_heads]`, a scale per token and head, of which
+        only the block stride is free; int8 needs it. For float8_e4m3fn also `[2]`, one for keys and one for values,
+        or None, which stands for 1.
+    :param window: a query sees this many keys, its own and those right before; all when None.
+    :param max_seq_len: no sequence has more keys. Only a hint for how work is split; what `block_tables` has room for
+        when None.
+    :param prefixes: what `find_shared_prefixes` says of this batch, whose sequences have one query each. Only how it is
+        computed depends on it. Not used on CPU, nor with `window`.
+    :param lse: float32 `[num_tokens, num_heads]`, contiguous; takes the natural log-sum-exp of each query's scores,
+        -inf where it saw no key.
     :returns: `[num_tokens, num_heads, head_dim]`, contiguous, of query's dtype.
     :raises ValueError: on a wrong shape, dtype, stride or device, or, on CPU, on lengths that do not fit.
     """
     if kv_layer.device.type != "cpu":
         return attend_with_triton(
-            query, kv_layer, block_tables, query_starts, seq_lens, scale=scale, max_seq_len=max_seq_len
-        )
-    check_attention(query, kv_layer, block_tables, seq_lens)
+            query, kv_layer, block_tables, query_starts, seq_lens,
+            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, prefixes=prefixes, lse=lse,
+        )  # fmt: skip
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
-    return attend_on_cpu(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+    return attend_on_cpu(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, lse=lse,
+    )  # fmt: skip
 
 
 def attend_with_triton(
@@ -55,14 +75,51 @@ def attend_with_triton(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
+    prefixes: SharedPrefixes | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` through the Triton kernels, whose launchers check what they are given."""
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
     from kvtier_kernels.paged_decode import paged_decode
     from kvtier_kernels.prefix_prefill import prefix_prefill
+    from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 
+    if prefixes is not None and window is None:
+        return shared_prefix_decode(
+            query, kv_layer, block_tables, seq_lens, prefixes, scale=scale, kv_scales=kv_scales, lse=lse
+        )
     # As many queries as sequences, none without a query: one each.
     if query.size(0) == seq_lens.size(0):
-        return paged_decode(query, kv_layer, block_tables, seq_lens, scale=scale, max_seq_len=max_seq_len)
-    return prefix_prefill(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+        return paged_decode(
+            query, kv_layer, block_tables, seq_lens,
+            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+        )  # fmt: skip
+    return prefix_prefill(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+    )  # fmt: skip
+
+
+def find_shared_prefixes(
+    block_tables: Tensor, seq_lens: Tensor, kv_layer: Tensor, num_heads: int
+) -> SharedPrefixes | None:
+    """What `paged_attention` takes as `prefixes` for a batch with one query per sequence, in all layers.
+
+    Takes time on the host in proportion to the size of `block_tables`: once per step, not per layer.
+
+    :param block_tables: as given to `paged_attention`, but on CPU; `seq_lens` likewise.
+    :param kv_layer: any layer's.
+    :param num_heads: of the queries.
+    :returns: on `kv_layer`'s device; None where it would take no less time, and always on CPU.
+    """
+    if kv_layer.device.type == "cpu":
+        return None
+    _, _, tokens_per_block, num_kv_heads, head_dim = kv_layer.shape
+    found = SharedPrefixes.of(block_tables, seq_lens, tokens_per_block)
+    key_bytes = 2 * num_kv_heads * head_dim * kv_layer.element_size()
+    if not worth_sharing(found.num_saved_keys, key_bytes, found.num_seqs * num_heads, head_dim):
+        return None
+    return found.to(kv_layer.device)

@@ -5,6 +5,8 @@ are causal. Each run goes through torch's fused CPU attention, which returns the
 scores, and the two states are merged as in flash decoding (Dao et al., 2023). Over the first run,
 which has no mask, the heads that share a KV head are folded into rows of queries, so that keys are
 read once per KV head; over the second they are expanded by stride 0. Nothing is repeated in memory.
+
+A window and quantised KV take plainer ways: a mask over the keys that some query sees, and a copy in query's dtype.
 """
 
 import torch
@@ -14,7 +16,16 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_on_cpu(
-    query: Tensor, kv_layer: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, *, scale: float
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None,
+    window: int | None,
+    lse: Tensor | None,
 ) -> Tensor:
     """`kvtier_kernels.attention.paged_attention` for CPU tensors whose shapes have been checked there.
 
@@ -25,50 +36,86 @@ def attend_on_cpu(
     if (first, last) != (0, query.size(0)):
         raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
     out = torch.empty(query.shape, dtype=query.dtype)
+    tokens_per_block = kv_layer.size(2)
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
     for seq, seq_len in enumerate(lengths):
         start, stop = starts[seq], starts[seq + 1]
         if not (0 < stop - start <= seq_len):
             raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
-        num_blocks = -(-seq_len // kv_layer.size(2))
+        num_blocks = -(-seq_len // tokens_per_block)
         if num_blocks > block_tables.size(1):
             raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
-        keys = _gather(kv_layer[:, 0], block_tables[seq, :num_blocks])[:, :seq_len]
-        values = _gather(kv_layer[:, 1], block_tables[seq, :num_blocks])[:, :seq_len]
-        _attend(query[start:stop], keys, values, scale, out[start:stop])
+        first_key = 0 if window is None else max(0, seq_len - (stop - start) - window + 1)
+        first_block = first_key // tokens_per_block
+        block_ids = block_tables[seq, first_block:num_blocks]
+        seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
+        keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype)[:, seen] for part in (0, 1))
+        seq_lse = _attend(query[start:stop], keys, values, scale, window, out[start:stop])
+        if lse is not None:
+            lse[start:stop] = seq_lse
     return out
 
 
+def _values(kv_layer: Tensor, kv_scales: Tensor | None, part: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[num_kv_heads, tokens, head_dim]` of `dtype`; part 0 are keys, 1 values."""
+    stored = _gather(kv_layer[:, part], block_ids)
+    if kv_scales is None:
+        return stored.to(dtype)
+    scales = kv_scales[part] if kv_scales.dim() == 1 else _gather(kv_scales[:, part], block_ids).unsqueeze(-1)
+    return (stored.float() * scales).to(dtype)
+
+
 def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
-    """`[num_kv_heads, tokens, head_dim]`, a view of a fresh contiguous `[tokens, num_kv_heads, head_dim]`."""
+    """`[num_kv_heads, tokens, ...]`, a view of a fresh contiguous `[tokens, num_kv_heads, ...]`."""
     gathered = torch.empty((block_ids.numel(), *blocks.shape[1:]), dtype=blocks.dtype)
     # Into a buffer of our own: twenty times as fast as letting index_select allocate for a strided source.
     torch.index_select(blocks, 0, block_ids, out=gathered)
     return gathered.flatten(0, 1).transpose(0, 1)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
-    """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, out: Tensor) -> Tensor:
+    """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`.
+
+    Returns the log-sum-exp, `[queries, num_heads]`.
+    """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group = num_heads // num_kv_heads
     # [num_kv_heads, queries, group, D]: the heads of one KV head lie side by side.
     grouped = query.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1).contiguous()
-    target = out.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
     # A single query sees every key: there is no causal run.
     num_causal = num_queries if num_queries > 1 else 0
     num_seen = num_keys - num_causal
-    if num_seen:
+    if window is not None:
+        attended, lse = _attend_masked(grouped, keys, values, scale, _window_mask(num_queries, num_keys, window))
+    elif not num_causal:
+        attended, lse = _attend_seen(grouped, keys, values, scale)
+    elif not num_seen:
+        attended, lse = _attend_causal(grouped, keys, values, scale)
+    else:
         seen, seen_lse = _attend_seen(grouped, keys[:, :num_seen], values[:, :num_seen], scale)
-        if not num_causal:
-            target.copy_(seen)
-            return
-    new, new_lse = _attend_causal(grouped, keys[:, num_seen:], values[:, num_seen:], scale)
-    if not num_seen:
-        target.copy_(new)
-        return
-    weight = torch.sigmoid(new_lse - seen_lse).unsqueeze(-1).to(query.dtype)
-    target.copy_(torch.lerp(seen, new, weight))
+        new, new_lse = _attend_causal(grouped, keys[:, num_seen:], values[:, num_seen:], scale)
+        weight = torch.sigmoid(new_lse - seen_lse).unsqueeze(-1).to(query.dtype)
+        attended, lse = torch.lerp(seen, new, weight), torch.logaddexp(seen_lse, new_lse)
+    out.view(num_queries, num_kv_heads, group, head_dim).copy_(attended.transpose(0, 1))
+    return lse.transpose(0, 1).flatten(1, 2)
+
+
+def _window_mask(num_queries: int, num_keys: int, window: int) -> Tensor:
+    """`[queries, keys]`, true where the query sees the key; the last query stands at the last key."""
+    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_attend_seen`, with a mask `[queries, keys]`."""
+    expanded = (-1, query.size(2), -1, -1)
+    added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    out, lse = _fused_attention(
+        query.transpose(1, 2), keys.unsqueeze(1).expand(expanded), values.unsqueeze(1).expand(expanded),
+        attn_mask=added[None, None], scale=scale,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _attend_seen(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,6 @@ from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile, padded_
 
 _INTERPRETED_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 4
-COPY_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes: as what a copy moves them."""
 
 
 def check_launchable(name: str, tensor: Tensor, kernel: Any) -> None:
@@ -37,6 +35,28 @@ def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
         raise ValueError(f"{query.size(1)} query heads for {kv_layer.size(3)} KV heads: at most {MAX_GROUP} each")
 
 
+def check_block_ids(
+    kv_layer: Tensor, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor | None, window: int | None
+) -> None:
+    """The blocks that a kernel will read exist. Of tables on a device nothing is known: there it is for the caller.
+
+    :param query_starts: None where each sequence has one query.
+    """
+    if block_tables.device.type != "cpu":
+        return
+    num_blocks, _, tokens_per_block, *_ = kv_layer.shape
+    first_key = torch.zeros_like(seq_lens)
+    if window is not None:
+        num_queries = 1 if query_starts is None else query_starts.diff()
+        first_key = (seq_lens - num_queries - window + 1).clamp(min=0)
+    entry = torch.arange(block_tables.size(1))
+    read = (entry >= (first_key // tokens_per_block)[:, None]) & (entry * tokens_per_block < seq_lens[:, None])
+    wrong = read & ((block_tables < 0) | (block_tables >= num_blocks))
+    if wrong.any():
+        seq, place = wrong.nonzero()[0].tolist()
+        raise ValueError(f"block_tables[{seq}, {place}] is {block_tables[seq, place]}: there are {num_blocks} blocks")
+
+
 def check_tile(tile: Tile, query: Tensor, kv_layer: Tensor, chip: tuple[int, int]) -> None:
     """Powers of two that `tl.dot` takes, with a row for each head of a group, in a chip of this capability."""
     group = query.size(1) // kv_layer.size(3)
@@ -52,6 +72,16 @@ def check_tile(tile: Tile, query: Tensor, kv_layer: Tensor, chip: tuple[int, int
             f"{needed:,} bytes of shared memory, a chip of {chip[0]}.{chip[1]} has {shared_limit_bytes(chip):,}; "
             "use a dtype of 16 bits, or attention on fewer heads per KV head"
         )
+
+
+def stored_values(kv_layer: Tensor, chip: tuple[int, int]) -> Tensor:
+    """`kv_layer` as kernels take it: float8 as its bits on chips without it, which are those before 8.9."""
+    return kv_layer.view(torch.uint8) if kv_layer.dtype == torch.float8_e4m3fn and chip < (8, 9) else kv_layer
+
+
+def per_key_stride(kv_scales: Tensor | None) -> int | None:
+    """Between the blocks of scales per token and head; None where there are no such scales."""
+    return kv_scales.stride(0) if kv_scales is not None and kv_scales.dim() == 4 else None
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

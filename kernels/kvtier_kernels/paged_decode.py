@@ -13,17 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention, check_lse
+from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
     capability,
     check_attention_limits,
+    check_block_ids,
     check_launchable,
     check_tile,
     num_multiprocessors,
     on_device_of,
+    per_key_stride,
+    stored_values,
 )
-from kvtier_kernels.paged_softmax import attend_tile, finish
-from kvtier_kernels.tiles import MAX_SPLITS, Tile, decode_splits, decode_tile, next_power_of_two, padded_head_dim
+from kvtier_kernels.merge_states import merge_states
+from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim
 
 
 def paged_decode(
@@ -33,6 +37,8 @@ def paged_decode(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     max_seq_len: int | None = None,
     num_splits: int | None = None,
     lse: Tensor | None = None,
@@ -51,21 +57,19 @@ def paged_decode(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens)
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs:
         raise ValueError(f"{num_seqs} queries for {seq_lens.size(0)} sequences: needs one each")
-    if lse is not None:
-        check_lse(lse, query)
+    check_block_ids(kv_layer, block_tables, seq_lens, None, window)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return out
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-    table_width = block_tables.size(1)
-    room = table_width * tokens_per_block
     if num_splits is None:
-        max_keys = room if max_seq_len is None else min(max_seq_len, room)
+        room = block_tables.size(1) * tokens_per_block
+        max_keys = min(number for number in (room, max_seq_len, window) if number is not None)
         num_splits = decode_splits(num_seqs * num_kv_heads, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
@@ -73,44 +77,98 @@ def paged_decode(
     if tile is None:
         tile = decode_tile(head_dim, query.element_size(), group, chip)
     check_tile(tile, query, kv_layer, chip)
-    parts, part_lse = out, lse
-    if num_splits > 1:
-        parts = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
-        part_lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=query.device)
-    columns = padded_head_dim(head_dim)
-    with on_device_of(query):
-        _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-            query, kv_layer, block_tables, seq_lens, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), table_width, room, num_splits,
-            HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=columns,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+    if num_splits == 1:
+        launch_decode(
+            query, kv_layer, kv_scales, block_tables, seq_lens, None, out, lse,
+            scale=scale, window=window, num_splits=1, tile=tile,
         )  # fmt: skip
-        if num_splits > 1:
-            _merge_kernel[(num_seqs * num_heads,)](
-                parts, part_lse, out, lse, num_splits,
-                HEAD_DIM=head_dim, SPLITS=max(MAX_SPLITS, next_power_of_two(num_splits)), COLUMNS=columns, num_warps=4,
-            )  # fmt: skip
+        return out
+    parts, part_lse = empty_states(query, num_splits)
+    launch_decode(
+        query, kv_layer, kv_scales, block_tables, seq_lens, None, parts, part_lse,
+        scale=scale, window=window, num_splits=num_splits, tile=tile,
+    )  # fmt: skip
+    merge_states(parts, part_lse, out, lse)
     return out
 
 
-@triton.jit(do_not_specialize=["table_width", "max_keys", "num_splits"])
+def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+    """What `merge_states` takes for each row of `query`, not written yet."""
+    num_rows, num_heads, head_dim = query.shape
+    parts = torch.empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32, device=query.device)
+    return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
+
+
+def launch_decode(
+    query: Tensor,
+    kv_layer: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    own_starts: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    num_splits: int,
+    first_state: int = 0,
+    tile: Tile,
+) -> None:
+    """Attention in `num_splits` runs of keys, of arguments that have been checked.
+
+    :param own_starts: int32 `[num_seqs]`, the first key of each sequence to look at, at the start of a block; the first
+        of all when None. Not together with `window`.
+    :param parts: `[num_seqs, num_heads, num_states, head_dim]`, the runs' results from state `first_state` on; or
+        `[num_seqs, num_heads, head_dim]` for one run.
+    :param part_lse: float32, `parts` without its last dimension.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
+    table_width = block_tables.size(1)
+    scales_stride = per_key_stride(kv_scales)
+    with on_device_of(query):
+        _decode_kernel[(num_seqs * num_kv_heads, num_splits)](
+            query, stored_values(kv_layer, capability(query.device)), kv_scales,
+            block_tables, seq_lens, own_starts, parts, part_lse,
+            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            table_width, table_width * tokens_per_block, first_state, parts.numel() // query.numel(),
+            HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window,
+            ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_width", "max_keys", "first_state", "num_states"])
 def _decode_kernel(
-    query, kv, block_tables, seq_lens, out, lse,
-    score_scale, query_stride, block_stride, table_width, max_keys, num_splits,
+    query, kv, kv_scales, block_tables, seq_lens, own_starts, out, lse,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, first_state, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """out: `[num_seqs, num_heads, num_splits, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_splits]` or None."""
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    """out: `[num_seqs, num_heads, num_states, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_states]` or None."""
+    # Heads of one sequence side by side: what they read lies side by side.
+    seq = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
     seq_len = tl.minimum(tl.load(seq_lens + seq), max_keys).to(tl.int32)
-    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
-    run = tl.cdiv(tl.cdiv(seq_len, num_splits), KEYS) * KEYS
-    first = split * run
+    low = tl.zeros([], tl.int32)
+    if own_starts is not None:
+        low = tl.load(own_starts + seq)
+    # Runs of whole tiles, so that only the first one begins and only the last one ends inside a tile. Those beyond
+    # it are empty.
+    first = low
+    if WINDOW is not None:
+        low = tl.maximum(seq_len - WINDOW, 0)
+        first = low // KEYS * KEYS
+    run = tl.cdiv(tl.cdiv(tl.maximum(seq_len - first, 0), tl.num_programs(1)), KEYS) * KEYS
+    first += split * run
     stop = tl.minimum(first + run, seq_len)
-    whole = first + tl.maximum(stop - first, 0) // KEYS * KEYS
+    whole_from = first
+    if WINDOW is not None:
+        whole_from += KEYS * (first < low).to(tl.int32)
+    whole_to = tl.maximum(first + tl.maximum(stop - first, 0) // KEYS * KEYS, whole_from)
 
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
@@ -120,51 +178,39 @@ def _decode_kernel(
     query_offsets = seq.to(tl.int64) * query_stride + (head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    kv_row: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_kv = kv + kv_head * HEAD_DIM
+    head_scales = kv_scales
+    if PER_KEY_SCALES:
+        head_scales += kv_head
+    elif kv_scales is not None:
+        score_scale *= tl.load(kv_scales)
     block_table = block_tables + seq.to(tl.int64) * table_width
-    position = tl.zeros([ROWS], dtype=tl.int32) + seq_len
+    position = tl.zeros([ROWS], dtype=tl.int32) + (seq_len - 1)
     weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    for first_key in range(first, whole, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, first_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, False,
+    if WINDOW is not None:
+        weighted, total, peak = attend_run(
+            weighted, total, peak, q, head_kv, head_scales, block_table, first, whole_from, low, stop, position,
+            score_scale, block_stride, scales_stride,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
         )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, whole_from, whole_to, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    )  # fmt: skip
     # Once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are not there.
-    for tail_key in range(whole, stop, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, tail_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, True,
-        )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, whole_to, stop, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+    )  # fmt: skip
     attended, row_lse = finish(weighted, total, peak)
-    out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+    if kv_scales is not None and not PER_KEY_SCALES:
+        attended *= tl.load(kv_scales + 1)
+    out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_states + first_state + split
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
     if lse is not None:
         tl.store(lse + out_rows, row_lse, mask=live)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    parts, part_lse, out, lse, num_splits, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """One row of one sequence: the runs' results, each weighted by its share of the sum of all weights."""
-    out_row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    column = tl.arange(0, COLUMNS)
-    in_head = column < HEAD_DIM
-    live = split < num_splits
-    split_lse = tl.load(part_lse + out_row * num_splits + split, mask=live, other=float("-inf"))
-    peak = tl.max(split_lse, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp(split_lse - base)
-    total = tl.sum(weights, 0)
-    divisor = tl.where(total == 0.0, 1.0, total)
-    offsets = ((out_row * num_splits + split) * HEAD_DIM)[:, None] + column[None, :]
-    part = tl.load(parts + offsets, mask=live[:, None] & in_head[None, :], other=0.0)
-    merged = tl.sum(part * weights[:, None], 0) / divisor
-    tl.store(out + out_row * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=in_head)
-    if lse is not None:
-        tl.store(lse + out_row, tl.where(total == 0.0, float("-inf"), base + tl.log(divisor)))

@@ -5,6 +5,10 @@ are read once for the group. Tiles are numbered over the whole batch: sequence i
 `query_starts[i] // tokens_per_tile + i` on. Thereby the grid follows from shapes alone, and short sequences beside
 a long one cost a program each, not as many as the longest has (the numbering is that of vLLM's
 `triton_unified_attention.py`).
+
+Programs start from the last tile: within a sequence that is the one with the most keys, and what starts last should
+be short. Few new tokens over many cached ones would leave most of the chip idle, so each tile's keys are cut into
+runs, whose results `merge_states` puts together.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -16,10 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention, check_index, check_lse
-from kvtier_kernels.launching import capability, check_attention_limits, check_launchable, check_tile, on_device_of
-from kvtier_kernels.paged_softmax import attend_tile, finish
-from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_tile
+from kvtier_kernels.arguments import check_attention, check_index
+from kvtier_kernels.launching import (
+    capability,
+    check_attention_limits,
+    check_block_ids,
+    check_launchable,
+    check_tile,
+    num_multiprocessors,
+    on_device_of,
+    per_key_stride,
+    stored_values,
+)
+from kvtier_kernels.merge_states import merge_states
+from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
 
 
 def prefix_prefill(
@@ -30,6 +45,10 @@ def prefix_prefill(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
+    max_seq_len: int | None = None,
+    num_splits: int | None = None,
     lse: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -37,20 +56,19 @@ def prefix_prefill(
 
     Waits for nothing: values on the device are not looked at. Block ids must exist; a sequence with fewer keys than
     queries gets zeros where a query sees no key; `seq_lens` beyond what `block_tables` has room for are cut.
-    Scores, softmax and sums are in float32, products in the dtype of the inputs.
+    Scores, softmax and sums are in float32, products in the dtype of the queries.
 
-    :param lse: float32 `[num_tokens, num_heads]`, takes the natural log-sum-exp of each query's scores, -inf where
-        it saw no key.
+    :param max_seq_len: decides with the shapes how many runs there are. Too small or too large costs time only.
+    :param num_splits: that number itself; `tiles.prefill_splits` chooses when None.
     :param tile: what `tiles.prefill_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens)
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_attention_limits(query, kv_layer)
     num_seqs, table_width = block_tables.shape
     check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
-    if lse is not None:
-        check_lse(lse, query)
+    check_block_ids(kv_layer, block_tables, seq_lens, query_starts, window)
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     group, chip = num_heads // num_kv_heads, capability(query.device)
@@ -58,23 +76,42 @@ def prefix_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     if tile is None:
-        tile = prefill_tile(head_dim, query.element_size(), group, chip)
+        tile = prefill_tile(
+            head_dim, query.element_size(), group, chip,
+            kv_bytes=kv_layer.element_size(), windowed=window is not None,
+        )  # fmt: skip
     check_tile(tile, query, kv_layer, chip)
-    tile_tokens = tile.rows // group
+    tile_tokens, room = tile.rows // group, table_width * tokens_per_block
+    if num_splits is None:
+        max_keys = min(bound for bound in (room, max_seq_len, window and window + tile_tokens) if bound is not None)
+        # Of tiles there are no fewer than this, and no more than programs are started for.
+        num_programs = max(num_seqs, -(-num_tokens // tile_tokens)) * num_kv_heads
+        num_splits = prefill_splits(num_programs, max_keys, num_multiprocessors(query.device))
+    elif not 1 <= num_splits <= 1024:
+        raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
+    num_tiles = num_tokens // tile_tokens + num_seqs
+    scales_stride = per_key_stride(kv_scales)
+    parts, part_lse = out, lse
+    if num_splits > 1:
+        parts = torch.empty((num_tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
+        part_lse = torch.empty((num_tokens, num_heads, num_splits), dtype=torch.float32, device=query.device)
     with on_device_of(query):
-        _prefill_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](
-            query, kv_layer, block_tables, query_starts, seq_lens, out, lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0),
-            table_width, table_width * tokens_per_block, num_seqs,
+        _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
+            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens, parts, part_lse,
+            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            table_width, room, num_seqs, num_tiles,
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            WINDOW=window, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+    if parts is not out and part_lse is not None:
+        merge_states(parts, part_lse, out, lse)
     return out
 
 
 @triton.jit
-def _sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
+def sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
     """The last sequence whose first tile is at most `tile`, by halving."""
     low = 0
     high = num_seqs
@@ -89,16 +126,21 @@ def _sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
 
 
 # Batches differ in these from step to step: each kind of number would be compiled for itself, in the middle of a step.
-@triton.jit(do_not_specialize=["table_width", "max_keys", "num_seqs"])
+@triton.jit(do_not_specialize=["table_width", "max_keys", "num_seqs", "num_tiles"])
 def _prefill_kernel(
-    query, kv, block_tables, query_starts, seq_lens, out, lse,
-    score_scale, query_stride, block_stride, table_width, max_keys, num_seqs,
+    query, kv, kv_scales, block_tables, query_starts, seq_lens, out, lse,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, num_seqs, num_tiles,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    seq = _sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS)
+    """out: `[num_tokens, num_heads, num_splits, HEAD_DIM]`, lse: `[num_tokens, num_heads, num_splits]` or None."""
+    program = tl.program_id(0)
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    tile = num_tiles - 1 - program // NUM_KV_HEADS
+    kv_head = program % NUM_KV_HEADS
+    seq = sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS)
     start = tl.load(query_starts + seq).to(tl.int32)
     num_queries = tl.load(query_starts + seq + 1).to(tl.int32) - start
     first = (tile - (start // TILE_TOKENS + seq)) * TILE_TOKENS
@@ -106,6 +148,24 @@ def _prefill_kernel(
         return
     seq_len = tl.minimum(tl.load(seq_lens + seq), max_keys).to(tl.int32)
     before = seq_len - num_queries  # keys older than the first query
+    last = tl.minimum(first + TILE_TOKENS, num_queries) - 1
+
+    # Keys from `low` to `stop` are seen by some query of the tile, those from `all_from` to `all_to` by all of them.
+    low = tl.zeros([], tl.int32)
+    all_from = low
+    if WINDOW is not None:
+        low = tl.maximum(before + first - (WINDOW - 1), 0)
+        all_from = tl.cdiv(tl.maximum(before + last - (WINDOW - 1), 0), KEYS) * KEYS
+    all_to = tl.maximum(before + first + 1, 0) // KEYS * KEYS
+    stop = before + last + 1
+    # Runs of whole tiles of keys, so that only the last one ends inside a tile. Those beyond it are empty.
+    begin = low // KEYS * KEYS
+    run = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), num_splits), KEYS) * KEYS
+    begin += split * run
+    end = begin + run
+    stop = tl.minimum(stop, end)
+    all_from = tl.minimum(tl.maximum(all_from, begin), end)
+    all_to = tl.maximum(tl.minimum(all_to, end), all_from)
 
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
@@ -117,29 +177,40 @@ def _prefill_kernel(
     query_offsets = (index * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    kv_row: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_kv = kv + kv_head * HEAD_DIM
+    head_scales = kv_scales
+    if PER_KEY_SCALES:
+        head_scales += kv_head
+    elif kv_scales is not None:
+        score_scale *= tl.load(kv_scales)
     block_table = block_tables + seq.to(tl.int64) * table_width
     position = before + token
     weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    # Up to here every query of the tile sees every key; from there on to `stop` only some do.
-    seen_by_all = tl.maximum(before + first + 1, 0) // KEYS * KEYS
-    stop = before + tl.minimum(first + TILE_TOKENS, num_queries)
-    for first_key in range(0, seen_by_all, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, first_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, False,
+    if WINDOW is not None:
+        weighted, total, peak = attend_run(
+            weighted, total, peak, q, head_kv, head_scales, block_table, begin, all_from, low, stop, position,
+            score_scale, block_stride, scales_stride,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
         )  # fmt: skip
-    for first_key in range(seen_by_all, stop, KEYS):
-        weighted, total, peak = attend_tile(
-            weighted, total, peak, q, head_kv, block_table, first_key, stop, position, score_scale, block_stride,
-            HEAD_DIM, kv_row, TOKENS_PER_BLOCK, KEYS, COLUMNS, True,
-        )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, all_from, all_to, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, all_to, stop, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+    )  # fmt: skip
     attended, row_lse = finish(weighted, total, peak)
-    out_rows = index * (NUM_KV_HEADS * GROUP) + head
+    if kv_scales is not None and not PER_KEY_SCALES:
+        attended *= tl.load(kv_scales + 1)
+    out_rows = (index * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
-    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
+    # What an empty run leaves in its part counts nothing.
+    wanted = live_elements & ((num_splits == 1) | (begin < stop))
+    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=wanted)
     if lse is not None:
         tl.store(lse + out_rows, row_lse, mask=live)

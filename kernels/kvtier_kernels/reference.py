@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvtier_kernels.arguments import QUANTISED_DTYPES
+from kvtier_kernels.quantise_reference import quantise_reference, stored_reference
+
 
 def paged_attention_reference(
     query: Tensor,
@@ -14,9 +17,11 @@ def paged_attention_reference(
     seq_lens: Tensor,
     *,
     scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float32.
+    """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float64.
 
     Arguments as in `kvtier_kernels.attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
     head_dim]`, whatever the dtype of the inputs. A query that sees no key, in a sequence with more queries than
@@ -27,27 +32,68 @@ def paged_attention_reference(
     for seq in range(seq_lens.numel()):
         start, stop = int(query_starts[seq]), int(query_starts[seq + 1])
         seq_len = int(seq_lens[seq])
-        keys, values = _gather(kv_layer, block_tables[seq], seq_len)
+        first_position = seq_len - (stop - start)
+        # Nobody sees what is before: its block ids need not be any.
+        first_key = 0 if window is None else max(0, first_position - window + 1)
+        keys, values = _gather(kv_layer, kv_scales, block_tables[seq], range(first_key, seq_len))
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), keys) * scale
-        query_positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
-        key_positions = torch.arange(seq_len, device=query.device)
-        future = key_positions[None, :] > query_positions[:, None]
-        scores = scores.masked_fill(future, float("-inf"))
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop].double(), keys) * scale
+        query_positions = torch.arange(first_position, seq_len, device=query.device)[:, None]
+        key_positions = torch.arange(first_key, seq_len, device=query.device)[None, :]
+        unseen = key_positions > query_positions
+        if window is not None:
+            unseen |= key_positions <= query_positions - window
+        scores = scores.masked_fill(unseen, float("-inf"))
         if lse is not None:
             lse[start:stop] = scores.logsumexp(dim=-1).t()
-        weights = scores.softmax(dim=-1).masked_fill(future, 0.0)
+        weights = scores.softmax(dim=-1).masked_fill(unseen, 0.0)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
 
 
-def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+def dequantised(kv: Tensor, kv_scales: Tensor | None) -> Tensor:
+    """The values that `kv` stands for, in float64.
+
+    :param kv: `[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`.
+    :param kv_scales: `[num_blocks, 2, tokens_per_block, num_kv_heads]`, or `[2]`, or None, which stands for 1.
+    """
+    if kv_scales is None:
+        return kv.double()
+    return kv.double() * kv_scales.double().view((2, 1, 1, 1) if kv_scales.dim() == 1 else (*kv_scales.shape, 1))
+
+
+def merge_states_reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What `kvtier_kernels.merge_states.merge_states` gives, `out` and `lse`, in float64."""
+    counted = part_lse != -torch.inf
+    wide_lse = part_lse.double()
+    lse = wide_lse.logsumexp(dim=2)
+    base = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)
+    weights = (wide_lse - base).exp()
+    states = parts.double().masked_fill(~counted.unsqueeze(3), 0.0)
+    return torch.einsum("rhs,rhsd->rhd", weights, states), lse
+
+
+def kv_write_reference(
+    kv_layer: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_ids: Tensor,
+    offsets: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Token by token what `kvtier_kernels.write.kv_write` does."""
     for row in range(key.size(0)):
         block, offset = int(block_ids[row]), int(offsets[row])
-        kv_layer[block, 0, offset] = key[row]
-        kv_layer[block, 1, offset] = value[row]
+        for which, vectors in enumerate((key[row], value[row])):
+            stored = vectors
+            if kv_scales is not None and kv_scales.dim() == 4:
+                stored, kv_scales[block, which, offset] = quantise_reference(vectors, kv_layer.dtype)
+            elif kv_layer.dtype in QUANTISED_DTYPES:
+                scale = torch.ones(()) if kv_scales is None else kv_scales[which]
+                stored = stored_reference(vectors.float() / scale, kv_layer.dtype)
+            kv_layer[block, which, offset] = stored
 
 
 def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
@@ -59,20 +105,21 @@ def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, ta
 def part_copy_reference(
     parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
 ) -> None:
-    """Part by part what `kvtier_kernels.part_copy.part_copy` does."""
-    for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
-        columns = torch.split(staging[row], [part.size(1) for part in parts])
-        for part, column in zip(parts, columns, strict=True):
-            source, target = (part[block], column) if gather else (column, part[block])
+    """Part by part what `kvtier_kernels.part_copy.part_copy` does, counters aside."""
+    if staging.dim() == 2:
+        staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
+    for part, staged in zip(parts, staging, strict=True):
+        for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
+            source, target = (part[block], staged[row]) if gather else (staged[row], part[block])
             target.copy_(source)
 
 
-def _gather(kv_layer: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Keys and values `[seq_len, num_kv_heads, head_dim]` of one sequence, in float32."""
+def _gather(kv_layer: Tensor, kv_scales: Tensor | None, block_table: Tensor, positions: range) -> tuple[Tensor, Tensor]:
+    """Keys and values `[len(positions), num_kv_heads, head_dim]` of one sequence, in float64."""
     tokens_per_block = kv_layer.size(2)
-    rows = [
-        kv_layer[int(block_table[position // tokens_per_block]), :, position % tokens_per_block].float()
-        for position in range(seq_len)
-    ]
-    keys_and_values = torch.stack(rows)
-    return keys_and_values[:, 0], keys_and_values[:, 1]
+    blocks = block_table[positions.start // tokens_per_block : -(-positions.stop // tokens_per_block)].long()
+    scales = kv_scales if kv_scales is None or kv_scales.dim() == 1 else kv_scales[blocks]
+    values = dequantised(kv_layer[blocks], scales)
+    first = positions.start % tokens_per_block
+    keys_and_values = values.transpose(0, 1).flatten(1, 2)[:, first : first + len(positions)]
+    return keys_and_values[0], keys_and_values[1]

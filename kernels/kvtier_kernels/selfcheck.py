@@ -8,18 +8,21 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtier_kernels.accuracy import attention_bound, lse_bound
+from kvtier_kernels.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
+from kvtier_kernels.quantise_reference import quantise_reference
 from kvtier_kernels.reference import (
-    block_copy_reference,
     kv_write_reference,
+    merge_states_reference,
     paged_attention_reference,
-    part_copy_reference,
 )
+from kvtier_kernels.selfcheck_copies import copy_checks, random_bits
+from kvtier_kernels.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
@@ -37,14 +40,17 @@ class _Batch:
     query_starts: Tensor
     seq_lens: Tensor
     scale: float
+    kv_scales: Tensor | None = None
+    window: int | None = None
+
+    def options_on(self, device: torch.device) -> dict[str, Any]:
+        scales = None if self.kv_scales is None else _strided(self.kv_scales).to(device)[:, 1]
+        return {"scale": self.scale, "kv_scales": scales, "window": self.window}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        # Made on the device, since a copy of the view would be contiguous: the block stride must stay.
-        kv = torch.full((self.kv_layer.size(0), 2, *self.kv_layer.shape[1:]), math.nan, dtype=self.kv_layer.dtype)
-        kv[:, 1] = self.kv_layer
         index = (self.block_tables, self.query_starts, self.seq_lens)
         tables, starts, lens = (tensor.to(device) for tensor in index)
-        return self.query.to(device), kv.to(device)[:, 1], tables, starts, lens
+        return self.query.to(device), _strided(self.kv_layer).to(device)[:, 1], tables, starts, lens
 
 
 def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[str, str]]:
@@ -61,12 +67,19 @@ def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[s
         name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
         yield f"prefix_prefill {name}", _check_prefill(_make(prefill, heads, tokens_per_block, dtype), device)
         batch = _make(decode, heads, tokens_per_block, dtype)
+        yield f"shared_prefix_decode {name}", _check_shared(_sharing(batch), device)
+        yield f"merge_two_states {name}", _check_merge(heads, dtype, device)
         for num_splits in (1, 5, None):
             yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
         yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
-    for row_bytes in (1, 50, 4096, 2**16 + 16, 2**16 + 4):
-        yield f"block_copy rows of {row_bytes} bytes", _check_copy(row_bytes, device)
-        yield f"part_copy parts of {row_bytes} bytes", _check_parts(row_bytes, device)
+    for heads, tokens_per_block in zip(HEADS, (16, 64), strict=False):
+        of_both = _make(prefill, heads, tokens_per_block, DTYPES[0]), _make(decode, heads, tokens_per_block, DTYPES[0])
+        for variant, change in VARIANTS.items():
+            name = f"{variant} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
+            prefill_batch, decode_batch = map(change, of_both)
+            yield f"prefix_prefill {name} splits 4", _check_prefill(prefill_batch, device, 4)
+            yield f"paged_decode {name}", _check_decode(decode_batch, None, device)
+    yield from copy_checks(device)
 
 
 def _make(
@@ -90,11 +103,38 @@ def _make(
     return _Batch(query, layer, tables, starts, torch.tensor([keys for _, keys in lengths]), head_dim**-0.5)
 
 
-def _check_prefill(batch: _Batch, device: torch.device) -> str:
+def _strided(view: Tensor) -> Tensor:
+    """`[num_blocks, 2, ...]`, the second of each two being `view`: a copy of it alone would be contiguous."""
+    both = torch.stack([view, view], dim=1)
+    both[:, 0] = 0
+    return both
+
+
+def _quantised(batch: _Batch, dtype: torch.dtype) -> _Batch:
+    stored, scales = quantise_reference(batch.kv_layer.float(), dtype)
+    return replace(batch, kv_layer=stored, kv_scales=scales)
+
+
+def _windowed(batch: _Batch, window: int = 70) -> _Batch:
+    """What no query sees has block ids that do not exist."""
+    tables, first = batch.block_tables.clone(), batch.seq_lens - batch.query_starts.diff() - window + 1
+    for seq, num_unseen in enumerate((first.clamp(min=0) // batch.kv_layer.size(2)).tolist()):
+        tables[seq, :num_unseen] = -1
+    return replace(batch, block_tables=tables, window=window)
+
+
+VARIANTS: dict[str, Callable[[_Batch], _Batch]] = {
+    "window": _windowed,
+    "int8": lambda batch: _quantised(batch, torch.int8),
+    "float8 window": lambda batch: _windowed(_quantised(batch, torch.float8_e4m3fn)),
+}
+
+
+def _check_prefill(batch: _Batch, device: torch.device, num_splits: int | None = None) -> str:
     from kvtier_kernels.prefix_prefill import prefix_prefill
 
     arguments, lse = batch.on(device), torch.full(batch.query.shape[:2], math.nan, device=device)
-    return _compare(batch, prefix_prefill(*arguments, scale=batch.scale, lse=lse), lse)
+    return _compare(batch, prefix_prefill(*arguments, **batch.options_on(device), lse=lse, num_splits=num_splits), lse)
 
 
 def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -> str:
@@ -102,23 +142,62 @@ def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -
 
     query, kv_layer, tables, _, lens = batch.on(device)
     lse = torch.full(batch.query.shape[:2], math.nan, device=device)
-    out = paged_decode(query, kv_layer, tables, lens, scale=batch.scale, num_splits=num_splits, lse=lse)
+    out = paged_decode(query, kv_layer, tables, lens, **batch.options_on(device), num_splits=num_splits, lse=lse)
     return _compare(batch, out, lse)
+
+
+def _sharing(batch: _Batch) -> _Batch:
+    """The first sequence and the third begin alike, and the fourth and the fifth, as far as their full blocks go."""
+    tables, tokens_per_block = batch.block_tables.clone(), batch.kv_layer.size(2)
+    for seq, other in ((0, 2), (3, 4)):
+        num_full = int(batch.seq_lens[[seq, other]].min()) // tokens_per_block
+        tables[other, :num_full] = tables[seq, :num_full]
+    return replace(batch, block_tables=tables)
+
+
+def _check_shared(batch: _Batch, device: torch.device) -> str:
+    from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
+
+    query, kv_layer, tables, _, lens = batch.on(device)
+    prefixes = SharedPrefixes.of(batch.block_tables, batch.seq_lens, kv_layer.size(2)).to(device)
+    lse = torch.full(batch.query.shape[:2], math.nan, device=device)
+    out = shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=batch.scale, lse=lse)
+    return _compare(batch, out, lse)
+
+
+def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
+    from kvtier_kernels.merge_states import merge_two_states
+
+    generator = torch.Generator().manual_seed(heads[0])
+    parts = torch.randn((37, heads[0], 2, heads[2]), generator=generator).to(dtype)
+    part_lse = 10 * torch.randn(parts.shape[:3], generator=generator)
+    parts[5, :, 1], part_lse[5, :, 1] = math.nan, -math.inf
+    a, b = (part.contiguous().to(device) for part in parts.unbind(2))
+    a_lse, b_lse = (one.contiguous().to(device) for one in part_lse.unbind(2))
+    merge_two_states(a, a_lse, b, b_lse)
+    expected, expected_lse = merge_states_reference(parts, part_lse)
+    return _within("output", a, expected, merge_bound(parts, part_lse, dtype)) or _within(
+        "log-sum-exp", a_lse, expected_lse, merge_lse_bound(part_lse)
+    )
 
 
 def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
     tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
     expected_lse = torch.full(batch.query.shape[:2], math.nan)
-    expected = paged_attention_reference(*tensors, scale=batch.scale, lse=expected_lse)
-    bounded = (batch.query, batch.kv_layer, batch.seq_lens)
-    for name, got, want, bound in (
-        ("output", out, expected, attention_bound(*bounded, scale=batch.scale)),
-        ("log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale)),
-    ):
-        worst = (got.float().cpu() - want).abs().max().item()
-        if not worst <= bound:  # a NaN is not
-            return f"{name} is off by {worst:.3g}, allowed are {bound:.3g}"
-    return ""
+    expected = paged_attention_reference(
+        *tensors, scale=batch.scale, kv_scales=batch.kv_scales, window=batch.window, lse=expected_lse
+    )
+    bounded = batch.query, batch.kv_layer, batch.seq_lens
+    bound = attention_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
+    return _within("output", out, expected, bound) or _within(
+        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
+    )
+
+
+def _within(name: str, got: Tensor, expected: Tensor, bound: float) -> str:
+    worst = (got.double().cpu() - expected).abs().max().item()
+    # A NaN is not.
+    return "" if worst <= bound else f"{name} is off by {worst:.3g}, allowed are {bound:.3g}"
 
 
 def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -126,8 +205,8 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
 
     _, kv_heads, head_dim = heads
     as_int = torch.int32 if dtype.itemsize == 4 else torch.int16
-    kv = _random_bits((40, 2, 2, tokens_per_block, kv_heads, head_dim), as_int)
-    fused = _random_bits((37, 2 * kv_heads + 1, head_dim), as_int)
+    kv = random_bits((40, 2, 2, tokens_per_block, kv_heads, head_dim), as_int)
+    fused = random_bits((37, 2 * kv_heads + 1, head_dim), as_int)
     key, value = fused[:, :kv_heads], fused[:, kv_heads + 1 :]
     places = torch.randperm(40 * tokens_per_block)[:37]
     index = places // tokens_per_block, places % tokens_per_block
@@ -137,38 +216,6 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
     )
     kv_write_reference(kv[:, 1], key, value, *index)
     return "" if torch.equal(there.view(as_int).cpu(), kv) else "bits differ"
-
-
-def _check_copy(row_bytes: int, device: torch.device) -> str:
-    from kvtier_kernels.block_copy import block_copy
-
-    source, target = _random_bits((50, row_bytes), torch.uint8), _random_bits((40, row_bytes), torch.uint8)
-    rows = torch.randperm(50)[:33], torch.randperm(40)[:33]
-    there = target.to(device, copy=True)
-    block_copy(source.to(device), rows[0].to(device), there, rows[1].to(device))
-    block_copy_reference(source, rows[0], target, rows[1])
-    return "" if torch.equal(there.cpu(), target) else "bytes differ"
-
-
-def _check_parts(part_bytes: int, device: torch.device) -> str:
-    from kvtier_kernels.part_copy import Parts, part_copy
-
-    num_parts, block_ids, rows = 5, torch.randperm(50)[:33], torch.randperm(40)[:33]
-    kv, staging = (
-        _random_bits((50, num_parts, part_bytes), torch.uint8),
-        _random_bits((40, num_parts * part_bytes), torch.uint8),
-    )
-    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
-    parts, theirs = kv.unbind(1), Parts.of(there.unbind(1))
-    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
-        part_copy(theirs, these_blocks.to(device), staged, rows.to(device), gather=gather)
-        part_copy_reference(parts, these_blocks, staging, rows, gather=gather)
-    return "" if torch.equal(there.cpu(), kv) and torch.equal(staged.cpu(), staging) else "bytes differ"
-
-
-def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
 
 
 def main(write: Callable[[str], None] = print) -> int:

@@ -4,17 +4,26 @@ Nothing is tuned at run time: a first request must not wait for a search. What t
 of time by the tests, which hold that it fits into the chip's shared memory.
 """
 
+import functools
+import itertools
 from dataclasses import dataclass, replace
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 256
 MIN_DOT = 16
 """`tl.dot` takes no side below this."""
-MAX_SPLITS = 64
-"""Their results are merged in one tile, whatever their number: a kernel less to compile for each."""
+MAX_SPLITS = 256
 _KEYS_PER_SPLIT = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_COPY_BYTES = 16384
+_MAX_PREFILL_SPLITS = 64
+_KEYS_PER_PART = 256
+"""What writing and reading the result of a run costs, a row of float32: some 256 keys' products on an H100."""
+_KEYS_PER_MERGE = 1024
+"""What launching one more kernel costs, likewise."""
+_ROW_NUMBERS_PER_WARP = 2 * 32 * 160
+"""Twice the registers of a warp that may hold sums, scores and the weights made of them, which are half as wide."""
+_SHARING_BYTES = 32 * 2**20
+_MERGE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +41,17 @@ class Tile:
     def shared_bytes(self, columns: int, element_bytes: int) -> int:
         """No less than what the compiler takes of the chip's shared memory, on any chip.
 
-        That is the queries, the weights between the two products, a number per row, and keys and values: those of
-        one iteration take turns, those in flight do not.
+        The queries stay there, and keys and values of the iterations in flight. Matrix units that a thread waits for
+        (`mma.sync`) leave the memory of an iteration free one iteration earlier than those that run on their own
+        (wgmma, tcgen05, from 64 rows on), but the weights pass through it between the two products. Without any
+        iteration in flight, keys and values take turns.
         """
+        tile_bytes = self.keys * columns * element_bytes
         in_flight = 1 if self.num_stages == 1 else 2 * max(2, self.num_stages - 1)
-        row_bytes = (columns + self.keys) * element_bytes + 4
-        return self.rows * row_bytes + in_flight * self.keys * columns * element_bytes
+        needed = self.rows * (self.keys * element_bytes + 4) + in_flight * tile_bytes
+        if self.rows >= 64 and self.num_stages > 1:
+            needed = max(needed, max(self.rows, self.keys) * 8 + 2 * self.num_stages * tile_bytes)
+        return self.rows * columns * element_bytes + needed
 
 
 def next_power_of_two(number: int) -> int:
@@ -56,25 +70,90 @@ def shared_limit_bytes(capability: tuple[int, int]) -> int:
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
 
 
-def prefill_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
+def prefill_tile(
+    head_dim: int,
+    element_bytes: int,
+    group: int,
+    capability: tuple[int, int],
+    *,
+    kv_bytes: int | None = None,
+    windowed: bool = False,
+) -> Tile:
     """For `prefix_prefill`.
 
+    128 rows, where they fit, read each key once for as many products as its way from the L2 cache takes time. Three
+    stages are the least that has keys on their way during a whole iteration. Keys per iteration are as many as leave
+    registers unspilled.
+
+    :param element_bytes: of the queries.
     :param group: query heads per KV head; a tile has a row for each of them.
     :param capability: of the chip, e.g. (9, 0). Those of 8.6, 8.9 and 12 have half the shared memory.
+    :param kv_bytes: of a stored key's element, `element_bytes` when None. Converting fewer bytes takes registers.
+    :param windowed: there is a sliding window, whose loop takes registers as well.
     """
     least_rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(least_rows, columns)
-    roomy = capability in ((8, 0), (9, 0)) or capability[0] in (10, 11)
-    # With 4 warps the accumulator of 128 rows leaves too few registers for the rest.
+    converts = kv_bytes is not None and kv_bytes != element_bytes
+    hopper = capability == (9, 0)
+    asynchronous = hopper or capability[0] in (10, 11)
+    roomy = shared_limit_bytes(capability) > 99 * 1024
+    rows, num_warps = 128, 8
     if columns <= 64:
-        tile = Tile(rows=max(128, least_rows), keys=64, num_warps=8, num_stages=3)
+        keys = 64 if hopper or not converts else 32
+    elif columns <= 128 and hopper:
+        keys = 64 if converts or windowed else 128
     elif columns <= 128:
-        tile = Tile(rows=max(128 if roomy else 64, least_rows), keys=64, num_warps=8, num_stages=2)
+        keys = 64 if roomy and not converts and (asynchronous or not windowed) else 32
+    elif asynchronous and converts:
+        rows, keys, num_warps = 64, 16, 4 if hopper else 8
     else:
-        tile = Tile(rows=max(64, least_rows), keys=32, num_warps=8, num_stages=2 if roomy else 1)
-    return _fitted(tile, columns, element_bytes, capability)
+        rows = 128 if hopper or (asynchronous and not windowed) else 64
+        keys = 32 if roomy else 16
+    return _fitted(Tile(max(rows, least_rows), keys, num_warps, num_stages=3), columns, element_bytes, capability)
+
+
+def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Tiles for `prefix_prefill` that are worth timing on a chip of this capability, what `prefill_tile` takes first.
+
+    Those that fit into shared memory, and whose sums and scores fit into the registers of their threads.
+    """
+    chosen = prefill_tile(head_dim, element_bytes, group, capability)
+    if element_bytes == 4:
+        return (chosen,)
+    columns, least_rows = padded_head_dim(head_dim), max(MIN_DOT, next_power_of_two(group))
+    limit = shared_limit_bytes(capability)
+    # A warp has 16 rows, or half of their columns where those are many.
+    shapes = ((64, 4), (128, 8), (64, 8)) if columns > 128 else ((64, 4), (128, 8))
+    tiles = (
+        Tile(rows, keys, num_warps, num_stages)
+        for (rows, num_warps), keys, num_stages in itertools.product(shapes, (32, 64, 128), (2, 3, 4))
+        if rows >= least_rows and rows * (2 * columns + 3 * keys) <= _ROW_NUMBERS_PER_WARP * num_warps
+    )
+    others = (tile for tile in tiles if tile != chosen and tile.shared_bytes(columns, element_bytes) <= limit)
+    return (chosen, *others)
+
+
+@functools.lru_cache(maxsize=256)
+def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
+    """Into how many runs `prefix_prefill` cuts the keys that each tile of queries sees.
+
+    The time is that of the busiest multiprocessor, in keys it goes through, when programs are dealt out in turn; runs
+    add what it costs to write and read their results once more. Few runs take less memory: the fewest that come within
+    a tenth of the least time.
+
+    :param num_programs: tiles of queries times KV heads: what there is to do without any split.
+    """
+
+    def time(splits: int) -> int:
+        turns = -(-num_programs * splits // num_multiprocessors)
+        if splits == 1:
+            return turns * max_keys
+        return turns * (-(-max_keys // splits) + _KEYS_PER_PART) + _KEYS_PER_MERGE
+
+    times = [time(splits) for splits in range(1, _MAX_PREFILL_SPLITS + 1)]
+    return next(splits for splits, needed in enumerate(times, 1) if needed <= 1.1 * min(times))
 
 
 def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
@@ -86,6 +165,29 @@ def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple
     num_warps = 4 if columns <= 128 and rows <= 32 else 8
     tile = Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
     return _fitted(tile, columns, element_bytes, capability)
+
+
+def shared_prefix_tile(
+    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
+) -> Tile:
+    """For what `shared_prefix_decode` computes for several sequences at once.
+
+    As many rows as products on tensor cores keep up with reading keys, whether a group fills them or not: a size for
+    each size of group would be a kernel more to compile for each. Keys per iteration as for `prefill_tile`, which
+    describes the arguments.
+    """
+    rows = max(64, next_power_of_two(group))
+    columns = padded_head_dim(head_dim)
+    if element_bytes == 4:
+        return _float32_tile(next_power_of_two(group), columns)
+    converts = kv_bytes is not None and kv_bytes != element_bytes
+    asynchronous = capability == (9, 0) or capability[0] in (10, 11)
+    if columns <= 128:
+        keys = 64 if (asynchronous or columns <= 64) and not converts else 32
+    else:
+        keys = 16 if converts else 32
+    num_warps = 4 if columns <= 128 and rows <= 64 else 8
+    return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
 def _fitted(tile: Tile, columns: int, element_bytes: int, capability: tuple[int, int]) -> Tile:
@@ -103,21 +205,44 @@ def _float32_tile(least_rows: int, columns: int) -> Tile:
     return Tile(rows=max(32 if columns <= 128 else 16, least_rows), keys=16, num_warps=4, num_stages=1)
 
 
+@functools.lru_cache(maxsize=256)
 def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -> int:
     """Into how many runs of keys `paged_decode` cuts each sequence.
 
-    As many as fill the chip twice, but none shorter than is worth merging.
+    As many as give each multiprocessor two programs; more where some would have one program more than others, which
+    wait for them, and a tenth of the time can be won. But none shorter than is worth merging.
 
     :param num_programs: sequences times KV heads: what there is to do without any split.
     """
-    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs))
-    return max(1, min(wanted, -(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+    most = max(1, min(-(-max_keys // _KEYS_PER_SPLIT), MAX_SPLITS))
+    fewest = min(most, max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs)))
+
+    def time(splits: int) -> float:
+        """That of the multiprocessor with most programs, in sequences."""
+        return -(-num_programs * splits // num_multiprocessors) / splits
+
+    shortest = min(time(splits) for splits in range(fewest, most + 1))
+    return next(splits for splits in range(fewest, most + 1) if time(splits) <= 1.1 * shortest)
 
 
-def copy_words(unit_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """For `block_copy` and `part_copy`: bytes of a word, and words per program.
+def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: int) -> bool:
+    """Whether `shared_prefix_decode` takes less time than `paged_decode`.
 
-    :param unit_bytes: 1, 2, 4, 8 or 16: what divides all addresses and lengths.
+    What it saves is reading keys. When sequences of a group run side by side, the chip's cache has answered a part of
+    these reads before, at about twice the memory's speed: a byte saved counts half. What it costs is a launch more,
+    about 4 microseconds, in which a chip of 4 TB/s reads 16 MiB; and two states of each row, which are written and
+    read, in the cache as well.
+
+    :param key_bytes: of a token's keys and values in one layer.
+    :param num_rows: sequences times query heads.
     """
-    word_bytes = min(unit_bytes, 4)
-    return word_bytes, min(_COPY_BYTES // 4, next_power_of_two(-(-row_bytes // word_bytes)))
+    state_bytes = 4 * (head_dim + 1)
+    return num_saved_keys * key_bytes > _SHARING_BYTES + 4 * num_rows * state_bytes
+
+
+def merge_rows(columns: int) -> int:
+    """For `merge_states`: how many states of a row a program takes at a time, or how many rows, where states are two.
+
+    As much as the registers of 4 warps have room for: all of it is on its way at a time.
+    """
+    return max(1, _MERGE_ELEMENTS // columns)

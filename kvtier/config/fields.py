@@ -21,8 +21,9 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 """A `kvtier.tiers.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
-CodecName = Literal["raw", "lz4"]
-"""A `kvtier.codec.Codec`, for what is written from now on; every tier reads all of them."""
+CodecName = Literal["raw", "lz4", "planes-zstd", "auto"]
+"""A `kvtier.codec.Codec`, or `auto` for the one that costs least where the tier is (`kvtier.tiers.codec_choice`). For
+what is written from now on: every tier reads all of them, but releases before this one know no `planes-zstd`."""
 
 SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk_log.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""

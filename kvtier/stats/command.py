@@ -12,7 +12,7 @@ from rich.table import Table
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.events import TierState
-from kvtier.stats.facts import Facts, PathFacts, TierFacts, facts_of
+from kvtier.stats.facts import CodecFacts, Facts, PathFacts, TierFacts, facts_of
 from kvtier.stats.samples import fetch, metrics_url
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -110,6 +110,8 @@ def _print(console: Console, place: str, facts: Facts) -> None:
     for tier, of_tier in facts.tiers.items():
         if of_tier.state not in (None, TierState.WRITABLE.value):
             console.print(f"[red]{tier} is {of_tier.state}: its medium fails[/red]")
+        if of_tier.codecs.keys() - {"raw"}:
+            console.print(f"{tier} packs: {_packed(of_tier.codecs)}")
         if of_tier.errors:
             console.print(f"[yellow]errors of {tier}: {_counts(of_tier.errors)}[/yellow]")
     for words, count in facts.trouble.items():
@@ -176,6 +178,13 @@ def _columns(corner: str, figures: dict[str, dict[str, str]]) -> Table:
     for row in next(iter(figures.values())):
         table.add_row(row, *(column[row] for column in figures.values()))
     return table
+
+
+def _packed(codecs: dict[str, CodecFacts]) -> str:
+    return ", ".join(
+        f"{_bytes(of.raw_bytes)} {codec} ({of.raw_bytes / of.stored_bytes:.2f} to 1)" if of.stored_bytes else codec
+        for codec, of in codecs.items()
+    )
 
 
 def _counts(counts: dict[str, float]) -> str:

@@ -38,6 +38,14 @@ class HitRate:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecFacts:
+    """What one codec did for one tier since its process started."""
+
+    raw_bytes: float
+    stored_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierFacts:
     """One tier. None: not told."""
 
@@ -59,6 +67,8 @@ class TierFacts:
     breaker_open: bool | None
     state: str | None
     """What its medium lets it do: writable, read_only, off."""
+    codecs: dict[str, CodecFacts]
+    """What was packed, by the codec that it was stored with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +196,17 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         errors=errors,
         breaker_open=None if breaker is None else bool(breaker),
         state=states[0] if len(states) == 1 else None,
+        codecs=_codecs(samples, tier),
     )
+
+
+def _codecs(samples: Samples, tier: str) -> dict[str, CodecFacts]:
+    def of(codec: str) -> CodecFacts:
+        by_form = samples.by("kvtier_codec_bytes_total", "form", tier=tier, codec=codec)
+        return CodecFacts(by_form.get("raw", 0.0), by_form.get("stored", 0.0))
+
+    found = {codec: of(codec) for codec in samples.by("kvtier_codec_bytes_total", "codec", tier=tier)}
+    return {codec: facts for codec, facts in found.items() if facts.raw_bytes}
 
 
 def _paths(samples: Samples) -> dict[str, PathFacts]:

@@ -15,6 +15,7 @@ from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.disk_log.appending import SMALLEST_SEGMENT_BYTES, SegmentLog
 from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.buffers import Buffers
@@ -44,7 +45,7 @@ class DiskOptions:
     reserve_bytes: int
     segment_bytes: int
     sync: SyncPolicy
-    codec: Codec
+    codec: Codec | None
     write_amplification: float
     num_threads: int
 
@@ -124,11 +125,12 @@ class DiskTier:
             seal_behind=options.num_threads > 1,
         )
         self._forgetter = Forgetter(self._books, self._log, self._room, self._outbox, self._trouble)
-        self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
+        codecs = CodecChoice(options.codec, tier=name, metrics=metrics)
+        self._reader = BlockReader(self._files.read, buffers, codecs, direct=files.direct)
         self._finder = Finder(self._books, self._forgetter, self._outbox, self._trouble)
         new_bytes = metrics.disk_bytes.labels(name, "new")
         self._writer = BlockWriter(
-            self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, options.codec
+            self._books, self._log, self._forgetter, self._outbox, self._trouble, new_bytes, codecs
         )
         self._part_bytes = self._log.segment_bytes // 4
 
@@ -146,7 +148,7 @@ class DiskTier:
         segment_bytes: int = 64 * 2**20,
         sync: SyncPolicy = SyncPolicy.NONE,
         direct_io: DirectIo = DirectIo.AUTO,
-        codec: Codec = Codec.RAW,
+        codec: Codec | None = Codec.RAW,
         write_amplification: float = 1.3,
         num_threads: int = 4,
     ) -> "DiskTier":
@@ -168,8 +170,8 @@ class DiskTier:
         :param direct_io: whether payloads go past the page cache, where they would be kept twice. `AUTO` measures for
             less than 0.1 s, in a scratch file of 2 MiB.
         :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
-            saves a fifth of the space of bf16 KV, and time where the drive gives less than about 0.5 GB/s
-            (`kvtier bench codec`).
+            saves a fifth of the space of bf16 KV, `PLANES_ZSTD` three tenths, and time where the drive is slow
+            (`kvtier bench codec`). None: whichever costs least here (`kvtier.tiers.codec_choice`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
         :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.

@@ -16,10 +16,12 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
+from kvtier.namespace import Namespace
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.metrics import EngineMetrics
+from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_engine.prefix_cache import PrefixCache
@@ -60,6 +62,25 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
+    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device)
+    with engine_of(config, model, folder.config, kv, namespace, registry) as engine:
+        yield AssembledEngine(engine, folder, registry)
+
+
+@contextlib.contextmanager
+def engine_of(
+    config: Config,
+    model: LlamaModel,
+    model_config: ModelConfig,
+    kv: PagedKV,
+    namespace: Namespace,
+    registry: CollectorRegistry,
+) -> Iterator[Engine]:
+    """The rest of `assembled_engine`, for a model that is there already: weights and `kv` on the same device.
+
+    :param namespace: of `kv`'s blocks.
+    """
+    section, device = config.engine, kv.tensor.device
     with contextlib.ExitStack() as stack:
         hasher: BlockHasher | None = None
         hierarchy: Hierarchy | None = None
@@ -70,7 +91,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
                 engine_cache(
                     config,
                     device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 2)),
-                    namespace=kv_namespace(folder.config, folder.weights_digest, dtype, device),
+                    namespace=namespace,
                     registry=registry,
                 )
             )
@@ -82,16 +103,16 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
         scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
         limits = EngineLimits.of(
-            max_positions=folder.config.max_position_embeddings, kv=kv, vocab_size=folder.config.vocab_size
+            max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )
         engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
         if device.type == "cuda":
-            _compile_for_long_sequences(model, kv, folder)
+            _compile_for_long_sequences(model, kv, model_config)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()
         stack.callback(engine.close)
-        yield AssembledEngine(engine, folder, registry)
+        yield engine
 
 
 def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> PagedKV:
@@ -111,7 +132,7 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
 
 
-def _compile_for_long_sequences(model: LlamaModel, kv: PagedKV, folder: ModelFolder) -> None:
+def _compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConfig) -> None:
     """Attention to a long sequence takes kernels that `warm_up`, with its short one, does not meet: a second each."""
-    last = min(folder.config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block) - 1
+    last = min(config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block) - 1
     model.forward([Chunk([0], last, range(kv.num_blocks))], kv)

@@ -1,10 +1,9 @@
 """`kvtier bench ttft`: time to first token of the engine, cold and warm, beside transformers' prefill."""
 
-import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from prometheus_client import CollectorRegistry
@@ -15,19 +14,13 @@ from kvtier.bench.options import Json, Plot
 from kvtier.bench.pool_process import PoolProcess, pool_process
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Subject, in_turn, timed
-from kvtier.clock import MONOTONIC
 from kvtier.config import Config, parse_config
 from kvtier.errors import KvtierError
-
-if TYPE_CHECKING:
-    from kvtier_engine.assemble import AssembledEngine
-    from kvtier_engine.engine import Engine
 
 PROMPT_TOKENS = 3_000
 NEW_TOKENS = 40
 """Of a warm prompt: what follows the shared document."""
 _POOL_BYTES = 2 << 30
-_PATIENCE_S = 60.0
 
 
 def bench_ttft(
@@ -44,13 +37,14 @@ def bench_ttft(
     # Imported here, so that the command line does not load torch for other commands.
     from kvtier_engine.assemble import assembled_engine
     from kvtier_engine.demo_model import demo_model_path
+    from kvtier_engine.first_token import FirstToken, Prompts
 
     with working_folder() as folder, ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, _POOL_BYTES))
         config = _config(model or demo_model_path(), dtype, threads, pool, io_process)
         assembled = stack.enter_context(assembled_engine(config))
-        prompts = _Prompts(assembled.model.config.vocab_size)
-        first_token = _FirstToken(assembled)
+        prompts = Prompts(assembled.model.config.vocab_size, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
+        first_token = FirstToken(assembled.engine, assembled.registry)
         bookkeeping = _Bookkeeping(assembled.registry)
         prefill = _transformers_prefill(assembled.model.weight_files[0].parent, dtype)
 
@@ -81,68 +75,6 @@ def bench_ttft(
         f"{bookkeeping.share:.2%} of the engine's step time."
     )
     report(f"Time to first token, {dtype}", cases, as_json=json, plot=plot, notes=[note])
-
-
-class _Prompts:
-    """Random tokens, so that nothing is cached that is not meant to be."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._random = random.Random(0)
-        self.latest: list[int] = []
-
-    def fresh(self) -> list[int]:
-        self.latest = self._draw(PROMPT_TOKENS)
-        return self.latest
-
-    def follow_up(self) -> list[int]:
-        """The latest document with another question."""
-        return self.latest[: PROMPT_TOKENS - NEW_TOKENS] + self._draw(NEW_TOKENS)
-
-    def _draw(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
-
-
-class _FirstToken:
-    """Asks an engine for one token and waits."""
-
-    def __init__(self, assembled: "AssembledEngine") -> None:
-        self._engine: Engine = assembled.engine
-        self._registry = assembled.registry
-        self._num_computed = 0
-        """Full blocks so far: what the pool must have got."""
-
-    def wait_for(self, tokens: list[int], cached: dict[str, int]) -> None:
-        """:param cached: how many tokens must come from where."""
-        from kvtier_engine.request import Completion, Sampling
-
-        completions: list[Completion] = []
-        self._engine.submit(tokens, Sampling(max_tokens=1), MONOTONIC(), completions.append)
-        self._engine.run_until(lambda: bool(completions))
-        self._num_computed += (len(tokens) - sum(cached.values())) // 16
-        if completions[0].finish_reason != "length" or completions[0].cached_by_tier != cached:
-            raise KvtierError(f"the engine ended with {completions[0]}: expected {cached} cached tokens")
-
-    def settle(self) -> None:
-        """Serves until the pool has everything that was computed."""
-        deadline = MONOTONIC() + _PATIENCE_S
-        self._engine.run_until(lambda: self._num_written() >= self._num_computed or MONOTONIC() > deadline)
-
-    def leave_to_the_pool(self) -> None:
-        """Makes the engine forget, so that only the pool has the prompt."""
-        self.settle()
-        forgotten: list[int | None] = []
-        self._engine.reset_cache(forgotten.append)
-        self._engine.run_until(lambda: bool(forgotten))
-
-    def _num_written(self) -> float:
-        return sum(
-            sample.value
-            for family in self._registry.collect()
-            if family.name == "kvtier_tier_blocks"
-            for sample in family.samples
-            if sample.labels.get("op") == "write" and sample.name.endswith("_total")
-        )
 
 
 def _config(model: Path, dtype: str, threads: int, pool: PoolProcess, io_process: bool) -> Config:

@@ -11,7 +11,7 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.rope import RopeTable, rotate
 from kvtier_engine.weights import LayerWeights, LlamaWeights
-from kvtier_kernels import kv_write, paged_attention
+from kvtier_kernels import SharedPrefixes, find_shared_prefixes, kv_write, paged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class _Batch:
     seq_lens: Tensor
     max_seq_len: int
     """The largest of `seq_lens`, known without asking the device."""
+    prefixes: SharedPrefixes | None
+    """Of chunks of one token each that share blocks, where that is worth while."""
 
 
 class LlamaModel:
@@ -55,14 +57,14 @@ class LlamaModel:
         """Computes the chunks' tokens, writes their KV into their blocks, and returns what follows each chunk.
 
         The same chunk over the same cached values gives the same bits, whichever blocks hold it, as
-        long as the chunks beside it have the same lengths.
+        long as the chunks beside it have the same lengths and, on CUDA, share as many blocks.
 
         :param chunks: of distinct sequences, at least one.
         :param kv: of this model's geometry and dtype, on the weights' device. Only the blocks of new tokens change.
         :returns: float32 `[len(chunks), vocab_size]`, on that device: logits after the last token of each chunk.
         """
         weights, config = self._weights, self._config
-        batch = _gather_batch(chunks, kv.tokens_per_block, kv.tensor.device)
+        batch = _gather_batch(chunks, kv, config.num_attention_heads)
         cos, sin = self._rope.at(batch.positions)
         hidden = F.embedding(batch.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):
@@ -95,6 +97,7 @@ class LlamaModel:
             batch.seq_lens,
             scale=head_dim**-0.5,
             max_seq_len=batch.max_seq_len,
+            prefixes=batch.prefixes,
         )
         return F.linear(attended.flatten(1), layer.attention_output)
 
@@ -112,7 +115,8 @@ def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(hidden.dtype).mul_(weight)
 
 
-def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int, device: torch.device) -> _Batch:
+def _gather_batch(chunks: Sequence[Chunk], kv: PagedKV, num_heads: int) -> _Batch:
+    tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
     lengths = [len(chunk.token_ids) for chunk in chunks]
     widest = max(len(chunk.block_table) for chunk in chunks)
     tables = torch.zeros((len(chunks), widest), dtype=torch.int64)
@@ -123,7 +127,8 @@ def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int, device: torch.
         positions.append(where)
         block_ids.append(tables[row].index_select(0, where // tokens_per_block))
     all_positions = torch.cat(positions)
-    seq_lens = [chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)]
+    seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
+    decodes = max(lengths) == 1
 
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
@@ -135,6 +140,7 @@ def _gather_batch(chunks: Sequence[Chunk], tokens_per_block: int, device: torch.
         offsets=there(all_positions % tokens_per_block),
         block_tables=there(tables),
         query_starts=there(torch.tensor([0, *lengths]).cumsum(0)),
-        seq_lens=there(torch.tensor(seq_lens)),
-        max_seq_len=max(seq_lens),
+        seq_lens=there(seq_lens),
+        max_seq_len=int(seq_lens.max()),
+        prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
     )

@@ -2,10 +2,10 @@
 
 from contextlib import ExitStack
 
-from kvtier.codec import Codec
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.codec_choice import parse_codec
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
@@ -32,7 +32,7 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 reserve_bytes=settings.disk_reserve_bytes,
                 on_event=hub.publish,
                 metrics=metrics,
-                codec=Codec.parse(settings.disk_codec),
+                codec=parse_codec(settings.disk_codec),
                 segment_bytes=settings.disk_segment_bytes,
                 sync=SyncPolicy.parse(settings.disk_sync),
                 direct_io=DirectIo.parse(settings.disk_direct_io),
@@ -56,7 +56,7 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
         username=redis.username,
         password=redis.password,
         ttl_s=redis.ttl_s,
-        codec=Codec.parse(redis.codec),
+        codec=parse_codec(redis.codec),
         metrics=metrics,
         breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
         call_timeout_s=redis.timeout_s,

@@ -9,8 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_rig import CASES, Case, Inputs, kernel_error_bound, lse_error_bound, make_inputs
+from attention_rig import (
+    CASES,
+    Case,
+    Inputs,
+    kernel_error_bound,
+    lse_error_bound,
+    make_inputs,
+    quantised,
+    windowed,
+)
 from kvtier_kernels import paged_attention_reference
+from kvtier_kernels import paged_decode as paged_decode_module
+from kvtier_kernels import prefix_prefill as prefix_prefill_module
 from kvtier_kernels.attention import attend_with_triton
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
@@ -46,7 +57,7 @@ DECODES = {
 
 def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
     expected_lse = torch.full_like(lse, math.nan)
-    expected = paged_attention_reference(*inputs.args(), scale=scale, lse=expected_lse)
+    expected = paged_attention_reference(*inputs.args(), scale=scale, lse=expected_lse, **inputs.options())
     assert out.dtype == inputs.query.dtype
     assert out.is_contiguous()
     # Written so that NaN fails.
@@ -56,13 +67,16 @@ def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) ->
 
 def prefill(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
-    return prefix_prefill(*inputs.args(), scale=scale, lse=lse, **options), lse
+    return prefix_prefill(*inputs.args(), scale=scale, lse=lse, **inputs.options(), **options), lse
 
 
 def decode(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
     query, kv_layer, block_tables, _, seq_lens = inputs.args()
-    return paged_decode(query, kv_layer, block_tables, seq_lens, scale=scale, lse=lse, **options), lse
+    attended = paged_decode(
+        query, kv_layer, block_tables, seq_lens, scale=scale, lse=lse, **inputs.options(), **options
+    )
+    return attended, lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=DTYPE_IDS[:2])
@@ -93,6 +107,75 @@ def test_any_tile_gives_the_same(tile: Tile) -> None:
     check(ones, *decode(ones, scale, tile=tile, num_splits=2), scale)
 
 
+QUANTISED = {
+    "int8": (torch.int8, True, torch.bfloat16, (9, 0)),
+    "int8, float32": (torch.int8, True, torch.float32, (9, 0)),
+    "float8": (torch.float8_e4m3fn, True, torch.float16, (9, 0)),
+    "float8, two scales": (torch.float8_e4m3fn, False, torch.bfloat16, (9, 0)),
+    "float8 on a chip without": (torch.float8_e4m3fn, True, torch.bfloat16, (8, 0)),
+}
+TWO_LENGTHS = Case((40, 3), (90, 19), num_heads=6, num_kv_heads=2, head_dim=24)
+
+
+@pytest.mark.parametrize(("kv_dtype", "per_key", "dtype", "capability"), QUANTISED.values(), ids=QUANTISED.keys())
+def test_quantised_kv(
+    kv_dtype: torch.dtype,
+    per_key: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (prefix_prefill_module, paged_decode_module):
+        monkeypatch.setattr(module, "capability", lambda _device: capability)
+    for case, attend in ((TWO_LENGTHS, prefill), (dataclasses.replace(TWO_LENGTHS, query_lens=(1, 1)), decode)):
+        inputs = quantised(make_inputs(case, torch.float32), kv_dtype, per_key=per_key)
+        inputs = dataclasses.replace(inputs, query=inputs.query.to(dtype))
+        check(inputs, *attend(inputs, 0.2), 0.2)
+
+
+def test_float8_without_scales_stands_for_itself() -> None:
+    inputs = quantised(make_inputs(TWO_LENGTHS, torch.float32), torch.float8_e4m3fn, per_key=False)
+    inputs = dataclasses.replace(inputs, kv_scales=None, query=inputs.query / 100)
+    check(inputs, *prefill(inputs, 0.2), 0.2)
+
+
+@pytest.mark.parametrize(("window", "tokens_per_block"), [(1, 16), (17, 7), (50, 64), (200, 16)])
+def test_windows(window: int, tokens_per_block: int) -> None:
+    """Blocks that no query sees are not read."""
+    case = Case((70, 1, 5), (150, 40, 5), tokens_per_block, num_heads=6, num_kv_heads=2, head_dim=48)
+    inputs = windowed(make_inputs(case, torch.float32), window)
+    check(inputs, *prefill(inputs, 0.2, tile=Tile(64, 32, 4, 1)), 0.2)
+    ones = windowed(make_inputs(dataclasses.replace(case, query_lens=(1, 1, 1)), torch.float32), window)
+    check(ones, *decode(ones, 0.2, num_splits=3), 0.2)
+
+
+def in_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launchers allocate holds NaN, as memory that was used before may."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, math.nan, **options))
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_prefill_in_runs_of_keys(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 5, some runs of each tile are empty, and with a window all but one or two."""
+    inputs = make_inputs(Case((20, 1, 3), (150, 40, 3), num_heads=6, num_kv_heads=2, head_dim=48), torch.float32)
+    inputs = inputs if window is None else windowed(inputs, window)
+    in_poisoned_memory(monkeypatch)
+    check(inputs, *prefill(inputs, 0.2, tile=Tile(32, 32, 4, 1), num_splits=num_splits), 0.2)
+
+
+def test_few_queries_over_many_keys_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(Case((2,), (5000,), tokens_per_block=256, num_heads=1, num_kv_heads=1, head_dim=16), DTYPES[1])
+    asked: list[int] = []
+    right = prefix_prefill_module.prefill_splits
+    monkeypatch.setattr(prefix_prefill_module, "prefill_splits", lambda *args: asked.append(right(*args)) or asked[-1])
+    in_poisoned_memory(monkeypatch)
+    check(inputs, *prefill(inputs, 0.25), 0.25)
+    assert asked == [4], "the interpreter stands for four multiprocessors"
+    check(inputs, *prefill(inputs, 0.25, max_seq_len=100), 0.25)
+    assert asked == [4, 1]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -108,12 +191,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(case=cases(), dtype=st.sampled_from(DTYPES))
-def test_any_batch_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
-    inputs, scale = make_inputs(case, dtype), case.head_dim**-0.5
-    check(inputs, *prefill(inputs, scale), scale)
-    ones = make_inputs(dataclasses.replace(case, query_lens=(1,) * len(case.seq_lens)), dtype)
-    check(ones, *decode(ones, scale), scale)
+@given(
+    case=cases(),
+    dtype=st.sampled_from(DTYPES),
+    kv=st.sampled_from([None, *QUANTISED.values()]),
+    window=st.none() | st.integers(1, 120),
+    num_splits=st.sampled_from([None, 1, 3]),
+)
+def test_any_batch_agrees_with_the_reference(
+    case: Case, dtype: torch.dtype, kv: Any, window: int | None, num_splits: int | None
+) -> None:
+    scale, ones = case.head_dim**-0.5, dataclasses.replace(case, query_lens=(1,) * len(case.seq_lens))
+    for batch, attend in ((case, prefill), (ones, decode)):
+        inputs = make_inputs(batch, dtype if kv is None else torch.float32)
+        if kv is not None:
+            quantised_inputs = quantised(inputs, kv[0], per_key=kv[1])
+            inputs = dataclasses.replace(quantised_inputs, query=inputs.query.to(dtype))
+        inputs = inputs if window is None else windowed(inputs, window)
+        check(inputs, *attend(inputs, scale, num_splits=num_splits), scale)
 
 
 def test_the_bound_notices_a_key_too_many() -> None:

@@ -11,7 +11,7 @@ from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
 from kvtier_engine import llama
 from kvtier_engine.llama import Chunk
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
-from kvtier_kernels import attention, slot_write
+from kvtier_kernels import SharedPrefixes, attention, paged_decode, slot_write
 
 TOLERANCE = 1e-3
 """On logits of up to 20, as between batches on CPU (`test_engine_model.py`); a wrong key moves them 20 times as far."""
@@ -24,6 +24,21 @@ def triton_kernels() -> Iterator[None]:
         patch.setattr(llama, "paged_attention", attention.attend_with_triton)
         patch.setattr(llama, "kv_write", slot_write.write_slots)
         yield
+
+
+@contextmanager
+def shared_prefixes_always() -> Iterator[list[SharedPrefixes]]:
+    """As `triton_kernels`, and what sequences share is read once, however little it is. Yields what they shared."""
+    found: list[SharedPrefixes] = []
+
+    def find(block_tables: Tensor, seq_lens: Tensor, kv_layer: Tensor, _num_heads: int) -> SharedPrefixes:
+        found.append(SharedPrefixes.of(block_tables, seq_lens, kv_layer.size(2)))
+        return found[-1]
+
+    with triton_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "find_shared_prefixes", find)
+        patch.setattr(paged_decode, "paged_decode", None)
+        yield found
 
 
 def fresh_kv(num_blocks: int = 24) -> PagedKV:
@@ -104,3 +119,24 @@ def test_blocks_may_lie_anywhere() -> None:
             results.append((prefill, model.forward([Chunk(ids[21:], 21, table)], kv)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_decodes_over_shared_blocks_give_the_logits_of_the_cpu_path() -> None:
+    """Three of four share 3 blocks. Prefills are computed as ever; so is what the engine shares by itself."""
+    model, kv = tiny_model(), fresh_kv()
+    shared, first, second, third, alone = (tokens(count, seed) for seed, count in enumerate((12, 3, 6, 1, 7)))
+    tables = [5, 2, 19, 0], [5, 2, 19, 7, 3], [5, 2, 19, 11], [4, 22]
+    model.forward([Chunk(shared + first[:-1], 0, tables[0]), Chunk(alone[:-1], 0, tables[3])], kv)
+    model.forward([Chunk(second[:-1], 12, tables[1])], kv)
+    starts = [14, 17, 12, 6]
+    chunks = [
+        Chunk([ids[-1]], start, table)
+        for ids, start, table in zip((first, second, third, alone), starts, tables, strict=True)
+    ]
+    expected = model.forward(chunks, kv)
+    with shared_prefixes_always() as found:
+        logits = model.forward(chunks, kv)
+    (prefixes,) = found
+    assert prefixes.num_saved_keys == 2 * 12
+    assert (logits - expected).abs().max().item() < TOLERANCE
+    assert torch.equal(logits.argmax(dim=-1), expected.argmax(dim=-1))

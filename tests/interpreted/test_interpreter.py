@@ -64,6 +64,13 @@ def test_casts_round_as_torch_does() -> None:
     assert torch.equal(widened.nan_to_num(7.0), rounded.float().nan_to_num(7.0))
 
 
+def test_float8_is_widened_as_torch_does() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    widened = torch.empty(256)
+    _round_kernel[(1,)](values, widened, SIZE=256)
+    assert torch.equal(widened.nan_to_num(7.0), values.float().nan_to_num(7.0))
+
+
 def test_numpy_conversions_agree_with_each_other() -> None:
     every = np.arange(2**16, dtype=np.uint16)
     back = float32_to_bfloat16(bfloat16_to_float32(every))

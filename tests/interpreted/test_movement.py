@@ -19,11 +19,10 @@ from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.prefix_prefill import prefix_prefill
 from kvtier_kernels.slot_write import write_slots
+from memory_rig import sparse
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["float32", "bfloat16", "float16"]
-MAP_NORESERVE = 0x4000
-"""Linux; Python 3.11 has no name for it."""
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -151,12 +150,6 @@ def test_parts_that_cannot_be_are_refused() -> None:
             Parts.of([part, other])
     with pytest.raises(ValueError, match="staging has rows of 16"):
         part_copy(Parts.of([part, part]), index, part, index, gather=True)
-
-
-def sparse(num_bytes: int) -> Tensor:
-    """uint8 zeros of which only the pages that are touched take memory."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
 
 
 def resident_bytes() -> int:

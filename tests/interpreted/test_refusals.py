@@ -1,12 +1,15 @@
 """Launchers refuse what does not fit with a `ValueError` that names it, before anything is launched."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from attention_rig import CASES, make_inputs
+from attention_rig import CASES, make_inputs, quantised
+from kvtier_kernels import paged_attention
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
@@ -49,6 +52,53 @@ def test_prefill() -> None:
     refuses("tile.keys is 24: ", prefix_prefill, *good.args(), scale=0.125, tile=Tile(16, 24, 4, 1))
     huge = Tile(1024, 128, 4, 1)
     refuses("tile of them may need .* bytes of shared memory", prefix_prefill, *good.args(), scale=0.125, tile=huge)
+    for scale in (0.0, -1.0, math.inf, math.nan):
+        refuses("scale is", prefix_prefill, *good.args(), scale=scale)
+    refuses("window is 0", prefix_prefill, *good.args(), scale=0.125, window=0)
+    for num_splits in (0, 1025):
+        refuses("num_splits is", prefix_prefill, *good.args(), scale=0.125, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1000])
+def test_block_ids_that_do_not_exist(wrong: int) -> None:
+    """Where a kernel reads them; elsewhere they may be anything."""
+    good = make_inputs(CASES["decode and prefill together"], torch.float32)
+    tables = good.block_tables.clone()
+    tables[2, 3] = wrong
+    out_of_window = {"window": 256 - 64}
+    words = rf"block_tables\[2, 3\] is {wrong}: there are {good.kv_layer.size(0)} blocks"
+    refuses(words, prefix_prefill, *good.swapped(block_tables=tables), scale=0.125)
+    refuses(words, prefix_prefill, *good.swapped(block_tables=tables), scale=0.125, window=256 - 63)
+    prefix_prefill(*good.swapped(block_tables=tables), scale=0.125, **out_of_window)
+    ones, (_, kv_layer, _, _, lens) = good.query[:4], good.args()
+    refuses(words, paged_decode, ones, kv_layer, tables, lens, scale=0.125)
+    paged_decode(ones, kv_layer, tables, lens, scale=0.125, **out_of_window)
+
+
+def test_scales_of_quantised_kv() -> None:
+    good = quantised(make_inputs(CASES["decode"], torch.float32), torch.int8, per_key=True)
+    assert good.kv_scales is not None
+    per_key, two = good.kv_scales, torch.ones(2)
+    refused: dict[str, Tensor | None] = {
+        "None: int8 needs a scale per token and head": None,
+        r"contiguous blocks of \[": two,
+        "needs float32": per_key.double(),
+        "needs contiguous blocks": per_key.transpose(2, 3).contiguous().transpose(2, 3),
+        "kv_scales is on meta": per_key.to("meta"),
+        "blocks overlap": per_key[:1].expand(per_key.shape),
+    }
+    for words, kv_scales in refused.items():
+        refuses(words, prefix_prefill, *good.args(), scale=0.125, kv_scales=kv_scales)
+        refuses(words, paged_attention, *good.args(), scale=0.125, kv_scales=kv_scales)
+    refuses(
+        "query .* needs float32, bf",
+        prefix_prefill,
+        *good.swapped(query=good.query.double()),
+        **good.options(),
+        scale=1,
+    )
+    plain = make_inputs(CASES["decode"], torch.float32)
+    refuses("float32 has none", prefix_prefill, *plain.args(), scale=1.0, kv_scales=per_key)
 
 
 def test_decode() -> None:

@@ -1,35 +1,76 @@
 """`python -m kvtier_kernels.selfcheck`, where the GPU is the interpreter."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 
-from kvtier_kernels import block_copy, part_copy, prefix_prefill, selfcheck, slot_write
+from kvtier_kernels import (
+    block_copy,
+    merge_states,
+    part_copy,
+    part_counters,
+    plane_copy,
+    prefix_prefill,
+    quantised_copy,
+    selfcheck,
+    selfcheck_copies,
+    shared_prefix_decode,
+    slot_quantise,
+    slot_write,
+)
 
 CPU = torch.device("cpu")
+NUM_COPY_CHECKS = 5 * 3 + 1 + 2 + 2 * 2 * 2 + 3
 
 
 @pytest.fixture(autouse=True)
 def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "HEADS", selfcheck.HEADS[1:2])
+    monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 3)
+    monkeypatch.setattr(selfcheck_copies, "NUM_PARTS", 2)
+    monkeypatch.setattr(selfcheck_copies, "AWAITED_BYTES", 2**14)
 
 
 def test_right_kernels_pass() -> None:
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 3 * 5 + 2 * 5
+    assert len(checks) == 3 * 7 + 2 * 3 + NUM_COPY_CHECKS
     assert set(checks.values()) == {""}
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     right = prefix_prefill.prefix_prefill
     monkeypatch.setattr(
-        prefix_prefill, "prefix_prefill", lambda *args, scale, lse: right(*args, scale=1.1 * scale, lse=lse)
+        prefix_prefill, "prefix_prefill", lambda *args, scale, **options: right(*args, scale=1.1 * scale, **options)
     )
+    shared = shared_prefix_decode.shared_prefix_decode
+    monkeypatch.setattr(
+        shared_prefix_decode,
+        "shared_prefix_decode",
+        lambda *args, scale, lse: shared(*args, scale=1.1 * scale, lse=lse),
+    )
+    monkeypatch.setattr(merge_states, "merge_two_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
-    monkeypatch.setattr(part_copy, "part_copy", lambda *_args, gather: None)
+    monkeypatch.setattr(slot_quantise, "quantise_slots", lambda *_args: None)
+    monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: 1)
+    monkeypatch.setattr(part_counters, "wait_for_layer", lambda *_args: None)
+    monkeypatch.setattr(plane_copy, "plane_copy", lambda *_args, **_options: 1)
+    monkeypatch.setattr(quantised_copy, "quantised_copy", lambda *_args, **_options: 1)
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))
     for name, failure in selfcheck.run_checks(CPU, longest=70):
         assert bool(failure) == (not name.startswith("paged_decode")), name
+
+
+def test_layers_that_do_not_come_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = part_copy.part_copy
+    monkeypatch.setattr(selfcheck_copies, "ROW_BYTES", (50,))
+    monkeypatch.setattr(part_copy, "part_copy", lambda *args, **options: right(*args, **options) + 1)
+    monkeypatch.setattr(part_counters, "wait_for_layer", partial(part_counters.wait_for_layer, max_polls=2))
+    failures = dict(itertools.islice(selfcheck_copies.copy_checks(CPU), 4))
+    assert failures["wait_for_layer"] == "2 layers did not come"
+    assert failures["part_copy layers of 50 bytes in host memory"].startswith("counters are [")
 
 
 def test_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtier.clock import MONOTONIC
 from kvtier.codec import Codec, Header, unpack, verify
 from kvtier.errors import CorruptBlockError
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.disk_log.buffers import Buffers, is_aligned
 from kvtier.tiers.disk_log.format import PAGE, pages_of
 
@@ -65,10 +67,11 @@ def runs_of(blocks: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 class BlockReader:
     """Reads runs and verifies them. Any thread."""
 
-    def __init__(self, read_pages: ReadPages, buffers: Buffers, *, direct: bool) -> None:
+    def __init__(self, read_pages: ReadPages, buffers: Buffers, codecs: CodecChoice, *, direct: bool) -> None:
         """:param direct: buffers must be page-aligned; those that are not are filled from one that is."""
         self._read_pages = read_pages
         self._buffers = buffers
+        self._codecs = codecs
         self._direct = direct
 
     def read(self, run: list[Wanted]) -> list[Answer]:
@@ -98,7 +101,9 @@ class BlockReader:
                     at += len(pages)
                     places.append(pages[:nbytes])
                     pieces.append(pages)
+            began_s = MONOTONIC()
             num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
+            self._codecs.read(num_read, MONOTONIC() - began_s)
             return [
                 self._checked(block, place, run[0].page, num_read) for block, place in zip(run, places, strict=True)
             ]

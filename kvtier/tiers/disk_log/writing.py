@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from prometheus_client import Counter
 
-from kvtier.codec import Codec, encode
+from kvtier.clock import MONOTONIC
 from kvtier.events import EventKind
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import ReadableBuffer, WriteStatus
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.disk_log.appending import SegmentLog
 from kvtier.tiers.disk_log.books import Books, Claim
 from kvtier.tiers.disk_log.forgetting import Forgetter
@@ -75,7 +76,7 @@ class BlockWriter:
         outbox: Outbox,
         trouble: Trouble,
         new_bytes: Counter,
-        codec: Codec,
+        codecs: CodecChoice,
     ) -> None:
         self._books = books
         self._log = log
@@ -83,7 +84,7 @@ class BlockWriter:
         self._outbox = outbox
         self._trouble = trouble
         self._new_bytes = new_bytes
-        self._codec = codec
+        self._codecs = codecs
 
     def store(self, part: Sequence[Work]) -> list[Outcome]:
         """Writes claimed blocks of one tenant. An answer per block; nothing is raised. The claims are given back."""
@@ -92,7 +93,7 @@ class BlockWriter:
         for work in part:
             index, claim, payload = work
             try:
-                header, stored = encode(claim.key, payload, self._codec)
+                header, stored = self._codecs.encode(claim.key, payload)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))
@@ -132,7 +133,9 @@ class BlockWriter:
         extent = self._log.reserve(tenant, len(claims), sum(pages_of(len(p)) for p in payloads), min(epochs))
         if extent is None:
             return WriteStatus.FULL
+        began_s = MONOTONIC()
         landed = self._log.write(extent, headers, payloads, epochs, [Kind.RECORD] * len(claims))
+        self._codecs.wrote(sum(map(len, payloads)), MONOTONIC() - began_s)
         tags = self._books.tags([claim.key for claim in claims])
         with self._books.lock:
             for claim in claims:

@@ -24,6 +24,7 @@ from kvtier.metrics import Metrics
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.commands import MAX_PARTS, command, exists, key_name, part_names
@@ -65,7 +66,7 @@ class RedisTier:
         username: str | None = None,
         password: str | None = None,
         ttl_s: float = 0.0,
-        codec: Codec = Codec.RAW,
+        codec: Codec | None = Codec.RAW,
         metrics: Metrics,
         breaker: CircuitBreaker,
         call_timeout_s: float = 5.0,
@@ -82,7 +83,8 @@ class RedisTier:
         :param password: never logged nor part of an error. A Sentinel is told it too.
         :param ttl_s: seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes
             reads into writes of the server's: they go to its replicas and its log, a few bytes each.
-        :param codec: how payloads are packed on their way. Blocks of any codec are read.
+        :param codec: how payloads are packed on their way; None: whichever costs least here
+            (`kvtier.tiers.codec_choice`). Blocks of any codec are read.
         :param call_timeout_s: seconds, of each call of a verb.
         :param lookup_timeout_s: seconds, of a lookup, which somebody else's answer may be waiting for.
         :param connect_timeout_s: of that, for finding a server and for connecting to it.
@@ -99,7 +101,7 @@ class RedisTier:
         self._address = address
         self._servers = RedisServers(address, username=username, password=password, connect_timeout_s=connect_timeout_s)
         self._ttl_ms = max(1, round(ttl_s * 1000)) if ttl_s else 0
-        self._codec = codec
+        self._codecs = CodecChoice(codec, tier=name, metrics=metrics)
         self._max_value_bytes = max_value_bytes
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
@@ -153,7 +155,12 @@ class RedisTier:
         def ask(batch: slice, timeout_s: float) -> None:
             names = [key_name(key) for key in keys[batch]]
             reader = BlockReader(
-                keys[batch], names, into[batch], ttl_ms=self._ttl_ms, max_value_bytes=self._max_value_bytes
+                keys[batch],
+                names,
+                into[batch],
+                codecs=self._codecs,
+                ttl_ms=self._ttl_ms,
+                max_value_bytes=self._max_value_bytes,
             )
             deadline = MONOTONIC() + timeout_s
             try:
@@ -179,7 +186,7 @@ class RedisTier:
             writer = BlockWriter(
                 items[batch],
                 [key_name(key) for key, _ in items[batch]],
-                codec=self._codec,
+                codecs=self._codecs,
                 ttl_ms=self._ttl_ms,
                 max_value_bytes=self._max_value_bytes,
             )

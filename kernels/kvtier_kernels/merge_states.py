@@ -1,0 +1,158 @@
+"""Attention over several runs of keys made one, as Triton kernels.
+
+A state is what attention over one run of keys gives: its result, and the log-sum-exp of its scores. States of runs
+that have no key in common are merged by weighting each with its share of all weights (flash decoding, Dao et al.,
+2023; the operation is the one that cascade attention in FlashInfer calls merge_state).
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier_kernels.launching import check_launchable, on_device_of
+from kvtier_kernels.tiles import merge_rows, next_power_of_two
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def merge_states(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    """Merges the states of each row and head into `out`, and their log-sum-exps into `lse`; waits for nothing.
+
+    A state whose log-sum-exp is -inf saw no key: it counts nothing, whatever is in its part. Where no state counts,
+    `out` gets zeros and `lse` -inf. Sums are in float32 and in the order of the states.
+
+    :param parts: float32, bfloat16 or float16 `[num_rows, num_heads, num_states, head_dim]`, contiguous.
+    :param part_lse: float32 `[num_rows, num_heads, num_states]`, contiguous: natural logarithms.
+    :param out: `[num_rows, num_heads, head_dim]` of any of these dtypes, contiguous; may be the memory of `parts` where
+        there is one state.
+    :param lse: float32 `[num_rows, num_heads]`, contiguous.
+    :raises ValueError: on a wrong shape, dtype, stride or device.
+    """
+    check_launchable("parts", parts, _merge_kernel)
+    if parts.dim() != 4 or parts.size(2) == 0 or parts.size(3) == 0:
+        raise ValueError(f"parts has shape {list(parts.shape)}: needs [rows, heads, states, D]")
+    num_rows, num_heads, num_states, head_dim = parts.shape
+    _check("parts", parts, parts.shape, parts.device, _DTYPES)
+    _check("part_lse", part_lse, parts.shape[:3], parts.device)
+    _check("out", out, (num_rows, num_heads, head_dim), parts.device, _DTYPES)
+    if lse is not None:
+        _check("lse", lse, parts.shape[:2], parts.device)
+    if num_rows * num_heads == 0:
+        return
+    columns = next_power_of_two(head_dim)
+    with on_device_of(parts):
+        _merge_kernel[(num_rows * num_heads,)](
+            parts, part_lse, out, lse, num_states,
+            HEAD_DIM=head_dim, STATES=merge_rows(columns), COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+
+
+def merge_two_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
+    """Merges the state (b, b_lse) into (a, a_lse), in place; otherwise as `merge_states`.
+
+    A state that saw no key leaves the other as it is, bit for bit.
+
+    :param a: float32, bfloat16 or float16 `[num_rows, num_heads, head_dim]`, contiguous. So is `b`, of any of these.
+    :param a_lse: float32 `[num_rows, num_heads]`, contiguous; so is `b_lse`. Neither may overlap the other.
+    :raises ValueError: on a wrong shape, dtype, stride or device.
+    """
+    check_launchable("a", a, _merge_two_kernel)
+    if a.dim() != 3 or a.size(2) == 0:
+        raise ValueError(f"a has shape {list(a.shape)}: needs [rows, heads, D]")
+    for name, part, part_lse in (("a", a, a_lse), ("b", b, b_lse)):
+        _check(name, part, a.shape, a.device, _DTYPES)
+        _check(f"{name}_lse", part_lse, a.shape[:2], a.device)
+    num_rows, head_dim = a.size(0) * a.size(1), a.size(2)
+    if num_rows == 0:
+        return
+    columns = next_power_of_two(head_dim)
+    rows = merge_rows(columns)
+    with on_device_of(a):
+        _merge_two_kernel[(triton.cdiv(num_rows, rows),)](
+            a, a_lse, b, b_lse, num_rows, HEAD_DIM=head_dim, ROWS=rows, COLUMNS=columns, num_warps=4
+        )
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}: "
+            f"needs contiguous {wanted} {list(shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, what it belongs to on {device}")
+
+
+@triton.jit(do_not_specialize=["num_states"])
+def _merge_kernel(
+    parts, part_lse, out, lse, num_states, HEAD_DIM: tl.constexpr, STATES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One head of one row."""
+    out_row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    in_head = column < HEAD_DIM
+    merged = tl.zeros([COLUMNS], dtype=tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for first in range(0, num_states, STATES):
+        state = first + tl.arange(0, STATES)
+        live = state < num_states
+        row = out_row * num_states + state
+        state_lse = tl.load(part_lse + row, mask=live, other=float("-inf"))
+        offsets = (row * HEAD_DIM)[:, None] + column[None, :]
+        part = tl.load(parts + offsets, mask=live[:, None] & in_head[None, :], other=0.0).to(tl.float32)
+        # Not by its weight of 0: what a state without keys left behind may be NaN.
+        part = tl.where((state_lse == float("-inf"))[:, None], 0.0, part)
+        new_peak = tl.maximum(peak, tl.max(state_lse, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp(peak - base)
+        weights = tl.exp(state_lse - base)
+        total = total * shrink + tl.sum(weights, 0)
+        merged = merged * shrink + tl.sum(part * weights[:, None], 0)
+        peak = new_peak
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = merged / divisor
+    merged_lse = tl.where(total == 0.0, float("-inf"), peak + tl.log(divisor))
+    # `out` may be where `parts` is, of which other threads may still read what this one is to overwrite.
+    tl.debug_barrier()
+    tl.store(out + out_row * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=in_head)
+    if lse is not None:
+        tl.store(lse + out_row, merged_lse)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_two_kernel(a, a_lse, b, b_lse, num_rows, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    live = row < num_rows
+    live_elements = live[:, None] & (column < HEAD_DIM)[None, :]
+    offsets = (row * HEAD_DIM)[:, None] + column[None, :]
+    lse_of_a = tl.load(a_lse + row, mask=live, other=float("-inf"))
+    lse_of_b = tl.load(b_lse + row, mask=live, other=float("-inf"))
+    part_a = tl.load(a + offsets, mask=live_elements, other=0.0).to(tl.float32)
+    part_b = tl.load(b + offsets, mask=live_elements, other=0.0).to(tl.float32)
+    # Not by a weight of 0: what a state without keys left behind may be NaN.
+    part_a = tl.where((lse_of_a == float("-inf"))[:, None], 0.0, part_a)
+    part_b = tl.where((lse_of_b == float("-inf"))[:, None], 0.0, part_b)
+    peak = tl.maximum(lse_of_a, lse_of_b)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weight_a = tl.exp(lse_of_a - base)
+    weight_b = tl.exp(lse_of_b - base)
+    total = weight_a + weight_b
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = (part_a * weight_a[:, None] + part_b * weight_b[:, None]) / divisor[:, None]
+    merged_lse = tl.where(total == 0.0, float("-inf"), base + tl.log(divisor))
+    # Several threads hold a row's log-sum-exp: all of them have read it before one of them overwrites it.
+    tl.debug_barrier()
+    tl.store(a + offsets, merged.to(a.dtype.element_ty), mask=live_elements)
+    tl.store(a_lse + row, merged_lse, mask=live)

@@ -1,0 +1,82 @@
+"""Quantised KV and byte planes in plain torch: the oracle of the kernels that make them on the way."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.records import RecordLayout
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest magnitude that can be stored."""
+_E4M3_NAN = 0x7F
+
+
+def quantise_reference(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stored values, `[..., head_dim]` of this dtype, and float32 scales, `[...]`, as `records` says."""
+    wide = vectors.float()
+    peak = wide.abs().amax(-1)
+    scales = torch.where(peak.isfinite(), peak / LARGEST[dtype], torch.inf)
+    scales = scales.masked_fill(scales == 0, 1.0)
+    ratio = (wide / scales[..., None]).masked_fill(scales[..., None].isinf(), 0.0)
+    return stored_reference(ratio, dtype), scales
+
+
+def stored_reference(ratio: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest that int8 or float8_e4m3fn can hold, ties to even; what is too large is the largest."""
+    clamped = ratio.clamp(-LARGEST[dtype], LARGEST[dtype])
+    if dtype == torch.int8:
+        return clamped.round().to(torch.int8)
+    codes = clamped.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(ratio.isnan(), _E4M3_NAN).view(torch.float8_e4m3fn)
+
+
+def dequantise_reference(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., head_dim]` of dtype; NaN where the scale is infinite."""
+    values = (stored.float() * scales[..., None]).to(dtype)
+    return values.masked_fill(scales[..., None].isinf(), torch.nan)
+
+
+def quantised_copy_reference(
+    parts: Sequence[Tensor],
+    block_ids: Tensor,
+    staging: Tensor,
+    staging_rows: Tensor,
+    *,
+    layout: RecordLayout,
+    gather: bool,
+) -> None:
+    """Page by page what `kvtier_kernels.quantised_copy.quantised_copy` does, counters aside."""
+    if staging.dim() == 2:
+        staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
+    for part, records in zip(parts, staging, strict=True):
+        for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
+            record, page = records[row], part[block].view(layout.dtype).view(layout.num_vectors, layout.head_dim)
+            if gather:
+                stored, scales = quantise_reference(page, layout.codec.stored_dtype)
+                record.zero_()
+                layout.values(record).view(torch.uint8).copy_(stored.view(torch.uint8))
+                layout.scales(record).copy_(scales)
+            else:
+                restored = dequantise_reference(layout.values(record), layout.scales(record), layout.dtype)
+                page.view(torch.int16).copy_(restored.view(torch.int16))
+
+
+def plane_copy_reference(
+    parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
+) -> None:
+    """Plane by plane what `kvtier_kernels.plane_copy.plane_copy` does, counters aside."""
+    by_block = staging.dim() == 2
+    for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
+        pages = [part[block] for part in parts]
+        if by_block:
+            # The high bytes of all parts, then the low bytes of all parts.
+            planes = staging[row].view(2, len(parts), -1).unbind(1)
+        else:
+            planes = tuple(part[row].view(2, -1) for part in staging)
+        for page, plane in zip(pages, planes, strict=True):
+            low_high = page.view(-1, 2)
+            if gather:
+                plane.copy_(low_high.t().flip(0))
+            else:
+                low_high.copy_(plane.flip(0).t())

@@ -1,0 +1,189 @@
+"""The part of `selfcheck` for kernels that move and quantise KV: bit for bit, to host memory and across streams too."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_copy_reference
+from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
+from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
+
+ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
+PLANES_BYTES = (50, 2**16 + 32)
+AWAITED_BYTES = 2**19
+"""Of a layer of a block."""
+NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
+
+
+def copy_checks(device: torch.device) -> Iterator[tuple[str, str]]:
+    """As `selfcheck.run_checks`."""
+    for row_bytes in ROW_BYTES:
+        yield f"block_copy rows of {row_bytes} bytes", _check_blocks(row_bytes, device)
+        yield f"part_copy parts of {row_bytes} bytes", _check_parts(row_bytes, device)
+        yield f"part_copy layers of {row_bytes} bytes in host memory", _check_layers(row_bytes, device)
+    yield "wait_for_layer", _check_waiting(device)
+    for part_bytes in PLANES_BYTES:
+        yield f"plane_copy parts of {part_bytes} bytes", _check_planes(part_bytes, device)
+    for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
+        layout = RecordLayout(codec, dtype, head_dim, num_vectors)
+        yield f"quantised_copy {codec} {_name(dtype)} {num_vectors}x{head_dim}", _check_quantised(layout, device)
+    for kv_dtype, given in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
+        name = f"kv_write {_name(kv_dtype)}, {'given scales' if given else 'a scale per token and head'}"
+        yield name, _check_write(kv_dtype, device, given=given)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
+
+
+def _check_blocks(row_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.block_copy import block_copy
+
+    source, target = random_bits((NUM_BLOCKS, row_bytes), torch.uint8), random_bits((NUM_ROWS, row_bytes), torch.uint8)
+    block_ids, rows = _pairs()
+    there = target.to(device, copy=True)
+    block_copy(source.to(device), block_ids.to(device), there, rows.to(device))
+    block_copy_reference(source, block_ids, target, rows)
+    return _differ(there, target)
+
+
+def _check_parts(part_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.part_copy import Parts, part_copy
+
+    staging = random_bits((NUM_ROWS, NUM_PARTS * part_bytes), torch.uint8)
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
+    block_ids, rows = _pairs()
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        part_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
+        part_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_layers(part_bytes: int, device: torch.device) -> str:
+    """Layer by layer, counted, to host memory and from it."""
+    from kvtier_kernels.part_copy import Parts, part_copy
+
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    staging = random_bits((NUM_PARTS, NUM_ROWS, part_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.clone()
+    if device.type == "cuda":
+        staged = staged.pin_memory()
+    block_ids, rows = _pairs()
+    counters, grown = torch.zeros(NUM_PARTS, dtype=torch.int32, device=device), 0
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        grown += part_copy(
+            Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device),
+            gather=gather, counters=counters,
+        )  # fmt: skip
+        part_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+    if counters.tolist() != [grown] * NUM_PARTS:
+        return f"counters are {counters.tolist()}, should be {grown}"
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_waiting(device: torch.device) -> str:
+    """A copy on a stream of its own, and layers taken as they come."""
+    from kvtier_kernels.part_copy import Parts, part_copy
+    from kvtier_kernels.part_counters import wait_for_layer
+
+    staging = random_bits((NUM_PARTS, NUM_ROWS, AWAITED_BYTES), torch.uint8)
+    there = torch.zeros((NUM_BLOCKS, NUM_PARTS, AWAITED_BYTES), dtype=torch.uint8, device=device)
+    staged = staging.pin_memory() if device.type == "cuda" else staging
+    block_ids, rows = (index.to(device) for index in _pairs())
+    counters, missed = (torch.zeros(size, dtype=torch.int32, device=device) for size in (NUM_PARTS, 1))
+    parts, layers = Parts.of(there.unbind(1)), []
+    with _another_stream(device):
+        grown = part_copy(parts, block_ids, staged, rows, gather=False, counters=counters)
+    for layer in range(NUM_PARTS):
+        wait_for_layer(counters, layer, grown, missed)
+        layers.append(there[:, layer].index_select(0, block_ids))
+    if missed.item():
+        return f"{missed.item()} layers did not come"
+    return _differ(torch.stack(layers), staging.index_select(1, rows.cpu()))
+
+
+def _another_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+def _check_planes(part_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.part_copy import Parts
+    from kvtier_kernels.plane_copy import plane_copy
+
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    there, (block_ids, rows) = kv.to(device, copy=True), _pairs()
+    for shape in ((NUM_ROWS, NUM_PARTS * part_bytes), (NUM_PARTS, NUM_ROWS, part_bytes)):
+        staging = random_bits(shape, torch.uint8)
+        staged = staging.to(device, copy=True)
+        for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+            plane_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
+            plane_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+        failure = _differ(there, kv) or _differ(staged, staging)
+        if failure:
+            return failure
+    return ""
+
+
+def _check_quantised(layout: RecordLayout, device: torch.device) -> str:
+    from kvtier_kernels.part_copy import Parts
+    from kvtier_kernels.quantised_copy import quantised_copy
+
+    vectors = _vectors(NUM_BLOCKS * NUM_PARTS * layout.num_vectors, layout.head_dim, layout.dtype)
+    kv = vectors.view(torch.uint8).view(NUM_BLOCKS, NUM_PARTS, layout.page_bytes)
+    staging = random_bits((NUM_PARTS, NUM_ROWS, layout.record_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
+    block_ids, rows = _pairs()
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        quantised_copy(
+            Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), layout=layout, gather=gather
+        )
+        quantised_copy_reference(kv.unbind(1), these_blocks, staging, rows, layout=layout, gather=gather)
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_write(kv_dtype: torch.dtype, device: torch.device, *, given: bool) -> str:
+    from kvtier_kernels.slot_quantise import quantise_slots
+
+    shape = (NUM_BLOCKS, 2, 2, 16, 8)
+    kv, scales = random_bits((*shape, 128), torch.int8).view(kv_dtype), torch.ones(shape)
+    rows = _vectors(NUM_PAIRS * 3 * 8, 128, torch.bfloat16).view(NUM_PAIRS, 24, 128)
+    places = torch.randperm(NUM_BLOCKS * 16)[:NUM_PAIRS]
+    there, scales_there, rows_there = (tensor.to(device, copy=True) for tensor in (kv, scales, rows))
+    fixed = torch.tensor([0.4, 3.0])
+    quantise_slots(
+        there[:, 1], rows_there[:, 8:16], rows_there[:, 16:], (places // 16).to(device), (places % 16).to(device),
+        fixed.to(device) if given else scales_there[:, 1],
+    )  # fmt: skip
+    kv_write_reference(
+        kv[:, 1], rows[:, 8:16], rows[:, 16:], places // 16, places % 16, kv_scales=fixed if given else scales[:, 1]
+    )
+    return _differ(there, kv) or _differ(scales_there, scales)
+
+
+def _vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Of all magnitudes, some zero, some with an infinity or a NaN."""
+    vectors = torch.randn(num_vectors, head_dim) * torch.logspace(-6, 4, num_vectors)[:, None]
+    vectors[::17], vectors[1::19, 0], vectors[2::23, -1] = 0.0, torch.inf, torch.nan
+    return vectors.to(dtype)
+
+
+def _pairs() -> tuple[Tensor, Tensor]:
+    return torch.randperm(NUM_BLOCKS)[:NUM_PAIRS], torch.randperm(NUM_ROWS)[:NUM_PAIRS]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _differ(there: Tensor, here: Tensor) -> str:
+    return "" if torch.equal(there.cpu().view(torch.uint8), here.view(torch.uint8)) else "bytes differ"

@@ -1,0 +1,205 @@
+"""Attention of one new token per sequence where sequences share leading blocks, as Triton kernels.
+
+ChunkAttention's two phases (Ye et al., 2024): the queries of a group of sequences meet the keys that all of them share
+in one product, so that these keys are read once, not once per sequence; then each sequence's queries meet the keys that
+are its own. Both are cut into runs, and the states of all runs are merged.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier_kernels.arguments import check_attention
+from kvtier_kernels.launching import (
+    capability,
+    check_attention_limits,
+    check_block_ids,
+    check_launchable,
+    check_tile,
+    num_multiprocessors,
+    on_device_of,
+    per_key_stride,
+    stored_values,
+)
+from kvtier_kernels.merge_states import merge_states
+from kvtier_kernels.paged_decode import empty_states, launch_decode
+from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.prefix_prefill import sequence_of_tile
+from kvtier_kernels.shared_prefixes import SharedPrefixes
+from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim, shared_prefix_tile
+
+
+def shared_prefix_decode(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    prefixes: SharedPrefixes,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    num_splits: tuple[int, int] | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Attention as `kvtier_kernels.paged_decode.paged_decode`, which describes the arguments.
+
+    Waits for nothing. Sums are in an order that follows from the lengths and groups alone.
+
+    :param prefixes: of these `block_tables`, and of these `seq_lens` or shorter ones, on the same device. A sequence
+        that is shorter than what its group shares gets a wrong result.
+    :param num_splits: into how many runs shared keys are cut, and into how many a sequence's own;
+        `tiles.decode_splits` chooses when None.
+    :param tile: for shared keys; what `tiles.shared_prefix_tile` chooses when None.
+    :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
+    """
+    check_launchable("kv_layer", kv_layer, _shared_kernel)
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, lse=lse)
+    check_attention_limits(query, kv_layer)
+    num_seqs, num_heads, head_dim = query.shape
+    if seq_lens.size(0) != num_seqs or prefixes.num_seqs != num_seqs:
+        raise ValueError(
+            f"{num_seqs} queries, {seq_lens.size(0)} sequences, prefixes of {prefixes.num_seqs}: needs one each"
+        )
+    if prefixes.index.device != query.device:
+        raise ValueError(f"prefixes are on {prefixes.index.device}, query on {query.device}")
+    check_block_ids(kv_layer, block_tables, seq_lens, None, None)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_seqs == 0:
+        return out
+    num_kv_heads, chip = kv_layer.size(3), capability(query.device)
+    group = num_heads // num_kv_heads
+    own_tile = decode_tile(head_dim, query.element_size(), group, chip)
+    if tile is None:
+        tile = shared_prefix_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
+    for one in (tile, own_tile):
+        check_tile(one, query, kv_layer, chip)
+    if num_splits is None:
+        num_splits = _splits(prefixes, tile.rows // group, num_kv_heads, num_multiprocessors(query.device))
+    elif not all(1 <= number <= 1024 for number in num_splits):
+        raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
+    parts, part_lse = empty_states(query, sum(num_splits))
+    _launch_shared(
+        query, kv_layer, kv_scales, block_tables, prefixes, parts, part_lse,
+        scale=scale, num_splits=num_splits[0], tile=tile,
+    )  # fmt: skip
+    launch_decode(
+        query, kv_layer, kv_scales, block_tables, seq_lens, prefixes.own_starts, parts, part_lse,
+        scale=scale, num_splits=num_splits[1], first_state=num_splits[0], tile=own_tile,
+    )  # fmt: skip
+    merge_states(parts, part_lse, out, lse)
+    return out
+
+
+def _splits(prefixes: SharedPrefixes, tile_seqs: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
+    num_tiles = sum(-(-size // tile_seqs) for size in prefixes.group_sizes)
+    return (
+        decode_splits(num_tiles * num_kv_heads, prefixes.max_shared_keys, num_multiprocessors),
+        decode_splits(prefixes.num_seqs * num_kv_heads, prefixes.max_own_keys, num_multiprocessors),
+    )
+
+
+def _launch_shared(
+    query: Tensor,
+    kv_layer: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    prefixes: SharedPrefixes,
+    parts: Tensor,
+    part_lse: Tensor,
+    *,
+    scale: float,
+    num_splits: int,
+    tile: Tile,
+) -> None:
+    """States 0 to `num_splits` of every sequence; those of sequences that share nothing are empty."""
+    num_seqs, num_heads, head_dim = query.shape
+    _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    tile_seqs = tile.rows // group
+    scales_stride = per_key_stride(kv_scales)
+    with on_device_of(query):
+        _shared_kernel[((num_seqs // tile_seqs + prefixes.num_groups) * num_kv_heads, num_splits)](
+            query, stored_values(kv_layer, capability(query.device)), kv_scales, block_tables,
+            prefixes.members, prefixes.group_starts, prefixes.group_keys, parts, part_lse,
+            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            block_tables.size(1), prefixes.num_groups, parts.size(2),
+            HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
+            TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            PER_KEY_SCALES=scales_stride is not None,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_width", "num_groups", "num_states"])
+def _shared_kernel(
+    query, kv, kv_scales, block_tables, members, group_starts, group_keys, parts, part_lse,
+    score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, num_states,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
+    TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_KEY_SCALES: tl.constexpr,
+):  # fmt: skip
+    """A run of keys for a tile of a group's sequences, numbered as `prefix_prefill` numbers its tiles of queries."""
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    group = sequence_of_tile(group_starts, tile, num_groups, TILE_SEQS)
+    start = tl.load(group_starts + group)
+    size = tl.load(group_starts + group + 1) - start
+    first_member = (tile - (start // TILE_SEQS + group)) * TILE_SEQS
+    if first_member >= size:
+        return
+    row = tl.arange(0, ROWS)
+    member = first_member + row // GROUP
+    live = (row < TILE_SEQS * GROUP) & (member < size)
+    seq = tl.load(members + start + member, mask=live, other=0).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    out_rows = (seq * (NUM_KV_HEADS * GROUP) + head) * num_states + split
+    num_keys = tl.load(group_keys + group)
+    # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
+    run = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(1)), KEYS) * KEYS
+    begin = split * run
+    if begin >= num_keys:
+        tl.store(part_lse + out_rows, float("-inf"), mask=live)
+        return
+    stop = tl.minimum(begin + run, num_keys)
+    whole = begin + (stop - begin) // KEYS * KEYS
+
+    column = tl.arange(0, COLUMNS)
+    live_elements = live[:, None] & (column < HEAD_DIM)[None, :]
+    query_offsets = (seq * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
+    q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
+
+    head_kv = kv + kv_head * HEAD_DIM
+    head_scales = kv_scales
+    if PER_KEY_SCALES:
+        head_scales += kv_head
+    elif kv_scales is not None:
+        score_scale *= tl.load(kv_scales)
+    # Any member's will do.
+    block_table = block_tables + tl.load(members + start).to(tl.int64) * table_width
+    position = tl.zeros([ROWS], dtype=tl.int32) + num_keys
+    weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, begin, whole, begin, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    )  # fmt: skip
+    weighted, total, peak = attend_run(
+        weighted, total, peak, q, head_kv, head_scales, block_table, whole, stop, begin, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES, True,
+    )  # fmt: skip
+    attended, row_lse = finish(weighted, total, peak)
+    if kv_scales is not None and not PER_KEY_SCALES:
+        attended *= tl.load(kv_scales + 1)
+    out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
+    tl.store(parts + out_offsets, attended, mask=live_elements)
+    tl.store(part_lse + out_rows, row_lse, mask=live)

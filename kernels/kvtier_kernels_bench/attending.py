@@ -1,0 +1,35 @@
+"""The attention kernels that are measured; where none can be launched, what the engine has on CPU in their place."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kvtier_kernels import paged_attention
+from kvtier_kernels_bench.setting import Setting
+from kvtier_kernels_bench.shapes import Batch, Heads
+
+
+def prefilling(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Tensor]:
+    """`prefix_prefill` of a batch."""
+    if not setting.launches:
+        return _on_cpu(batch, heads)
+    from kvtier_kernels.prefix_prefill import prefix_prefill
+
+    return lambda: prefix_prefill(
+        batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=heads.scale
+    )
+
+
+def decoding(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Tensor]:
+    """`paged_decode` of a batch with one query per sequence."""
+    if not setting.launches:
+        return _on_cpu(batch, heads)
+    from kvtier_kernels.paged_decode import paged_decode
+
+    return lambda: paged_decode(batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens, scale=heads.scale)
+
+
+def _on_cpu(batch: Batch, heads: Heads) -> Callable[[], Tensor]:
+    return lambda: paged_attention(
+        batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=heads.scale
+    )

@@ -1,0 +1,137 @@
+"""What a launcher would launch on a GPU: recorded on CPU tensors, and compiled for a chip that is not here.
+
+Needs triton, but no GPU and no driver. Not in a process with TRITON_INTERPRET=1.
+"""
+
+import contextlib
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import JITFunction, mangle_type
+
+import kvtier_kernels as package
+
+_PREFIX = f"{package.__name__}."
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""What one block may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+OPTIONS = {"num_warps", "num_stages"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel, its grid, and all that was passed by name or by position."""
+
+    kernel: JITFunction[Any]
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        """The kernel's, as its module has it."""
+        return str(self.kernel.__name__)
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel. Launchers take it for an interpreted one, so that it may be given CPU tensors."""
+
+    kernel: JITFunction[Any]
+    launches: list[Launch] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            assert arguments.keys() == set(self.kernel.arg_names)
+            self.launches.append(Launch(self.kernel, grid, arguments, options))
+
+        return launch
+
+
+def kernels_of(module: ModuleType) -> dict[str, JITFunction[Any]]:
+    """The kernels that a module launches, by the names that it has for them."""
+    named = vars(module).items()
+    return {name: value for name, value in named if isinstance(value, JITFunction) and name.endswith("_kernel")}
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of `kvtier_kernels` that have kernels."""
+    modules = (importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, _PREFIX))
+    return [module for module in modules if kernels_of(module)]
+
+
+@contextlib.contextmanager
+def recorded(modules: ModuleType | Sequence[ModuleType], capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Launches of the modules' kernels are recorded, in order, as on a chip of this capability; none runs."""
+    launches: list[Launch] = []
+    with contextlib.ExitStack() as patched:
+        for module in [modules] if isinstance(modules, ModuleType) else modules:
+            for name, kernel in kernels_of(module).items():
+                patched.enter_context(mock.patch.object(module, name, Recorder(kernel, launches)))
+            if hasattr(module, "capability"):
+                patched.enter_context(mock.patch.object(module, "capability", return_value=capability))
+        yield launches
+
+
+def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
+    """The kernel as Triton would compile it for these arguments: the same types, alignments and constants.
+
+    :param capability: e.g. 90 for sm_90.
+    """
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(launch.kernel.params):
+        value = launch.arguments[param.name]
+        free = not param.do_not_specialize
+        if param.is_constexpr or value is None or (free and type(value) is int and value == 1):
+            signature[param.name], constants[(index,)] = "constexpr", value
+            continue
+        signature[param.name] = mangle_type(value)
+        address = value.data_ptr() if isinstance(value, torch.Tensor) else value if type(value) is int and free else 1
+        if address % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the machine code takes per thread."""
+
+    registers: int
+    stack_bytes: int
+    """Registers that did not fit are spilled to the stack; nothing else of ours is there."""
+    local_bytes: int
+
+    @property
+    def spilled_bytes(self) -> int:
+        return self.stack_bytes + self.local_bytes
+
+
+def usage_of(compiled: CompiledKernel, folder: Path | None = None) -> Usage:
+    """Read off the machine code with the cuobjdump of triton's wheel.
+
+    :param folder: where to put the machine code; one of its own when None.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cubin = folder / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", answer)}
+    return Usage(numbers["REG"], numbers["STACK"], numbers["LOCAL"])

@@ -1,0 +1,116 @@
+"""`prefix_prefill` beside torch's attention, with the rate of a plain matrix product as what the chip can do."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples
+from kvtier_kernels_bench.attending import prefilling
+from kvtier_kernels_bench.rows import median_s, prefill_flops, row
+from kvtier_kernels_bench.setting import Run, Setting
+from kvtier_kernels_bench.shapes import Batch, Heads, dense, heads_of, paged, unpaged
+from kvtier_kernels_bench.timing import DeviceClock, in_turns
+
+_NEW = (512, 2048, 8192)
+_CACHED = (0, 4096, 16384, 65536)
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_MATRIX = 8192
+
+
+def lengths(setting: Setting) -> list[tuple[int, int]]:
+    """New and cached tokens, those first that take little time."""
+    if setting.tiny:
+        return [(9, 0), (5, 20)]
+    return sorted(((new, cached) for new in _NEW for cached in _CACHED), key=lambda pair: pair[0] * sum(pair))
+
+
+def measure(setting: Setting) -> Iterator[Case]:
+    """One sequence; operations counted are those that a causal mask leaves."""
+    heads, clock = heads_of(setting), DeviceClock(setting)
+    product = matrix_product(setting)
+    for new, cached in lengths(setting):
+        if setting.left_s() < 0:
+            return
+        batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
+        subjects, difference = _subjects(setting, batch, heads)
+        samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
+        matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
+        others = {name: of for name, of in samples.items() if name.startswith("torch")}
+        best = min(others, key=lambda name: median_s(others[name]))
+        flops = prefill_flops(heads.num_heads, heads.head_dim, new, cached)
+        for name, of in samples.items():
+            yield row(
+                name,
+                f"prefill of {new:,} after {cached:,}",
+                of,
+                floor=(best, others[best]),
+                beside=_besides(others, best),
+                figures={
+                    "TFLOP/s": flops / median_s(of) / 1e12,
+                    "of the matrix rate": flops / median_s(of) / matrix_rate,
+                    "difference from torch": difference,
+                },
+            )
+
+
+def _besides(others: dict[str, Samples], best: str) -> dict[str, Samples]:
+    """The fastest of torch's, and flash wherever it runs."""
+    return {"torch best": others[best]} | ({"torch flash": others["torch flash"]} if "torch flash" in others else {})
+
+
+def matrix_product(setting: Setting) -> Run:
+    """A square product of random numbers: zeros would flatter the chip."""
+    size = setting.size(_MATRIX, 32)
+    left, right = (torch.randn((size, size), dtype=setting.dtype, device=setting.device) for _ in range(2))
+    into = torch.empty_like(left)
+    return lambda: torch.matmul(left, right, out=into)
+
+
+def _subjects(setting: Setting, batch: Batch, heads: Heads) -> tuple[dict[str, Run], float]:
+    """Ours, over paged keys and over keys in one block, and those of torch's backends that take it."""
+    ours = {"paged": prefilling(setting, batch, heads), "one block": prefilling(setting, unpaged(batch), heads)}
+    theirs = torch_attentions(*dense(batch), scale=heads.scale)
+    expected = next(iter(theirs.values()))()[0].transpose(0, 1)
+    difference = max((attend().float() - expected.float()).abs().max().item() for attend in ours.values())
+    return {**ours, **theirs}, difference
+
+
+def torch_attentions(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> dict[str, Callable[[], Tensor]]:
+    """Torch's backends that take it, causal with the last query at the last key; the plain one where none does.
+
+    All get keys and values repeated for their groups, outside of what is timed: not every backend takes groups.
+    """
+    group = query.size(1) // key.size(1)
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    lower_right = causal_lower_right(query.size(2), key.size(2))
+    square = query.size(2) == key.size(2)
+
+    def with_backend(backend: SDPBackend) -> Callable[[], Tensor]:
+        def attend() -> Tensor:
+            with sdpa_kernel(backend):
+                if square:
+                    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+                return F.scaled_dot_product_attention(query, key, value, attn_mask=lower_right, scale=scale)
+
+        return attend
+
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name, backend in _BACKENDS.items():
+        if name == "cudnn" and not square:  # it would be handed the mask written out
+            continue
+        attend = with_backend(backend)
+        try:
+            attend()
+        except (RuntimeError, NotImplementedError):  # not here, or not of this shape
+            continue
+        found[f"torch {name}"] = attend
+    return found or {"torch math": with_backend(SDPBackend.MATH)}

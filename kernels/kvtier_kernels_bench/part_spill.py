@@ -1,0 +1,147 @@
+"""How much slower prefill is while the whole cache spills to pinned memory."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples
+from kvtier.clock import MONOTONIC
+from kvtier.transfer import Arena, DeviceKV
+from kvtier_kernels_bench.attending import prefilling
+from kvtier_kernels_bench.part_copies import moved_by
+from kvtier_kernels_bench.rows import median_s, row
+from kvtier_kernels_bench.setting import Run, Setting
+from kvtier_kernels_bench.shapes import heads_of, paged
+from kvtier_kernels_bench.timing import DeviceClock
+
+_PATIENCE_S = 30.0
+
+
+def measure(setting: Setting) -> Iterator[Case]:
+    """A layer's attention and products over 2,048 new tokens after 16,384, some times over, alone and beside a spill.
+
+    The spill copies every block of an 8 GiB cache to pinned memory, 64 blocks a call, and begins again at its end, for
+    as long as the prefill takes.
+    """
+    block_bytes = setting.size(2 << 20, 4096)
+    count = setting.size(4096, 8)
+    kv = torch.zeros((count, block_bytes), dtype=torch.uint8, device=setting.device)
+    clock, prefill = DeviceClock(setting), _prefill(setting)
+    arena = Arena(count, block_bytes)
+    with contextlib.closing(arena), contextlib.ExitStack() as stack:
+        with _idle_stream(setting):
+            mover = stack.enter_context(moved_by(setting, kv))
+        spill = _Spill(mover, arena, count)
+        prefill()
+        spill.once()
+        alone, beside = Samples(), Samples()
+        speeds = []
+        for _ in range(setting.rounds):
+            _note(alone, clock.seconds(prefill))
+            with spill.running() as speed:
+                _note(beside, clock.seconds(prefill))
+            speeds.append(speed())
+            if setting.left_s() < 0:
+                break
+    op = f"prefill while {count * block_bytes / 2**30:,.1f} GiB spill"
+    yield row("alone", op, alone)
+    yield row(
+        "beside the spill",
+        op,
+        beside,
+        floor=("alone", alone),
+        figures={
+            "% slower": 100 * (median_s(beside) / median_s(alone) - 1),
+            "GB/s spilled meanwhile": sorted(speeds)[len(speeds) // 2] / 1e9,
+        },
+    )
+
+
+def _idle_stream(setting: Setting) -> contextlib.AbstractContextManager[object]:
+    """A mover waits for what its engine's stream holds: here for one that nothing runs on, so that both run at once."""
+    if not setting.on_cuda:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(setting.device))  # type: ignore[no-untyped-call]
+
+
+def _note(samples: Samples, seconds: float) -> None:
+    samples.rounds_s.append(seconds)
+    samples.calls_s.append(seconds)
+
+
+def _prefill(setting: Setting) -> Run:
+    """Some layers' worth of what a prefill does: half a second or so."""
+    heads = heads_of(setting)
+    new, cached, num_layers = setting.size(2048, 5), setting.size(16_384, 11), setting.size(64, 1)
+    batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
+    attend = prefilling(setting, batch, heads)
+    hidden, wide = setting.size(4096, 16), setting.size(14_336, 24)
+    activations = torch.randn((new, hidden), dtype=setting.dtype, device=setting.device)
+    up = torch.randn((hidden, wide), dtype=setting.dtype, device=setting.device)
+
+    def run() -> None:
+        for _ in range(num_layers):
+            attend()
+            torch.matmul(torch.matmul(activations, up), up.T)
+
+    return run
+
+
+class _Spill:
+    """Copies blocks to host memory in a thread of its own, as a mover does."""
+
+    def __init__(self, mover: DeviceKV, arena: Arena, count: int) -> None:
+        self._mover, self._arena, self._count = mover, arena, count
+        self._stop = threading.Event()
+        self._under_way = threading.Event()
+        self._num_moved = 0
+        """Blocks since the thread's start. Written by the thread alone."""
+
+    def once(self) -> None:
+        """Everything, once: what the first copy costs besides is over then."""
+        for start in range(0, self._count, 64):
+            self._move(start)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["_Speed"]:
+        """While inside, blocks are on their way; gives what tells the speed afterwards."""
+        self._stop.clear()
+        self._under_way.clear()
+        self._num_moved = 0
+        speed = _Speed()
+        thread = threading.Thread(target=self._run, args=(speed,), name="kvtier-bench-spill")
+        thread.start()
+        try:
+            self._under_way.wait(_PATIENCE_S)
+            yield speed
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _run(self, speed: "_Speed") -> None:
+        begin = MONOTONIC()
+        while not self._stop.is_set():
+            for start in range(0, self._count, 64):
+                self._under_way.set()
+                self._num_moved += self._move(start)
+                if self._stop.is_set():
+                    break
+        speed.bytes_per_s = self._num_moved * self._mover.block_bytes / max(MONOTONIC() - begin, 1e-9)
+
+    def _move(self, start: int) -> int:
+        slots = range(start, min(start + 64, self._count))
+        self._mover.gather(slots, self._arena, slots)
+        return len(slots)
+
+
+class _Speed:
+    """Known when the spill has ended."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+
+    def __call__(self) -> float:
+        return self.bytes_per_s

@@ -1,0 +1,198 @@
+"""Time to first token of the engine over a long cached document: on the device, in pinned host memory, in the pool.
+
+The model is as large as Llama 3 8B and random, so that nothing has to be downloaded: times are those of any weights.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from kvtier.bench.blocks import TENANT
+from kvtier.bench.pool_process import PoolProcess, pool_process
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples
+from kvtier.config import Config, parse_config
+from kvtier.errors import KvtierError
+from kvtier_engine.assemble import engine_of
+from kvtier_engine.first_token import FirstToken, Prompts
+from kvtier_engine.llama import LlamaModel
+from kvtier_engine.model_config import ModelConfig
+from kvtier_engine.paged_kv import allocate_kv, bytes_per_block, kv_namespace
+from kvtier_engine.weights import LayerWeights, LlamaWeights
+from kvtier_kernels_bench.rows import median_s, row
+from kvtier_kernels_bench.setting import Setting
+from kvtier_kernels_bench.timing import DeviceClock
+
+_TOKENS_PER_BLOCK = 16
+_SPARE_BLOCKS = 2
+"""Of the device, beyond one prompt: asking for one document evicts the other."""
+_DOCUMENTS_IN_HOST = 4
+"""Both, the one that was forgotten last, and room for copies on their way."""
+_LEAST_SHARE = 0.95
+"""Of the cached tokens, that must come from where they are meant to."""
+
+
+def llama_8b() -> ModelConfig:
+    """The geometry of Llama 3 8B."""
+    return ModelConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+    )
+
+
+def tiny_llama() -> ModelConfig:
+    """Enough to run."""
+    return ModelConfig(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+    )
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """Of a size that keeps activations near 1."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
+
+    hidden, wide = config.hidden_size, config.intermediate_size
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    ones = torch.ones(hidden, dtype=dtype, device=device)
+    layers = tuple(
+        LayerWeights(
+            input_norm=ones,
+            qkv=random((heads + 2 * kv_heads) * head_dim, hidden),
+            attention_output=random(hidden, heads * head_dim),
+            post_attention_norm=ones,
+            gate_up=random(2 * wide, hidden),
+            down=random(hidden, wide),
+        )
+        for _ in range(config.num_hidden_layers)
+    )
+    return LlamaWeights(random(config.vocab_size, hidden), layers, ones, random(config.vocab_size, hidden))
+
+
+def measure(setting: Setting) -> Iterator[Case]:
+    """Rounds of device, host and pool in turn, each the floor of the next, with one plain copy of the bytes beside."""
+    cached, new = setting.size(16_384, 1024), setting.size(64, 8)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(_engine(setting, prompt_tokens=cached + new))
+        first_token, config = engine
+        token_bytes = bytes_per_block(config, 1, setting.dtype)
+        copy = _plain_copy(setting, cached * token_bytes)
+        clock = DeviceClock(setting)
+        documents = [
+            Prompts(config.vocab_size, prompt_tokens=cached + new, new_tokens=new, seed=seed) for seed in range(2)
+        ]
+        for document in documents:
+            first_token.ask(document.fresh())
+        samples = {name: Samples() for name in ("cold", "device", "host", "pool", "one pinned copy")}
+
+        def ask(name: str, document: Prompts, tier: str | None) -> None:
+            prompt = document.follow_up() if tier is not None else document.fresh()
+            found: dict[str, int] = {}
+            seconds = clock.wall_s(lambda: found.update(first_token.ask(prompt)))
+            if tier is not None and found.get(tier, 0) < _LEAST_SHARE * cached:
+                raise KvtierError(f"{found} tokens were cached, which does not measure {tier}")
+            samples[name].rounds_s.append(seconds)
+            samples[name].calls_s.append(seconds)
+
+        for _ in range(setting.rounds):
+            first_token.settle()
+            ask("host", documents[0], "host")
+            ask("device", documents[0], "device")
+            ask("host", documents[1], "host")
+            first_token.leave_to_the_pool()
+            ask("pool", documents[0], "pool")
+            first_token.settle()
+            samples["one pinned copy"].rounds_s.append(clock.wall_s(copy))
+            samples["one pinned copy"].calls_s.append(samples["one pinned copy"].rounds_s[-1])
+            ask("cold", documents[1], None)
+            if setting.left_s() < 0:
+                break
+    yield from _rows(samples, cached, new, cached * token_bytes)
+
+
+def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> Iterator[Case]:
+    """Each as often as there are rounds of it all."""
+    num_rounds = len(samples["pool"].rounds_s)
+    for of in samples.values():  # of the host, two a round
+        of.rounds_s = of.rounds_s[-num_rounds:]
+    op = f"time to first token, {new} new after {cached:,} cached"
+    bound_s = median_s(samples["one pinned copy"])
+    device_s = median_s(samples["device"])
+    for name, of in samples.items():
+        fetched = name in ("host", "pool")
+        figures = {"x (device + one copy)": median_s(of) / (device_s + bound_s)} if fetched else {}
+        beside = {"one pinned copy": samples["one pinned copy"]} if fetched else {}
+        yield row(
+            name,
+            op,
+            of,
+            floor=("device", samples["device"]),
+            beside=beside,
+            figures=figures,
+            round_bytes=nbytes if name not in ("cold", "device") else 0,
+        )
+
+
+@contextlib.contextmanager
+def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToken, ModelConfig]]:
+    config = tiny_llama() if setting.tiny else llama_8b()
+    model = LlamaModel(config, random_weights(config, setting.dtype, setting.device))
+    num_blocks = -(-(prompt_tokens + 1) // _TOKENS_PER_BLOCK) + _SPARE_BLOCKS
+    kv = allocate_kv(config, num_blocks, _TOKENS_PER_BLOCK, setting.dtype, setting.device)
+    namespace = kv_namespace(config, bytes(32), setting.dtype, setting.device)
+    registry = CollectorRegistry()
+    with tempfile.TemporaryDirectory(prefix="kvt") as folder, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_process(Path(folder), setting.size(16 << 30, 64 << 20)))
+        host_bytes = max(_DOCUMENTS_IN_HOST * num_blocks, 64) * kv.block_bytes
+        settings = _config(pool, host_bytes)
+        engine = stack.enter_context(engine_of(settings, model, config, kv, namespace, registry))
+        yield FirstToken(engine, registry), config
+
+
+def _config(pool: PoolProcess, host_bytes: int) -> Config:
+    settings: dict[str, Any] = {
+        "tenant": TENANT,
+        "tenants": {TENANT: {"secret": "env:BENCH_SECRET", "token": "env:BENCH_TOKEN"}},
+        "host": {"capacity_bytes": host_bytes},
+        "cache": {"clean_ahead_blocks": 0, "fetch": "always", "tokens_per_block": _TOKENS_PER_BLOCK},
+        "pool": {"address": pool.unix},
+    }
+    environ = {"BENCH_SECRET": "of a benchmark, shared with nobody", "BENCH_TOKEN": pool.token}
+    return parse_config(settings, source="make gpu", environ=environ)
+
+
+def _plain_copy(setting: Setting, nbytes: int) -> Any:
+    """All of the document's bytes from pinned memory to the device at once."""
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=setting.on_cuda)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=setting.device)
+    return lambda: there.copy_(pinned, non_blocking=True)

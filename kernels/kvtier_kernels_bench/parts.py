@@ -1,0 +1,30 @@
+"""The parts of a run, in their order, and how long each may take. Imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something to check or to measure, in a process of its own."""
+
+    name: str
+    budget_s: float
+    """Beginning to end; killed some seconds later. What one leaves over, later ones may not have."""
+
+
+PARTS = (
+    Part("checks", 130),
+    Part("copies", 25),
+    Part("host-copies", 35),
+    Part("prefill", 55),
+    Part("decode", 20),
+    Part("shared-decode", 20),
+    Part("spill", 30),
+    Part("ttft", 90),
+    Part("sweep", 60),
+)
+"""What is right first, then what was asked for, then what time is left for."""
+TOTAL_S = 470.0
+"""Of everything: under eight minutes, with some to spare for writing it down."""
+GRACE_S = 8.0
+"""After its budget, for a part to end by itself."""

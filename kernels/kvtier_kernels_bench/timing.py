@@ -1,0 +1,72 @@
+"""How long the device takes, in turns, with what it had in its cache before gone."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kvtier.bench.rounds import Samples
+from kvtier_kernels_bench.setting import Run, Setting
+
+_FLUSH_BYTES = 256 << 20
+"""Several times the second-level cache of any chip (an H200 has 60 MB)."""
+_HEAD_START_CYCLES = 600_000
+"""About 0.3 ms, in which the host has launched everything that is to be timed: launching is not what is measured."""
+_WARM_UPS = 2
+"""Kernels are compiled, and libraries choose theirs, before anything counts."""
+
+
+class DeviceClock:
+    """Times calls by the device's own events: from when their first kernel may begin to when the last has ended.
+
+    On CPU, by the wall. One thread. A call that waits for the device itself is measured by `wall_s`.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._flush = torch.empty(_FLUSH_BYTES if setting.on_cuda else 0, dtype=torch.uint8, device=setting.device)
+
+    def seconds(self, run: Run) -> float:
+        """Of one call."""
+        if not self._setting.on_cuda:
+            return self.wall_s(run)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._flush.zero_()
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def wall_s(self, run: Run) -> float:
+        """Of one call and all that it leaves to the device, by the wall."""
+        self._setting.synchronize()
+        start = time.perf_counter()
+        run()
+        self._setting.synchronize()
+        return time.perf_counter() - start
+
+
+def in_turns(
+    subjects: Mapping[str, Run], setting: Setting, measure: Callable[[Run], float], *, rounds: int | None = None
+) -> dict[str, Samples]:
+    """Rounds of all subjects, A B A B ..., so that they see the same clocks and temperatures; a sample each.
+
+    Ends early, with at least one round, when the part's time is over.
+
+    :param measure: `DeviceClock.seconds` or `DeviceClock.wall_s`.
+    :param rounds: that count; what the setting says when None.
+    """
+    samples = {name: Samples() for name in subjects}
+    for _ in range(1 if setting.tiny else _WARM_UPS):
+        for run in subjects.values():
+            run()
+    for number in range(rounds or setting.rounds):
+        if number and setting.left_s() < 0:
+            break
+        for name, run in subjects.items():
+            seconds = measure(run)
+            samples[name].rounds_s.append(seconds)
+            samples[name].calls_s.append(seconds)
+    return samples

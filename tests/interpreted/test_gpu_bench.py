@@ -1,0 +1,77 @@
+"""The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
+
+import pytest
+from torch import Tensor
+
+from kvtier.bench.report import Case
+from kvtier_kernels.tiles import Tile
+from kvtier_kernels_bench import part_decode, part_prefill, part_spill, part_sweep
+from kvtier_kernels_bench.setting import Setting
+from kvtier_kernels_bench.shapes import Batch
+
+
+def setting() -> Setting:
+    return Setting.here(60, tiny=True)
+
+
+def by_name(cases: list[Case]) -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.name, []).append(case)
+    return found
+
+
+def test_prefill_beside_torch() -> None:
+    cases = list(part_prefill.measure(setting()))
+    found = by_name(cases)
+    assert {"paged", "one block"} < set(found)
+    assert [case.op for case in found["paged"]] == ["prefill of 9 after 0", "prefill of 5 after 20"]
+    for case in found["paged"] + found["one block"]:
+        assert case.floor is not None
+        assert case.floor.startswith("torch ")
+        assert case.figures["TFLOP/s"] > 0
+        assert case.figures["difference from torch"] < 1e-5, "both attend to the same keys"
+
+
+def test_decode_beside_the_bandwidth() -> None:
+    found = by_name(list(part_decode.plain(setting())))
+    (ours,), (floor,) = found["paged_decode"], found["bandwidth"]
+    assert (ours.floor, floor.ratio_to_floor) == ("bandwidth", 1.0)
+    assert ours.gb_per_s
+
+
+def test_shared_prefixes_beside_decodes_that_share_nothing() -> None:
+    found = by_name(list(part_decode.shared(setting())))
+    (ours,), (floor,) = found["shared_prefix_decode"], found["paged_decode"]
+    assert ours.floor == "paged_decode"
+    assert ours.op == floor.op == "decode of 3 sequences, 32 keys shared, 8 each"
+    assert ours.figures["difference"] < 1e-5
+
+
+def test_prefill_beside_a_spill() -> None:
+    found = by_name(list(part_spill.measure(setting())))
+    (beside,) = found["beside the spill"]
+    assert beside.floor == "alone"
+    assert beside.figures["GB/s spilled meanwhile"] > 0
+
+
+def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which the interpreter takes here, prefill has no candidates."""
+    whole = part_sweep._decode
+
+    def failing(setting: Setting) -> object:
+        candidates, batch, attend = whole(setting)
+        calls = iter(range(1000))
+
+        def sometimes(batch: Batch, tile: Tile) -> Tensor:
+            if next(calls) == 0:
+                raise RuntimeError("out of resource: shared memory")
+            return attend(batch, tile)
+
+        return candidates, batch, sometimes
+
+    monkeypatch.setattr(part_sweep, "_decode", failing)
+    first, second = part_sweep.measure(setting())
+    assert first.detail == "failed: RuntimeError: out of resource: shared memory"
+    assert (second.name, second.floor) != (first.name, None)
+    assert second.op.startswith("sweep of decode, default ")

@@ -1,0 +1,286 @@
+"""`make gpu` as far as it goes without a GPU: figures, time, processes that fail, files. Parts run in tiny size.
+
+Those whose kernels the interpreter can do are in `tests/interpreted`.
+"""
+
+import importlib.util
+import json
+import sys
+import threading
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples
+from kvtier_kernels_bench import __main__ as command
+from kvtier_kernels_bench import part_checks, part_copies
+from kvtier_kernels_bench.parts import GRACE_S, PARTS, TOTAL_S, Part
+from kvtier_kernels_bench.rows import pack, prefill_flops, row, unpack
+from kvtier_kernels_bench.runner import Outcome, run_parts
+from kvtier_kernels_bench.setting import Setting
+from kvtier_kernels_bench.shapes import TINY, dense, paged, unpaged
+from kvtier_kernels_bench.timing import in_turns
+
+ROOT = Path(__file__).parents[1]
+
+
+def tiny(budget_s: float = 30.0) -> Setting:
+    return Setting(torch.device("cpu"), True, torch.float32, budget_s, clock=lambda: 0.0)
+
+
+@pytest.mark.parametrize(("new", "cached"), [(1, 0), (5, 0), (3, 7)])
+def test_operations_are_those_that_the_mask_leaves(new: int, cached: int) -> None:
+    seen = torch.ones(new, cached + new).tril(diagonal=cached).sum().item()
+    assert prefill_flops(8, 16, new, cached) == 2 * 2 * 16 * 8 * seen
+
+
+def test_rows_hold_what_was_measured() -> None:
+    ours, floor = Samples([0.002, 0.004, 0.002], [0.002, 0.004, 0.002]), Samples([0.001] * 3, [0.001] * 3)
+    case = row("ours", "copy", ours, floor=("plain", floor), round_bytes=4_000_000, figures={"TFLOP/s": 1.25, "x": 2.0})
+    assert case.gb_per_s == pytest.approx(2.0)
+    assert case.ratio_to_floor == pytest.approx(0.5)
+    assert case.detail == "1.2 TFLOP/s"
+    assert case.cpu_s_per_gib is None
+    assert unpack(pack(case)) == case
+    with pytest.raises(ValueError):
+        unpack(pack(case)[:-20])
+
+
+def test_turns_alternate_until_the_time_is_over() -> None:
+    order: list[str] = []
+    now = [0.0]
+
+    def measured(run: object) -> float:
+        now[0] += 1
+        run()  # type: ignore[operator]
+        return now[0]
+
+    setting = Setting(torch.device("cpu"), True, torch.float32, 4.5, clock=lambda: now[0])
+    samples = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, setting, measured, rounds=100)
+    assert order == ["a", "b"] * 4, "once to warm up; a third round had begun when the time was over"
+    assert samples["a"].rounds_s == [1, 3, 5]
+    assert samples["b"].calls_s == [2, 4, 6]
+
+
+def test_without_a_gpu_only_tiny_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--tiny"):
+        Setting.here(10, tiny=False)
+    assert Setting.here(10, tiny=True).device.type == "cpu"
+    monkeypatch.setattr(command, "machine_facts", lambda: {"device": None})
+    assert command.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_budgets_are_for_eight_minutes() -> None:
+    assert TOTAL_S + GRACE_S <= 480
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    with pytest.raises(SystemExit):
+        command.main(["prefil"])
+
+
+def test_batches_are_what_they_say() -> None:
+    """Paged, in one block and dense, the keys are the same; shared ones are the very same blocks."""
+    setting = tiny()
+    batch = paged(setting, TINY, num_seqs=1, new=5, cached=40, tokens_per_block=16)
+    query, key, value = dense(batch)
+    assert query.shape == (1, TINY.num_heads, 5, TINY.head_dim)
+    for position in (0, 17, 44):
+        block, offset = batch.block_tables[0, position // 16], position % 16
+        assert torch.equal(key[0, :, position], batch.kv_layer[block, 0, offset])
+        assert torch.equal(value[0, :, position], unpaged(batch).kv_layer[0, 1, position])
+    together = paged(setting, TINY, num_seqs=3, new=1, cached=39, tokens_per_block=16, shared=32)
+    tables = together.block_tables
+    assert (tables[:, :2] == tables[0, :2]).all()
+    assert len(set(tables[:, 2].tolist()) | set(tables[0, :2].tolist())) == 5
+    assert together.seq_lens.tolist() == [40] * 3
+
+
+@pytest.mark.parametrize("measure", [part_copies.on_device, part_copies.to_host])
+def test_copies_in_tiny_size(measure: object) -> None:
+    cases = list(measure(tiny()))  # type: ignore[operator]
+    assert {case.payload_bytes for case in cases} == {4096, 1024}
+    assert all(case.gb_per_s and case.ratio_to_floor for case in cases)
+    floors = {"plain copy", "one copy"}
+    assert all(case.ratio_to_floor == 1.0 for case in cases if case.name in floors)
+
+
+def test_time_to_first_token_in_tiny_size() -> None:
+    from kvtier_kernels_bench import part_ttft
+
+    cases = {case.name: case for case in part_ttft.measure(Setting.here(60, tiny=True))}
+    assert set(cases) == {"cold", "device", "host", "pool", "one pinned copy"}
+    assert cases["host"].floor == "device"
+    assert set(cases["pool"].beside) == {"one pinned copy"}
+    assert cases["pool"].figures["x (device + one copy)"] > 0
+    assert cases["cold"].gb_per_s is None
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+part, rows = sys.argv[1], Path(sys.argv[2])
+line = Path(__file__).with_suffix(".row").read_text()
+if part == "good":
+    rows.write_text(line + "\\n" + line + "\\n")
+elif part == "crash":
+    rows.write_text(line + "\\n")
+    sys.exit("the device has fallen off the bus")
+else:
+    rows.write_text(line + "\\n" + line[:30])
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "child_of_a_test.py").write_text(CHILD)
+    (tmp_path / "child_of_a_test.row").write_text(pack(Case("a", "b")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "child_of_a_test"
+
+
+def test_a_part_that_fails_takes_no_other_with_it(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_kernels_bench.runner.GRACE_S", 1.0)
+    parts = [Part("crash", 20), Part("hang", 0.5), Part("good", 20)]
+    said: list[str] = []
+    crash, hang, good = run_parts(parts, total_s=100, child=child, say=said.append)
+    assert "fallen off the bus" in crash.problem
+    assert len(crash.cases) == 1, "what it had given before"
+    assert hang.problem.startswith("killed after")
+    assert len(hang.cases) == 1, "but not half a row"
+    assert (len(good.cases), good.problem, good.failed) == (2, "", False)
+    assert crash.failed
+    assert said[0] == "[1/3] crash: at most 20 s"
+
+
+def test_what_there_is_no_time_for_is_left_out(child: str) -> None:
+    now = iter([0.0, 95.0])
+    (outcome,) = run_parts([Part("good", 20)], total_s=100, child=child, say=str, clock=lambda: next(now))
+    assert outcome.failed
+    assert "time was over" in outcome.problem
+
+
+def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu.json"
+    assert command.main(["--tiny", "--json", str(path), "copies"]) == 0
+    content = json.loads(path.read_text())
+    (part,) = content["parts"]
+    assert (part["part"], part["problem"], content["tiny"]) == ("copies", "", True)
+    assert {case["name"] for case in part["cases"]} == {"block_copy", "plain copy"}
+    assert {"device", "torch", "triton"} <= content["machine"].keys()
+    out, err = capfd.readouterr()
+    assert "block_copy" in out
+    assert "no figure means anything" in out
+    assert "[1/1] copies" in err
+
+
+def test_what_failed_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
+    torn = Case("selfcheck", "checks", detail="FAILED: kernel[/grid] of [red]")
+    outcome = Outcome("checks", 1.0, (torn,), "exit status 1: list[/int]")
+    monkeypatch.setattr(command, "run_parts", lambda *_, **__: iter([outcome]))
+    assert command.main(["--json", str(tmp_path / "gpu.json"), "checks"]) == 1
+    shown = "".join(capsys.readouterr().out.split())
+    assert "list[/int]" in shown
+    assert "kernel[/grid]" in shown.replace("│", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "good"),
+    [
+        (0, "ok     prefix_prefill\nok     kv_write\nall passed\n", True),
+        (1, "ok     prefix_prefill\nFAILED kv_write: bits differ\n1 failed\n", False),
+        (124, "ok     prefix_prefill\n", False),
+        (2, "no CUDA device: nothing was checked\n", False),
+    ],
+)
+def test_the_selfchecks_answer_is_read(monkeypatch: pytest.MonkeyPatch, code: int, output: str, good: bool) -> None:
+    monkeypatch.setattr(part_checks, "_run", lambda *_: (code, output))
+    case = part_checks.selfcheck(10.0)
+    assert case.detail.startswith("FAILED") != good
+    if code == 1:
+        assert "kv_write: bits differ" in case.detail
+
+
+def test_pytests_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, output, good in (
+        (0, "....\n4 passed in 20.1s\n", True),
+        (1, "FAILED tests/x.py::y - boom\n1 failed, 3 passed in 2s\n", False),
+        (0, "4 skipped in 1s\n", False),
+    ):
+        monkeypatch.setattr(part_checks, "_run", lambda *_, answer=(code, output): answer)
+        case = part_checks.tests(10.0)
+        assert case.detail.startswith("FAILED") != good
+
+
+def test_memcheck_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
+    case = part_checks.memcheck(10.0)
+    assert case.detail.endswith("not run")
+    monkeypatch.setattr(part_checks, "sanitizer", lambda: "/bin/compute-sanitizer")
+    for summary, good in ((0, True), (3, False)):
+        output = f"ok a \nok b \n========= ERROR SUMMARY: {summary} errors\n"
+        monkeypatch.setattr(part_checks, "_run", lambda *_, answer=(9 if summary else 0, output): answer)
+        case = part_checks.memcheck(10.0)
+        assert case.detail.startswith("FAILED") != good
+        assert case.figures["passed"] == 2
+
+
+def test_checks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+
+    def run(command: list[str], *_: object) -> tuple[int, str]:
+        together.wait(20)
+        return 0, "ok     all of it\n1 passed in 1s\n"
+
+    monkeypatch.setattr(part_checks, "_run", run)
+    monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
+    found = {case.name: case.detail for case in part_checks.measure(10.0)}
+    assert found.keys() == {"selfcheck", "tests/test_kernels_cuda.py", "memcheck"}
+    assert found["selfcheck"] == "1 passed"
+
+
+def test_a_check_that_hangs_is_stopped() -> None:
+    code, output = part_checks._run([sys.executable, "-uc", "print('ok 1'); import time; time.sleep(60)"], 4.0)
+    assert code == 124
+    assert output.startswith("ok 1")
+
+
+@pytest.fixture
+def wheels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_env_wheels", ROOT / "kernels" / "gpu_env" / "wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_wheels_are_what_pyproject_says(wheels: ModuleType, tmp_path: Path) -> None:
+    wanted = wheels.requirements(ROOT / "pyproject.toml")
+    names = {requirement.split(">")[0].split("[")[0] for requirement in wanted}
+    assert {"pydantic", "redis", "blosc", "xxhash", "tokenizers", "pytest"} <= names
+    assert not names & {"numpy", "torch", "triton"}
+    asked = wheels.download_command(tmp_path, ["redis"])
+    assert asked[asked.index("--python-version") + 1] == "3.12"
+    assert "--only-binary=:all:" in asked
+
+
+def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wheels.main(["unpack", "--wheels", str(tmp_path)]) == 1
+    assert "fetch them first" in capsys.readouterr().err
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "VALUE = 7\n")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "carried.py,,\n")
+    for _ in range(2):
+        assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
+    assert (tmp_path / "site" / "carried.py").read_text() == "VALUE = 7\n"
