@@ -89,7 +89,7 @@ def line(of: Resources) -> str:
     """A row of the table."""
     spilled = f"{of.spilled_bytes:,} spilled" if of.spilled_bytes else ""
     return (
-        f"sm_{of.chip:<4}{of.kernel:<22}{of.configuration:<58}{of.registers:>4} registers"
+        f"sm_{of.chip:<4}{of.kernel:<24}{of.configuration:<58}{of.registers:>4} registers"
         f"{of.shared_bytes:>9,} of {of.shared_limit_bytes:,} shared  {of.num_warps:>2} warps  {spilled}"
     ).rstrip()
 

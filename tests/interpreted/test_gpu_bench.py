@@ -1,13 +1,12 @@
 """The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
 
+from typing import Any
+
 import pytest
-from torch import Tensor
 
 from kvtier.bench.report import Case
-from kvtier_kernels.tiles import Tile
 from kvtier_kernels_bench import part_decode, part_prefill, part_spill, part_sweep
-from kvtier_kernels_bench.setting import Setting
-from kvtier_kernels_bench.shapes import Batch
+from kvtier_kernels_bench.setting import Run, Setting
 
 
 def setting() -> Setting:
@@ -57,21 +56,20 @@ def test_prefill_beside_a_spill() -> None:
 
 def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which the interpreter takes here, prefill has no candidates."""
-    whole = part_sweep._decode
+    whole = part_sweep._decodes
 
-    def failing(setting: Setting) -> object:
-        candidates, batch, attend = whole(setting)
-        calls = iter(range(1000))
+    def failing(*arguments: Any) -> list[tuple[str, Run]]:
+        default, first, *others = whole(*arguments)
 
-        def sometimes(batch: Batch, tile: Tile) -> Tensor:
-            if next(calls) == 0:
-                raise RuntimeError("out of resource: shared memory")
-            return attend(batch, tile)
+        def fail() -> None:
+            raise RuntimeError("out of resource: shared memory")
 
-        return candidates, batch, sometimes
+        return [default, (first[0], fail), *others]
 
-    monkeypatch.setattr(part_sweep, "_decode", failing)
-    first, second = part_sweep.measure(setting())
+    monkeypatch.setattr(part_sweep, "_decodes", failing)
+    *copies, first, second = part_sweep.measure(setting())
+    assert [case.name for case in copies] == ["8 programs", "16 programs"]
+    assert {case.op for case in copies} == {"sweep of programs beside host memory, default 2 programs"}
     assert first.detail == "failed: RuntimeError: out of resource: shared memory"
-    assert (second.name, second.floor) != (first.name, None)
-    assert second.op.startswith("sweep of decode, default ")
+    assert second.op.startswith("sweep of tiles of decode, default ")
+    assert second.floor == "the default"
