@@ -40,10 +40,16 @@ def test_the_forward_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     there = torch.device("meta")
 
     def attend(
-        query: Tensor, kv_layer: Tensor, *index: Tensor, scale: float, max_seq_len: int, prefixes: SharedPrefixes | None
+        query: Tensor,
+        kv_layer: Tensor,
+        *index: Tensor,
+        scale: float,
+        max_seq_len: int,
+        num_keys: int,
+        prefixes: SharedPrefixes | None,
     ) -> Tensor:
         assert {tensor.device for tensor in (query, kv_layer, *index)} == {there}
-        assert max_seq_len == 9
+        assert (max_seq_len, num_keys) == (9, 9 + 1)
         assert prefixes is None
         return torch.empty_like(query, memory_format=torch.contiguous_format)
 

@@ -34,7 +34,8 @@ def test_a_common_system_prompt() -> None:
     assert groups_of(found) == [([0, 2, 3], 8), ([1], 0)]
     assert found.own_starts.tolist() == [8, 0, 8, 8]
     assert (found.num_seqs, found.num_groups, found.num_saved_keys) == (4, 2, 16)
-    assert (found.max_shared_keys, found.max_own_keys) == (8, 8)
+    assert (found.group_sizes, found.shared_keys) == ((3,), (8,))
+    assert (found.num_own_keys, found.max_own_keys) == (3 + 8 + 2 + 5, 8)
 
 
 @pytest.mark.parametrize("beyond", [0, -1, 7, 3])
@@ -47,7 +48,7 @@ def test_only_full_blocks_of_the_sequences_themselves_count(beyond: int) -> None
 def test_nothing_shared_is_one_group_without_keys() -> None:
     found = find([[1, 2], [2, 1], [3, 1]], [8, 8, 8])
     assert groups_of(found) == [([0, 1, 2], 0)]
-    assert (found.num_saved_keys, found.max_shared_keys, found.max_own_keys) == (0, 0, 8)
+    assert (found.num_saved_keys, found.shared_keys, found.max_own_keys) == (0, (), 8)
     none = SharedPrefixes.of(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 4)
     assert (groups_of(none), none.num_seqs, none.max_own_keys) == ([], 0, 0)
 

@@ -8,6 +8,7 @@ from kvtier_kernels.copy_tiles import CopyTile, QuantiseTile, copy_tile, host_co
 from kvtier_kernels.tiles import (
     MAX_SPLITS,
     Tile,
+    decode_runs,
     decode_splits,
     decode_tile,
     merge_rows,
@@ -81,6 +82,22 @@ def test_no_multiprocessor_has_much_more_to_do_than_others() -> None:
         most_of_one = -(-num_programs * splits // chip)
         assert num_programs * splits >= min(1.5 * chip, num_programs * MAX_SPLITS)
         assert most_of_one <= 1.25 * max(1, num_programs * splits / chip)
+
+
+def test_nobody_waits_for_the_longest_sequence() -> None:
+    chip = 132
+    assert decode_runs(num_programs=8, mean_keys=100_000, max_keys=100_000, num_multiprocessors=chip) == (33, 3031)
+    assert decode_runs(num_programs=8, mean_keys=70_000, max_keys=100_000, num_multiprocessors=chip) == (33, 3031)
+    # One of 32 sequences has 100,000 keys, the others 1,000: no run is more than a quarter of what
+    # each multiprocessor has to do.
+    splits, run_keys = decode_runs(num_programs=256, mean_keys=4093, max_keys=100_000, num_multiprocessors=chip)
+    assert run_keys <= 256 * 4093 / chip / 4
+    assert (splits - 1) * run_keys < 100_000 <= splits * run_keys
+    # Of many sequences, what is longer than others by little is not worth cutting.
+    assert decode_runs(num_programs=2048, mean_keys=2000, max_keys=7000, num_multiprocessors=chip) == (1, 7757)
+    assert decode_runs(num_programs=8, mean_keys=10, max_keys=10**6, num_multiprocessors=chip) == (MAX_SPLITS, 3907)
+    assert decode_runs(num_programs=8, mean_keys=0, max_keys=0, num_multiprocessors=chip) == (1, 1)
+    assert decode_runs(num_programs=0, mean_keys=0, max_keys=0, num_multiprocessors=chip) == (1, 1)
 
 
 def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:

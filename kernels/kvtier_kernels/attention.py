@@ -19,6 +19,7 @@ def paged_attention(
     kv_scales: Tensor | None = None,
     window: int | None = None,
     max_seq_len: int | None = None,
+    num_keys: int | None = None,
     prefixes: SharedPrefixes | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -26,7 +27,8 @@ def paged_attention(
 
     The keys and values of the new tokens must be in their blocks already (`kv_write`). What lies in
     the blocks beyond `seq_lens` never counts, whatever it is. The result depends on the values only, not on
-    which physical blocks hold them: bit for bit the same for the same lengths, `max_seq_len` and `prefixes`.
+    which physical blocks hold them: bit for bit the same for the same lengths, hints
+    and `prefixes`.
 
     Tensors on CPU go through torch's fused attention, tensors on CUDA through the Triton kernels: `paged_decode`
     when every sequence has one query (`shared_prefix_decode` where `prefixes` are given), `prefix_prefill` otherwise.
@@ -47,6 +49,7 @@ def paged_attention(
     :param window: a query sees this many keys, its own and those right before; all when None.
     :param max_seq_len: no sequence has more keys. Only a hint for how work is split; what `block_tables` has room for
         when None.
+    :param num_keys: of all sequences together. Only a hint, likewise; all have as many when None.
     :param prefixes: what `find_shared_prefixes` says of this batch, whose sequences have one query each. Only how it is
         computed depends on it. Not used on CPU, nor with `window`.
     :param lse: float32 `[num_tokens, num_heads]`, contiguous; takes the natural log-sum-exp of each query's scores,
@@ -57,7 +60,8 @@ def paged_attention(
     if kv_layer.device.type != "cpu":
         return attend_with_triton(
             query, kv_layer, block_tables, query_starts, seq_lens,
-            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, prefixes=prefixes, lse=lse,
+            scale=scale, kv_scales=kv_scales, window=window,
+            max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes, lse=lse,
         )  # fmt: skip
     check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
     check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
@@ -78,6 +82,7 @@ def attend_with_triton(
     kv_scales: Tensor | None = None,
     window: int | None = None,
     max_seq_len: int | None = None,
+    num_keys: int | None = None,
     prefixes: SharedPrefixes | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -95,7 +100,8 @@ def attend_with_triton(
     if query.size(0) == seq_lens.size(0):
         return paged_decode(
             query, kv_layer, block_tables, seq_lens,
-            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len,
+            num_keys=num_keys, lse=lse,
         )  # fmt: skip
     return prefix_prefill(
         query, kv_layer, block_tables, query_starts, seq_lens,

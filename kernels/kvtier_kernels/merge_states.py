@@ -110,9 +110,9 @@ def _merge_kernel(
         row = out_row * num_states + state
         state_lse = tl.load(part_lse + row, mask=live, other=float("-inf"))
         offsets = (row * HEAD_DIM)[:, None] + column[None, :]
-        part = tl.load(parts + offsets, mask=live[:, None] & in_head[None, :], other=0.0).to(tl.float32)
-        # Not by its weight of 0: what a state without keys left behind may be NaN.
-        part = tl.where((state_lse == float("-inf"))[:, None], 0.0, part)
+        # A state without keys need not have a part: what is there may be NaN, which its weight of 0 would not remove.
+        counted = state_lse != float("-inf")
+        part = tl.load(parts + offsets, mask=counted[:, None] & in_head[None, :], other=0.0).to(tl.float32)
         new_peak = tl.maximum(peak, tl.max(state_lse, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         shrink = tl.exp(peak - base)

@@ -27,7 +27,7 @@ from kvtier_kernels.launching import (
 )
 from kvtier_kernels.merge_states import merge_states
 from kvtier_kernels.paged_softmax import attend_run, finish
-from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim
+from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim
 
 
 def paged_decode(
@@ -40,6 +40,7 @@ def paged_decode(
     kv_scales: Tensor | None = None,
     window: int | None = None,
     max_seq_len: int | None = None,
+    num_keys: int | None = None,
     num_splits: int | None = None,
     lse: Tensor | None = None,
     tile: Tile | None = None,
@@ -50,8 +51,10 @@ def paged_decode(
     zeros; `seq_lens` beyond what `block_tables` has room for are cut.
 
     :param query: `[num_seqs, num_heads, head_dim]`.
-    :param max_seq_len: decides with the shapes how many runs there are. Too small or too large costs time only.
-    :param num_splits: that number itself; `tiles.decode_splits` chooses when None.
+    :param max_seq_len: decides with the shapes and `num_keys` into how many runs keys are cut. Too small or too large
+        costs time only.
+    :param num_keys: of all sequences together; all have `max_seq_len` when None.
+    :param num_splits: into how many runs each sequence is cut; `tiles.decode_runs` chooses when None.
     :param lse: float32 `[num_seqs, num_heads]`, takes the natural log-sum-exp of the scores, -inf without keys.
     :param tile: what `tiles.decode_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
@@ -67,10 +70,14 @@ def paged_decode(
     if num_seqs == 0:
         return out
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
+    run_keys = 1
     if num_splits is None:
         room = block_tables.size(1) * tokens_per_block
         max_keys = min(number for number in (room, max_seq_len, window) if number is not None)
-        num_splits = decode_splits(num_seqs * num_kv_heads, max_keys, num_multiprocessors(query.device))
+        mean_keys = max_keys if num_keys is None else min(num_keys // num_seqs, max_keys)
+        num_splits, run_keys = decode_runs(
+            num_seqs * num_kv_heads, mean_keys, max_keys, num_multiprocessors(query.device)
+        )
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
     group, chip = num_heads // num_kv_heads, capability(query.device)
@@ -80,13 +87,13 @@ def paged_decode(
     if num_splits == 1:
         launch_decode(
             query, kv_layer, kv_scales, block_tables, seq_lens, None, out, lse,
-            scale=scale, window=window, num_splits=1, tile=tile,
+            scale=scale, window=window, num_splits=1, run_keys=run_keys, tile=tile,
         )  # fmt: skip
         return out
     parts, part_lse = empty_states(query, num_splits)
     launch_decode(
         query, kv_layer, kv_scales, block_tables, seq_lens, None, parts, part_lse,
-        scale=scale, window=window, num_splits=num_splits, tile=tile,
+        scale=scale, window=window, num_splits=num_splits, run_keys=run_keys, tile=tile,
     )  # fmt: skip
     merge_states(parts, part_lse, out, lse)
     return out
@@ -112,11 +119,13 @@ def launch_decode(
     scale: float,
     window: int | None = None,
     num_splits: int,
+    run_keys: int,
     first_state: int = 0,
     tile: Tile,
 ) -> None:
-    """Attention in `num_splits` runs of keys, of arguments that have been checked.
+    """Attention in up to `num_splits` runs of keys for each sequence, of arguments that have been checked.
 
+    :param run_keys: no more runs than it takes for none to have more keys than this, or a tile more.
     :param own_starts: int32 `[num_seqs]`, the first key of each sequence to look at, at the start of a block; the first
         of all when None. Not together with `window`.
     :param parts: `[num_seqs, num_heads, num_states, head_dim]`, the runs' results from state `first_state` on; or
@@ -132,7 +141,7 @@ def launch_decode(
             query, stored_values(kv_layer, capability(query.device)), kv_scales,
             block_tables, seq_lens, own_starts, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            table_width, table_width * tokens_per_block, first_state, parts.numel() // query.numel(),
+            table_width, table_width * tokens_per_block, run_keys, first_state, parts.numel() // query.numel(),
             HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
             TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window,
             ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
@@ -140,10 +149,10 @@ def launch_decode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_width", "max_keys", "first_state", "num_states"])
+@triton.jit(do_not_specialize=["table_width", "max_keys", "run_keys", "first_state", "num_states"])
 def _decode_kernel(
     query, kv, kv_scales, block_tables, seq_lens, own_starts, out, lse,
-    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, first_state, num_states,
+    score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, run_keys, first_state, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +171,9 @@ def _decode_kernel(
     if WINDOW is not None:
         low = tl.maximum(seq_len - WINDOW, 0)
         first = low // KEYS * KEYS
-    run = tl.cdiv(tl.cdiv(tl.maximum(seq_len - first, 0), tl.num_programs(1)), KEYS) * KEYS
+    num_keys = tl.maximum(seq_len - first, 0)
+    num_runs = tl.minimum(tl.cdiv(tl.maximum(num_keys, 1), run_keys), tl.num_programs(1))
+    run = tl.cdiv(tl.cdiv(num_keys, num_runs), KEYS) * KEYS
     first += split * run
     stop = tl.minimum(first + run, seq_len)
     whole_from = first
@@ -172,8 +183,13 @@ def _decode_kernel(
 
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
-    column = tl.arange(0, COLUMNS)
     live = row < GROUP
+    if lse is not None:  # noqa: SIM102  # the one is for the compiler, the other for the device
+        if (split > 0) & (first >= stop):
+            empty = _state_rows(seq, head, split, first_state, num_states, NUM_KV_HEADS * GROUP)
+            tl.store(lse + empty, float("-inf"), mask=live)
+            return
+    column = tl.arange(0, COLUMNS)
     live_elements = live[:, None] & (column < HEAD_DIM)[None, :]
     query_offsets = seq.to(tl.int64) * query_stride + (head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
@@ -209,8 +225,14 @@ def _decode_kernel(
     attended, row_lse = finish(weighted, total, peak)
     if kv_scales is not None and not PER_KEY_SCALES:
         attended *= tl.load(kv_scales + 1)
-    out_rows = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_states + first_state + split
+    out_rows = _state_rows(seq, head, split, first_state, num_states, NUM_KV_HEADS * GROUP)
     out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
     if lse is not None:
         tl.store(lse + out_rows, row_lse, mask=live)
+
+
+@triton.jit
+def _state_rows(seq, head, split, first_state, num_states, NUM_HEADS: tl.constexpr):
+    """Where the states of a run are, for each head."""
+    return (seq.to(tl.int64) * NUM_HEADS + head) * num_states + first_state + split

@@ -31,7 +31,7 @@ from kvtier_kernels.paged_decode import empty_states, launch_decode
 from kvtier_kernels.paged_softmax import attend_run, finish
 from kvtier_kernels.prefix_prefill import sequence_of_tile
 from kvtier_kernels.shared_prefixes import SharedPrefixes
-from kvtier_kernels.tiles import Tile, decode_splits, decode_tile, padded_head_dim, shared_prefix_tile
+from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim, shared_prefix_tile
 
 
 def shared_prefix_decode(
@@ -54,7 +54,7 @@ def shared_prefix_decode(
     :param prefixes: of these `block_tables`, and of these `seq_lens` or shorter ones, on the same device. A sequence
         that is shorter than what its group shares gets a wrong result.
     :param num_splits: into how many runs shared keys are cut, and into how many a sequence's own;
-        `tiles.decode_splits` chooses when None.
+        `tiles.decode_runs` chooses when None.
     :param tile: for shared keys; what `tiles.shared_prefix_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
@@ -80,28 +80,36 @@ def shared_prefix_decode(
     for one in (tile, own_tile):
         check_tile(one, query, kv_layer, chip)
     if num_splits is None:
-        num_splits = _splits(prefixes, tile.rows // group, num_kv_heads, num_multiprocessors(query.device))
-    elif not all(1 <= number <= 1024 for number in num_splits):
+        chip_size = num_multiprocessors(query.device)
+        num_shared, shared_run = _shared_runs(prefixes, tile.rows // group, num_kv_heads, chip_size)
+        mean_own_keys = prefixes.num_own_keys // num_seqs
+        num_own, own_run = decode_runs(num_seqs * num_kv_heads, mean_own_keys, prefixes.max_own_keys, chip_size)
+    elif all(1 <= number <= 1024 for number in num_splits):
+        (num_shared, num_own), shared_run, own_run = num_splits, 1, 1
+    else:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    parts, part_lse = empty_states(query, sum(num_splits))
+    parts, part_lse = empty_states(query, num_shared + num_own)
     _launch_shared(
         query, kv_layer, kv_scales, block_tables, prefixes, parts, part_lse,
-        scale=scale, num_splits=num_splits[0], tile=tile,
+        scale=scale, num_splits=num_shared, run_keys=shared_run, tile=tile,
     )  # fmt: skip
     launch_decode(
         query, kv_layer, kv_scales, block_tables, seq_lens, prefixes.own_starts, parts, part_lse,
-        scale=scale, num_splits=num_splits[1], first_state=num_splits[0], tile=own_tile,
+        scale=scale, num_splits=num_own, run_keys=own_run, first_state=num_shared, tile=own_tile,
     )  # fmt: skip
     merge_states(parts, part_lse, out, lse)
     return out
 
 
-def _splits(prefixes: SharedPrefixes, tile_seqs: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
-    num_tiles = sum(-(-size // tile_seqs) for size in prefixes.group_sizes)
-    return (
-        decode_splits(num_tiles * num_kv_heads, prefixes.max_shared_keys, num_multiprocessors),
-        decode_splits(prefixes.num_seqs * num_kv_heads, prefixes.max_own_keys, num_multiprocessors),
-    )
+def _shared_runs(
+    prefixes: SharedPrefixes, tile_seqs: int, num_kv_heads: int, num_multiprocessors: int
+) -> tuple[int, int]:
+    """`tiles.decode_runs` of tiles of sequences, as long as what their groups share."""
+    num_tiles = [-(-size // tile_seqs) for size in prefixes.group_sizes]
+    num_keys = sum(tiles * keys for tiles, keys in zip(num_tiles, prefixes.shared_keys, strict=True))
+    mean_keys = num_keys // max(1, sum(num_tiles))
+    max_keys = max(prefixes.shared_keys, default=0)
+    return decode_runs(sum(num_tiles) * num_kv_heads, mean_keys, max_keys, num_multiprocessors)
 
 
 def _launch_shared(
@@ -115,6 +123,7 @@ def _launch_shared(
     *,
     scale: float,
     num_splits: int,
+    run_keys: int,
     tile: Tile,
 ) -> None:
     """States 0 to `num_splits` of every sequence; those of sequences that share nothing are empty."""
@@ -128,7 +137,7 @@ def _launch_shared(
             query, stored_values(kv_layer, capability(query.device)), kv_scales, block_tables,
             prefixes.members, prefixes.group_starts, prefixes.group_keys, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            block_tables.size(1), prefixes.num_groups, parts.size(2),
+            block_tables.size(1), prefixes.num_groups, run_keys, parts.size(2),
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
             TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             PER_KEY_SCALES=scales_stride is not None,
@@ -136,10 +145,10 @@ def _launch_shared(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_width", "num_groups", "num_states"])
+@triton.jit(do_not_specialize=["table_width", "num_groups", "run_keys", "num_states"])
 def _shared_kernel(
     query, kv, kv_scales, block_tables, members, group_starts, group_keys, parts, part_lse,
-    score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, num_states,
+    score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, run_keys, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     PER_KEY_SCALES: tl.constexpr,
@@ -162,7 +171,8 @@ def _shared_kernel(
     out_rows = (seq * (NUM_KV_HEADS * GROUP) + head) * num_states + split
     num_keys = tl.load(group_keys + group)
     # Runs of whole tiles, so that only the last one ends inside a tile. Those beyond it are empty.
-    run = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(1)), KEYS) * KEYS
+    num_runs = tl.minimum(tl.cdiv(tl.maximum(num_keys, 1), run_keys), tl.num_programs(1))
+    run = tl.cdiv(tl.cdiv(num_keys, num_runs), KEYS) * KEYS
     begin = split * run
     if begin >= num_keys:
         tl.store(part_lse + out_rows, float("-inf"), mask=live)

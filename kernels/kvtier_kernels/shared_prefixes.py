@@ -24,12 +24,14 @@ class SharedPrefixes:
     """int32 `[4, columns]`, its rows being the properties below: one tensor, so that it takes one copy to a device."""
     num_seqs: int
     group_sizes: tuple[int, ...]
-    """Of the groups that share something."""
+    """Of the groups that share something: how many sequences each has."""
+    shared_keys: tuple[int, ...]
+    """What each of these groups shares."""
     num_saved_keys: int
     """Keys that are not read again because their group reads them once."""
-    max_shared_keys: int
+    num_own_keys: int
+    """Keys that are one sequence's alone, of all sequences together; those of the one that has most are the next."""
     max_own_keys: int
-    """The most keys that a sequence does not share."""
 
     @property
     def num_groups(self) -> int:
@@ -98,13 +100,16 @@ class SharedPrefixes:
         index = torch.zeros((4, columns), dtype=torch.int32)
         for row, numbers in enumerate((members, starts, keys, own_starts)):
             index[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        sharing = [group for group in groups if group.num_blocks]
+        num_own_keys = seq_lens - index[3, :num_seqs]
         return cls(
             index=index,
             num_seqs=num_seqs,
-            group_sizes=tuple(len(group.members) for group in groups if group.num_blocks),
+            group_sizes=tuple(len(group.members) for group in sharing),
+            shared_keys=tuple(group.num_blocks * tokens_per_block for group in sharing),
             num_saved_keys=sum(group.num_saved for group in groups) * tokens_per_block,
-            max_shared_keys=max(keys, default=0),
-            max_own_keys=int((seq_lens - index[3, :num_seqs]).max()) if num_seqs else 0,
+            num_own_keys=int(num_own_keys.sum()),
+            max_own_keys=int(num_own_keys.max()) if num_seqs else 0,
         )
 
     def to(self, device: torch.device) -> Self:

@@ -225,6 +225,23 @@ def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) ->
     return next(splits for splits in range(fewest, most + 1) if time(splits) <= 1.1 * shortest)
 
 
+def decode_runs(num_programs: int, mean_keys: int, max_keys: int, num_multiprocessors: int) -> tuple[int, int]:
+    """How `paged_decode` cuts sequences into runs: the most runs of a sequence, and the most keys of a run.
+
+    Sequences of about the same length into as many runs each, as `decode_splits` says. Where some are much longer than
+    others, all into runs of about the same length, a quarter of what each multiprocessor has to do in all: otherwise
+    everybody would wait for the longest.
+
+    :param num_programs: sequences times KV heads.
+    """
+    if 2 * max_keys <= 3 * mean_keys:
+        splits = decode_splits(num_programs, max_keys, num_multiprocessors)
+        return splits, max(1, -(-max_keys // splits))
+    share = num_programs * mean_keys // num_multiprocessors
+    run_keys = max(share // 4, _KEYS_PER_SPLIT, -(-max_keys // MAX_SPLITS))
+    return -(-max_keys // run_keys), run_keys
+
+
 def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: int) -> bool:
     """Whether `shared_prefix_decode` takes less time than `paged_decode`.
 

@@ -39,6 +39,8 @@ class _Batch:
     seq_lens: Tensor
     max_seq_len: int
     """The largest of `seq_lens`, known without asking the device."""
+    num_keys: int
+    """Their sum."""
     prefixes: SharedPrefixes | None
     """Of chunks of one token each that share blocks, where that is worth while."""
 
@@ -97,6 +99,7 @@ class LlamaModel:
             batch.seq_lens,
             scale=head_dim**-0.5,
             max_seq_len=batch.max_seq_len,
+            num_keys=batch.num_keys,
             prefixes=batch.prefixes,
         )
         return F.linear(attended.flatten(1), layer.attention_output)
@@ -142,5 +145,6 @@ def _gather_batch(chunks: Sequence[Chunk], kv: PagedKV, num_heads: int) -> _Batc
         query_starts=there(torch.tensor([0, *lengths]).cumsum(0)),
         seq_lens=there(seq_lens),
         max_seq_len=int(seq_lens.max()),
+        num_keys=int(seq_lens.sum()),
         prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
     )
