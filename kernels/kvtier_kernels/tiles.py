@@ -93,8 +93,10 @@ def prefill_tile(
     """
     least_rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
-    if element_bytes == 4:
+    if element_bytes == 4 and columns > 128:
         return _float32_tile(least_rows, columns)
+    if element_bytes == 4:
+        return _fitted(Tile(max(32, least_rows), 32, num_warps=8, num_stages=1), columns, element_bytes, capability)
     converts = kv_bytes is not None and kv_bytes != element_bytes
     hopper = capability == (9, 0)
     asynchronous = hopper or capability[0] in (10, 11)
@@ -105,7 +107,8 @@ def prefill_tile(
     elif columns <= 128 and hopper:
         keys = 64 if converts or windowed else 128
     elif columns <= 128:
-        keys = 64 if roomy and not converts and (asynchronous or not windowed) else 32
+        scarce = converts or (not asynchronous and (windowed or head_dim != columns))
+        keys = 64 if roomy and not scarce else 32
     elif asynchronous and converts:
         rows, keys, num_warps = 64, 16, 4 if hopper else 8
     else:
