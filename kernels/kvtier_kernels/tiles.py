@@ -112,7 +112,7 @@ def prefill_tile(
     elif asynchronous and converts:
         rows, keys, num_warps = 64, 16, 4 if hopper else 8
     else:
-        rows = 128 if hopper or (asynchronous and not windowed) else 64
+        rows = 128 if hopper else 64
         keys = 32 if roomy else 16
     return _fitted(Tile(max(rows, least_rows), keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
