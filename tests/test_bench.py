@@ -21,6 +21,8 @@ from kvtier.bench.plot import Bar, write_bars
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import Samples, Spread, Subject, in_turn, percentile, process_clock, timed
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.testing.blocks import make_key
+from kvtier.tiers.disk import DiskTier
 
 NUMBER = (int, float)
 SCHEMA: dict[str, tuple[type, ...]] = {
@@ -76,6 +78,15 @@ def require_schema(report: Any) -> None:
 )
 def test_a_benchmark_reports_json(arguments: list[str], cases: list[str]) -> None:
     assert [case["name"] for case in run(*arguments)["cases"]] == cases
+
+
+def test_codecs_are_tried_on_the_blocks_of_a_disk_tier(tmp_path: Path) -> None:
+    tier = DiskTier.open(tmp_path / "disk", 16 << 20, reserve_bytes=0)
+    tier.write([(make_key(label), bytes([label]) * 8192) for label in range(5)])
+    tier.close()
+    report = run("codec", "--disk", str(tmp_path / "disk"))
+    assert {(case["payload_bytes"], case["batch"]) for case in report["cases"]} == {(8192, 5)}
+    assert any(note.startswith("lz4 packs") for note in report["notes"])
 
 
 def test_paths_are_held_against_floors(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`kvtier bench codec`: what packing bf16 KV saves and costs, and below which link speed it pays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +12,15 @@ import typer
 from kvtier.bench.options import Json, Plot, Rounds
 from kvtier.bench.report import Case, report
 from kvtier.bench.rounds import NUM_ROUNDS, Spread, Subject, in_turn, timed
-from kvtier.codec import HEADER_BYTES, Codec, decode_into, encode, parse_stored_header, unpack, verify
+from kvtier.codec import Codec, decode_into, encode, parse_stored_header
 from kvtier.errors import CorruptBlockError, KvtierError
 from kvtier.keys import STORE_KEY_BYTES, StoreKey
 from kvtier.malloc import keep_freed_memory
+from kvtier.tiers.disk_log.buffers import Buffers
+from kvtier.tiers.disk_log.folder import list_folder, segment_name
+from kvtier.tiers.disk_log.format import PAGE, Entries, Kind, NewerFormatError
+from kvtier.tiers.disk_log.scan import Found, SegmentReader
+from kvtier.tiers.files import OsFiles
 from kvtier.tiers.memory import copy_bytes, map_memory
 
 NUM_BLOCKS = 64
@@ -132,21 +139,30 @@ def _stand_in(seed: int, nbytes: int) -> bytes:
 
 
 def _from_disk(folder: Path) -> list[bytes]:
-    """The first blocks of a disk tier. Its process need not stop; files that it removes meanwhile are skipped."""
+    """The first blocks of a disk tier. Its process need not stop; what it removes meanwhile is skipped."""
+    reader = SegmentReader(OsFiles(direct=False), Buffers(2))
     payloads: list[bytes] = []
-    for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")):
-        try:
-            file = path.read_bytes()
-            header = parse_stored_header(file)
-            stored = file[HEADER_BYTES:]
-            verify(header, header.key, stored)
-            into = bytearray(header.raw_length)
-            unpack(header, stored, memoryview(into))
-        except (OSError, CorruptBlockError):
-            continue
-        payloads.append(bytes(into))
+    for number in list_folder(str(folder)).numbers:
+        path = folder / segment_name(number)
+        with suppress(OSError, NewerFormatError):
+            found = reader.inspect(str(path), number, writable=False)
+            if isinstance(found, Found):
+                payloads += islice(_payloads_in(path, found.entries), NUM_BLOCKS - len(payloads))
         if len(payloads) == NUM_BLOCKS:
             break
     if not payloads:
         raise KvtierError(f"no blocks in {folder}: name the folder of a disk tier that has some")
     return payloads
+
+
+def _payloads_in(path: Path, entries: Entries) -> Iterator[bytes]:
+    """Of the segment's records, those that are whole."""
+    with path.open("rb") as file:
+        for entry in entries[entries["kind"] == Kind.RECORD]:
+            head = entry["header"].tobytes()
+            header = parse_stored_header(head)
+            file.seek(int(entry["page"]) * PAGE)
+            into = bytearray(header.raw_length)
+            with suppress(CorruptBlockError):
+                decode_into(head, header.key, file.read(header.stored_length), memoryview(into))
+                yield bytes(into)

@@ -19,6 +19,11 @@ _EXPECTED = {MARKER, "lost+found"}
 _SEGMENT_NAME = re.compile(r"([0-9a-f]{8})\.segment")
 
 
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"{number:08x}.segment"
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
     """What is in a folder."""
@@ -50,7 +55,7 @@ class DiskFolder:
             ) from error
 
     def segment_path(self, number: int) -> str:
-        return f"{self.path}/{number:08x}.segment"
+        return f"{self.path}/{segment_name(number)}"
 
     def list(self) -> Listing:
         """Reads all names; `OSError` when it cannot."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.keys import StoreKey
 from kvtier.tiers.disk_log.books import Books
 from kvtier.tiers.disk_log.buffers import Buffers
-from kvtier.tiers.disk_log.folder import list_folder
+from kvtier.tiers.disk_log.folder import list_folder, segment_name
 from kvtier.tiers.disk_log.format import PAGE, Entries, Kind, NewerFormatError, keys_of, pages_of
 from kvtier.tiers.disk_log.recovery import Gathered, adopt, decide
 from kvtier.tiers.disk_log.scan import Damaged, Foreign, Found, SegmentReader
@@ -106,7 +106,7 @@ def survey(
 
 
 def _look(reader: SegmentReader, folder: Path, number: int) -> tuple[SegmentReport, Found | None]:
-    path = folder / f"{number:08x}.segment"
+    path = folder / segment_name(number)
     report = SegmentReport(number, path, "damaged", 0)
     try:
         report.file_bytes = path.stat().st_size
