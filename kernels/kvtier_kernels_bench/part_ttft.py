@@ -6,6 +6,7 @@ The model is as large as Llama 3 8B and random, so that nothing has to be downlo
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def llama_8b() -> ModelConfig:
 
 def tiny_llama() -> ModelConfig:
     """Enough to run."""
-    return ModelConfig(
+    return replace(
+        llama_8b(),
         vocab_size=61,
         hidden_size=24,
         intermediate_size=40,
@@ -68,11 +70,6 @@ def tiny_llama() -> ModelConfig:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        eos_token_ids=(),
     )
 
 
