@@ -294,22 +294,35 @@ def test_what_fails_before_the_first_token_is_an_error_response(tmp_path: Path, 
         assert tiny.client.get("/health").status_code == 503
 
 
-def test_what_fails_later_is_an_error_event(tmp_path: Path) -> None:
+def _model_that_fails_after(num_steps: int) -> PacedModel:
+    """It waits before the failure, until the test has seen the stream begin and calls `free`."""
     model = PacedModel()
-    model.fail_from = 5
-    model.free()
+    model.fail_from = num_steps
+    model.permits.release(num_steps)
+    return model
+
+
+def test_what_fails_later_is_an_error_event(tmp_path: Path) -> None:
+    model = _model_that_fails_after(5)
     with served_engine(tmp_path, model) as tiny:
-        *_, last = tiny.stream(prompt="abc", max_tokens=30)
-        assert last["error"]["type"] == "server_error"
-        assert "the engine failed" in last["error"]["message"]
+        body = {"prompt": "abc", "max_tokens": 30, "temperature": 0, "stream": True}
+        with tiny.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            lines = (line for line in response.iter_lines() if line)
+            assert parse_event(next(lines))["choices"]
+            model.free()
+            *_, last = lines
+        error = parse_event(last)["error"]
+        assert error["type"] == "server_error"
+        assert "the engine failed" in error["message"]
 
 
 def test_official_client_hears_of_a_late_failure(tmp_path: Path) -> None:
-    model = PacedModel()
-    model.fail_from = 5
-    model.free()
+    model = _model_that_fails_after(5)
     with served_engine(tmp_path, model) as tiny, official_client(str(tiny.client.base_url)) as client:
-        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=30, stream=True)
+        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=30, temperature=0, stream=True)
+        assert next(stream).choices
+        model.free()
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
 
