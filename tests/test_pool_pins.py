@@ -238,7 +238,7 @@ def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
             until(lambda label=label: waiting.is_writing({make_key(label)}))  # type: ignore[misc]
         slot = rig.core.prepare_place(RED, make_key("broken"), BLOCK_BYTES, 1)
         assert isinstance(slot, WriteSlot)
-        assert rig.core.commit_places([slot], [12345]) == [WriteStatus.STORED]
+        assert rig.core.commit_all([slot], [12345]) == [WriteStatus.STORED]
         assert rig.core.pin(RED, keys(["broken"]), 60.0) == [PINNED]
         rig.files.may_write.set()
         until(lambda: held(rig) == (0, 0, 0))
@@ -289,7 +289,7 @@ def test_a_block_that_is_being_written_is_not_pinned() -> None:
 def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
     with pin_rig(shared=True) as (rig, _):
         slots = [rig.core.prepare_place(RED, key, BLOCK_BYTES, 7) for key in keys(range(2))]
-        rig.core.commit_places([slot for slot in slots if isinstance(slot, WriteSlot)], [1, 2])
+        rig.core.commit_all([slot for slot in slots if isinstance(slot, WriteSlot)], [1, 2])
         assert rig.core.pin(RED, keys(range(2)), 60.0) == [PINNED] * 2
         rig.core.retire_writer(7)
         churn(rig, 40 * MIB)

@@ -279,8 +279,13 @@ class BlockSession:
         return {"statuses": bytes(statuses)}
 
     def _take(self, tenant: TenantId, headers: Sequence[Header], deadline: float) -> list[WriteStatus]:
-        """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere."""
+        """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere.
+
+        What has come is kept, whatever becomes of the rest.
+        """
         outcomes: list[WriteSlot | WriteStatus] = []
+        arrived: list[int] = []
+        """Places of those that are what their headers say."""
         try:
             for header in headers:
                 outcomes.append(self._begin(tenant, header))
@@ -294,12 +299,22 @@ class BlockSession:
             for block in receive_blocks(receive_into, arriving, _PIECE_BYTES):
                 slot = outcomes[block.tag]
                 if isinstance(slot, WriteSlot) and block.fault is None:
-                    outcomes[block.tag] = self._core.commit_verified(slot, headers[block.tag])
+                    arrived.append(block.tag)
                 elif isinstance(slot, WriteSlot):
                     outcomes[block.tag] = self._core.abort_write(slot)
         finally:
+            self._commit(arrived, headers, outcomes)
             statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
         return statuses
+
+    def _commit(
+        self, arrived: Sequence[int], headers: Sequence[Header], outcomes: list[WriteSlot | WriteStatus]
+    ) -> None:
+        """Puts statuses in place of the slots that stand at the places `arrived`."""
+        slots = [slot for i in arrived if isinstance(slot := outcomes[i], WriteSlot)]
+        statuses = self._core.commit_all(slots, [headers[i].checksum for i in arrived])
+        for i, status in zip(arrived, statuses, strict=True):
+            outcomes[i] = status
 
     def _begin(self, tenant: TenantId, header: Header) -> WriteSlot | WriteStatus:
         if header.stored_length > self._limits.max_block_bytes:

@@ -179,15 +179,22 @@ class PoolCore:
             verify(header, slot.key, slot.view)
         except CorruptBlockError:
             return self.abort_write(slot)
-        return self.commit_verified(slot, header)
-
-    def commit_verified(self, slot: WriteSlot, header: Header) -> WriteStatus:
-        """`commit_write` of a payload that was held against `header` as it came."""
-        self._memory.commit(slot, header.checksum)
-        (kept,) = self._note_entered([slot.key], source=None)
-        status = WriteStatus.STORED if kept else WriteStatus.THROTTLED
-        self._count_write(status, header.stored_length if kept else 0)
+        (status,) = self.commit_all([slot], [header.checksum])
         return status
+
+    def commit_all(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
+        """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED, or THROTTLED as
+        `commit_write` says.
+
+        Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
+        shared memory. Whoever reads them holds them against the checksum again.
+        """
+        self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
+        kept = self._note_entered([slot.key for slot in slots], source=None)
+        num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
+        self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
+        self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
+        return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
         """Gives the slot back: the block did not arrive. FAILED."""
@@ -217,15 +224,6 @@ class PoolCore:
         if isinstance(outcome, WriteStatus):
             self._count_write(outcome, 0)
         return outcome
-
-    def commit_places(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
-        """Makes blocks readable that a client has written. Whoever reads them holds them against the checksum."""
-        self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
-        kept = self._note_entered([slot.key for slot in slots], source=None)
-        num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
-        self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
-        self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
-        return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_places(self, slots: Sequence[WriteSlot]) -> None:
         """Gives slots back: those blocks did not arrive."""

@@ -133,7 +133,7 @@ class ClientMemory:
             raise InvalidInputError(f"commit of {len(checksums)} blocks of write {write_id}, which has not so many")
         self._forget(write_id)
         self._core.abort_places(slots[len(checksums) :])
-        return self._core.commit_places(slots[: len(checksums)], checksums)
+        return self._core.commit_all(slots[: len(checksums)], checksums)
 
     def abort(self, write_id: int) -> None:
         """Gives back the slots of a write. Ignores one that is not there."""
