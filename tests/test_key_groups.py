@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 from kvtier.errors import InvalidInputError, LimitExceededError
-from kvtier.keys import NamespaceId, StoreKey, tenant_id
+from kvtier.keys import NUMPY_PAYS_FROM, NamespaceId, StoreKey, tenant_id
 from kvtier.testing.blocks import make_key
 from kvtier.tiers.pool.groups import group
 from kvtier_pool.requests import add_keys
 from kvtier_pool.settings import PoolLimits
 
 RED = tenant_id("red")
-COUNTS = [0, 1, 2, 63, 64, 65, 1000]
+COUNTS = [0, 1, 2, NUMPY_PAYS_FROM - 1, NUMPY_PAYS_FROM, NUMPY_PAYS_FROM + 1, 1000]
 
 
 def received(keys: list[StoreKey], sizes: list[int] | None) -> list[tuple[StoreKey, object]]:
@@ -44,7 +44,7 @@ def test_the_pool_receives_what_was_meant(num_keys: int, num_namespaces: int, le
     assert num_keys == 0 or len(group(keys, sizes).fields) <= num_namespaces * len(lengths or [0])
 
 
-@pytest.mark.parametrize("num_keys", [1, 64])
+@pytest.mark.parametrize("num_keys", [1, NUMPY_PAYS_FROM])
 def test_hashes_that_are_cut_off(num_keys: int) -> None:
     keys: list[StoreKey] = []
     with pytest.raises(InvalidInputError, match="multiple of 32"):

@@ -24,7 +24,7 @@ from kvtier.wire.shared_memory import PLACE
 _SHARE = 8
 """What part of all that a client may hold one thread takes at a time, so that others can hold blocks, too. A thread
 holds two: one that is copied, and one that the pool prepares meanwhile."""
-_PART_BYTES = 32 << 20
+_PART_BYTES = 64 << 20
 """Some milliseconds of copying."""
 _PART_BLOCKS = 1024
 """Blocks in one message."""
@@ -44,7 +44,7 @@ class PoolMemory:
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`. What is not in the pool's memory at this moment is not yielded."""
+        """See `PoolTransport.read`. Not yielded: what is not in the pool's memory at this moment, or comes too late."""
         parts: deque[ReadPart] = deque()
         try:
             for start, stop in self._ranges(self._reads, [len(buffer) for buffer in into], deadline):

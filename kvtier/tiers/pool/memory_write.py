@@ -57,13 +57,18 @@ class WritePart:
 
     def copy(self) -> None:
         """Copies while there is time, and has the pool make readable what was copied."""
-        checksums: list[int] = []
+        targets: list[tuple[StoreKey, memoryview, Payload]] = []
         for i, slot in self._places:
             slab = self._session.slabs.get(slot // SLAB_STRIDE)
-            if slab is None or not slab.writable or MONOTONIC() > self._deadline:
+            if slab is None or not slab.writable:
                 break
             key, payload = self._items[i]
-            checksums.append(copy_checked(key, slab.slot(slot, len(payload)), payload))
+            targets.append((key, slab.slot(slot, len(payload)), payload))
+        checksums: list[int] = []
+        for key, target, payload in targets:
+            if MONOTONIC() > self._deadline:
+                break
+            checksums.append(copy_checked(key, target, payload))
         self._places = self._places[: len(checksums)]
         if checksums:
             fields = {"write": self._write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
