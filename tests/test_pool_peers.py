@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ClosedError, ConfigError, UnauthenticatedError, UnavailableError
+from kvtier.errors import ClosedError, ConfigError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import read_blocks
 from kvtier.tiers.base import Status, WriteStatus
@@ -103,7 +103,7 @@ def test_the_wrong_port_is_named(scheme: str, port: str, named: str) -> None:
         transport: PoolTransport = (
             SocketTransport(address, TOKENS["red"], RED) if scheme == "block" else GrpcTransport(address, TOKENS["red"])
         )
-        with pytest.raises(Exception, match=named):
+        with pytest.raises(KvtierError, match=named):
             transport.lookup(keys([0]), WAIT_S)
         transport.close()
 
