@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis.strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvtier.codec import encode_header
@@ -168,3 +169,14 @@ def recorded_pool(path: Path, golden: dict[str, tuple[bytes, bytes]], times: int
         yield received
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+@st.composite
+def mutated(draw: st.DrawFn, conversation: bytes, start: int = 0) -> bytes:
+    """A conversation with some bytes changed, cut out or put in, from `start` on."""
+    data = bytearray(conversation)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(start, len(data)))
+        removed = draw(st.sampled_from([0, 0, 1, 1, 1, 4, 100]))
+        data[at : at + removed] = draw(st.binary(max_size=8))
+    return bytes(data)

@@ -35,6 +35,8 @@ max_batch_tokens = 256
 capacity_bytes = "64MiB"
 """
 
+_WITH_GRACE = "import kvtier.cli, kvtier_engine.cli as cli; cli._SHUTDOWN_GRACE_S = {}; kvtier.cli.main()"
+
 
 @dataclass
 class EngineProcess:
@@ -61,10 +63,11 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def engine_process(folder: Path, **environ: str) -> Iterator[EngineProcess]:
+def engine_process(folder: Path, *, grace_s: int | None = None, **environ: str) -> Iterator[EngineProcess]:
+    """:param grace_s: what requests get at a stop, for tests that have to wait for all of it."""
     config = folder / "engine.toml"
     config.write_text(CONFIG.format(model=json.dumps(str(demo_model_path()))))
-    process = start_engine(config, **environ)
+    process = start_engine(config, grace_s=grace_s, **environ)
     try:
         url = _ready_url(process)
         with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=NO_KEEP_ALIVE) as client:
@@ -74,9 +77,10 @@ def engine_process(folder: Path, **environ: str) -> Iterator[EngineProcess]:
         process.communicate(timeout=PATIENCE_S)
 
 
-def start_engine(config: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
+def start_engine(config: Path, *options: str, grace_s: int | None = None, **environ: str) -> subprocess.Popen[str]:
+    program = ["-m", "kvtier.cli"] if grace_s is None else ["-c", _WITH_GRACE.format(grace_s)]
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli", "engine", "serve", "--config", str(config), *options],
+        [sys.executable, *program, "engine", "serve", "--config", str(config), *options],
         env=os.environ | {"RED_SECRET": "a secret of more than sixteen bytes"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

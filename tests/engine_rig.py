@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
 
-from hierarchy_rig import memory_tier
 from kvtier.block_pool import BlockPool
 from kvtier.errors import KvtierError
 from kvtier.hierarchy import (
@@ -168,6 +168,7 @@ class EngineRig:
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
         on_token: TokenCallback | None = None,
     ) -> int:
         self._last_id += 1
@@ -177,7 +178,7 @@ class EngineRig:
             assert request_id not in self.done
             self.done[request_id] = completion
 
-        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, eos_token_ids=eos_token_ids)
         self.scheduler.add(
             Request(
                 request_id=request_id,
@@ -232,20 +233,38 @@ class EngineRig:
             self.hierarchy.check()
 
 
+MakeRig = Callable[..., EngineRig]
+
+
+def rigs() -> Iterator[MakeRig]:
+    """For a fixture: makes rigs, and closes them at the end."""
+    made: list[EngineRig] = []
+
+    def make(**settings: Any) -> EngineRig:
+        made.append(EngineRig(**settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
 class RunningEngine:
     """An `Engine` around a rig's scheduler, run in a thread and closed at the end."""
 
-    def __init__(self, rig: EngineRig, max_total_tokens: int = 100) -> None:
+    def __init__(self, rig: EngineRig, max_total_tokens: int = 100, *, fails: bool = False) -> None:
+        """:param fails: it must; otherwise it must not."""
         limits = EngineLimits(max_total_tokens=max_total_tokens, vocab_size=CONFIG.vocab_size)
         self.engine = Engine(rig.scheduler, limits, hasher=rig.hasher, hierarchy=rig.hierarchy)
         self._thread = threading.Thread(target=self._run)
-        self.errors: list[KvtierError] = []
+        self._fails = fails
+        self._failures: list[KvtierError] = []
 
     def _run(self) -> None:
         try:
             self.engine.run()
         except KvtierError as error:
-            self.errors.append(error)
+            self._failures.append(error)
 
     def __enter__(self) -> Engine:
         self._thread.start()
@@ -256,6 +275,7 @@ class RunningEngine:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self.engine.close()  # idempotent
+        assert bool(self._failures) == self._fails, self._failures
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -268,7 +288,3 @@ def judge(tokens: Sequence[int], max_tokens: int = 6) -> tuple[int, ...]:
     answer = rig.ask(tokens, max_tokens).token_ids
     rig.close()
     return answer
-
-
-def shared_tier() -> Tier:
-    return memory_tier("pool")

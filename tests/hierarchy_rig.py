@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +38,14 @@ def chain(num_blocks: int, seed: int = 0, tenant: TenantId = TENANT) -> list[Blo
 def memory_tier(name: str) -> HostTier:
     """A real tier that stands below: what matters to the hierarchy is the protocol."""
     return HostTier(2**22, slab_bytes=2**16, name=name)
+
+
+def pool_tier() -> Iterator[HostTier]:
+    """For a fixture: what engines share, sound and closed at the end."""
+    tier = memory_tier("pool")
+    yield tier
+    tier.check()
+    tier.close()
 
 
 class Held:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pool_rig
 from kvtier.keys import StoreKey
-from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.pool.tier import PoolTier
 from pool_rig import BLOCK_BYTES, MIB
@@ -27,8 +26,3 @@ def running(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[str]:
     """A service in this process; its gRPC address."""
     with pool_rig.running_pool(memory_bytes, **settings) as addresses:
         yield addresses.grpc[0]
-
-
-def sample(metrics: Metrics, **labels: str) -> float:
-    """Of the tier's failed calls."""
-    return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,8 +23,10 @@ from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
+from kvtier.wire.address import Address
 from kvtier_pool.core import LowerTier, PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.metrics import PoolMetrics
@@ -41,17 +43,21 @@ TENANTS = {hashlib.sha256(token.encode()).hexdigest(): name for name, token in T
 BLOCK_BYTES = 64 * 1024
 
 
-def keys(labels: Sequence[object]) -> list[StoreKey]:
-    return [make_key(label) for label in labels]
+def keys(labels: Iterable[object], tenant: TenantId = RED) -> list[StoreKey]:
+    return [make_key(label, tenant=tenant) for label in labels]
 
 
-def payloads(labels: Sequence[object]) -> list[bytes]:
+def payloads(labels: Iterable[object]) -> list[bytes]:
     return [make_payload(label, BLOCK_BYTES) for label in labels]
 
 
-def until(condition: Callable[[], bool]) -> None:
+def items(labels: Iterable[object], tenant: TenantId = RED) -> list[tuple[StoreKey, bytes]]:
+    return [(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
+
+
+def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
     """Until it holds; fails rather than hangs."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.002)
@@ -131,8 +137,17 @@ class CoreRig:
         assert value is not None, f"no sample {name}{labels}"
         return value
 
+    def pinned(self) -> tuple[float, float, float]:
+        """What pins hold: blocks, the bytes of their payloads, those of their slabs."""
+        blocks, nbytes, slab_bytes = (
+            self.count(f"kvtier_pool_pinned_{what}") for what in ("blocks", "bytes", "slab_bytes")
+        )
+        return blocks, nbytes, slab_bytes
+
     def store(self, label: object, *, tenant: TenantId = RED, nbytes: int = BLOCK_BYTES) -> WriteStatus:
-        key, payload = make_key(label, tenant=tenant), make_payload(label, nbytes)
+        return self.write(make_key(label, tenant=tenant), make_payload(label, nbytes), tenant=tenant)
+
+    def write(self, key: StoreKey, payload: bytes, *, tenant: TenantId = RED) -> WriteStatus:
         header = parse_header(encode_header(key, payload))
         slot = self.core.begin_write(tenant, header)
         if not isinstance(slot, WriteSlot):
@@ -292,3 +307,13 @@ def connect(
         call_timeout_s=call_timeout_s,
         max_batch_bytes=max_batch_bytes,
     )
+
+
+def dial(address: str, tenant: str = "red") -> PoolConnection:
+    """A connection without a tier over it."""
+    return PoolConnection.open(Address.parse(address), TOKENS[tenant], tenant_id(tenant), time.monotonic() + WAIT_S)
+
+
+def failed_calls(metrics: Metrics, **labels: str) -> float:
+    """Of a pool tier."""
+    return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0

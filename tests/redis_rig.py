@@ -12,16 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import redis
 
 from kvtier.codec import Codec
+from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
+from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
 
 MIB = 1 << 20
 WAIT_S = 20.0
 """Bound on everything that is waited for; never reached when the code works."""
+BLOCK_BYTES = 64 * 1024
+KEYS = [make_key(i) for i in range(16)]
+PAYLOADS = [make_payload(i, BLOCK_BYTES) for i in range(16)]
+
+
+def items(count: int) -> list[tuple[StoreKey, bytes]]:
+    return list(zip(KEYS[:count], PAYLOADS[:count], strict=True))
 
 
 def server_binary() -> str:
@@ -104,6 +114,26 @@ def running_redis(folder: Path, *arguments: str, password: str | None = None) ->
         yield server
     finally:
         server.kill()
+
+
+def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """For a module's fixture `running`."""
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+def emptied(running: RedisServer) -> Iterator[RedisServer]:
+    """For a fixture `server`, of tests that leave it running: empty and without a limit."""
+    with running.client() as client:
+        client.flushall()
+    yield running
+    running.limit(0)
+
+
+def somebody_else(server: RedisServer) -> Iterator[redis.Redis]:
+    """For a fixture `client`: others who have access."""
+    with server.client() as client:
+        yield client
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from aside_rig import BLOCK_BYTES, MIB, Heard, staged, start
 from disk_rig import damage
-from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, KvtierError
 from kvtier.events import Event, EventKind, TierState
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload
@@ -94,7 +94,7 @@ def test_what_keeps_the_tiers_from_opening_is_told(tmp_path: Path, arena: Arena)
     with pytest.raises(ConfigError, match="disk"):
         start(arena, "disk", settings)
     taken.close()
-    with pytest.raises(Exception, match="no_such"):
+    with pytest.raises(KvtierError, match="no_such"):
         start(arena, "no_such", settings)
     start(arena, "disk", settings).close()
 

@@ -19,6 +19,7 @@ from block_rig import (
     HEADER,
     KEY,
     PAYLOAD,
+    mutated,
     receive_exactly,
     receive_frame,
     receive_rest,
@@ -276,17 +277,6 @@ def test_claims_cost_no_memory(rig: CoreRig, sent: bytes) -> None:
     assert peak < MIB
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """The golden conversation with some bytes changed, cut out or put in."""
-    data = bytearray(CONVERSATION)
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(data)))
-        removed = draw(st.sampled_from([0, 0, 1, 1, 1, 4, 100]))
-        data[at : at + removed] = draw(st.binary(max_size=8))
-    return bytes(data)
-
-
 @pytest.fixture(scope="module")
 def shared_rig() -> Iterator[CoreRig]:
     with core_rig() as rig:
@@ -294,7 +284,7 @@ def shared_rig() -> Iterator[CoreRig]:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sent=st.one_of(mutated(), st.binary(max_size=200), st.binary(max_size=200).map(HELLO.__add__)))
+@given(sent=st.one_of(mutated(CONVERSATION), st.binary(max_size=200), st.binary(max_size=200).map(HELLO.__add__)))
 def test_any_bytes_are_answered_with_frames_or_a_closed_connection(shared_rig: CoreRig, sent: bytes) -> None:
     with session(shared_rig) as client:
         try:

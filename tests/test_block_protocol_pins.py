@@ -6,11 +6,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from block_rig import GOLDEN, KEY, PAYLOAD, receive_exactly, receive_rest, recorded_pool, session, split_frames
+from block_rig import GOLDEN, KEY, PAYLOAD, mutated, receive_exactly, receive_rest, recorded_pool, session, split_frames
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
@@ -146,17 +145,6 @@ def test_a_pool_without_pins_does_not_know_the_verbs(limits: PinLimits | None) -
             assert f"{verb!r} is not known here" in last.text("message")
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """The golden conversation with some bytes changed, cut out or put in."""
-    data = bytearray(b"".join(request for request, _ in GOLDEN_PINS.values()))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(len(HELLO), len(data)))
-        removed = draw(st.sampled_from([0, 0, 1, 1, 1, 4, 100]))
-        data[at : at + removed] = draw(st.binary(max_size=8))
-    return bytes(data)
-
-
 @pytest.fixture(scope="module")
 def module_rig() -> Iterator[CoreRig]:
     with core_rig(pins=HOUR) as rig:
@@ -164,7 +152,7 @@ def module_rig() -> Iterator[CoreRig]:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sent=mutated())
+@given(sent=mutated(b"".join(request for request, _ in GOLDEN_PINS.values()), start=len(HELLO)))
 def test_any_bytes_pin_no_more_than_they_say(module_rig: CoreRig, sent: bytes) -> None:
     rig = module_rig
     with session(rig, PoolLimits(max_batch_blocks=100)) as client:

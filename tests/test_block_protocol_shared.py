@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from block_rig import GOLDEN, KEY, PAYLOAD, receive_frame, receive_rest, session, split_frames
+from block_rig import GOLDEN, KEY, PAYLOAD, mutated, receive_frame, receive_rest, session, split_frames
 from kvtier.codec import checksum
 from kvtier.testing.contract import make_key
 from kvtier.tiers import memfd
@@ -212,17 +211,6 @@ def test_a_lease_ends_by_its_deadline_and_a_write_slot_does_not() -> None:
         assert client.held_bytes == 0
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """The golden conversation with some bytes changed, cut out or put in."""
-    data = bytearray(b"".join(sent for _, sent, _ in GOLDEN_SHARED))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(len(HELLO), len(data)))
-        removed = draw(st.sampled_from([0, 0, 1, 1, 1, 4, 100]))
-        data[at : at + removed] = draw(st.binary(max_size=8))
-    return bytes(data)
-
-
 @pytest.fixture(scope="module")
 def module_rig() -> Iterator[tuple[CoreRig, SharedClients]]:
     with core_rig(shared=True) as rig, clients_of(rig) as clients:
@@ -230,7 +218,7 @@ def module_rig() -> Iterator[tuple[CoreRig, SharedClients]]:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sent=mutated())
+@given(sent=mutated(b"".join(sent for _, sent, _ in GOLDEN_SHARED), start=len(HELLO)))
 def test_any_bytes_leave_nothing_held(module_rig: tuple[CoreRig, SharedClients], sent: bytes) -> None:
     rig, clients = module_rig
     with session(rig, PoolLimits(max_batch_blocks=100), clients) as client:

@@ -2,24 +2,17 @@
 
 import pytest
 
+from clock_rig import StillClock
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.breaker import CircuitBreaker
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> StillClock:
+    return StillClock()
 
 
-def test_it_opens_after_failures_in_a_row_only(clock: FakeClock) -> None:
+def test_it_opens_after_failures_in_a_row_only(clock: StillClock) -> None:
     breaker = CircuitBreaker(3, 10.0, clock)
     for _ in range(5):
         assert not breaker.failure()
@@ -30,37 +23,37 @@ def test_it_opens_after_failures_in_a_row_only(clock: FakeClock) -> None:
     assert not breaker.allow()
 
 
-def test_one_probe_at_a_time_and_success_closes(clock: FakeClock) -> None:
+def test_one_probe_at_a_time_and_success_closes(clock: StillClock) -> None:
     breaker = CircuitBreaker(1, 10.0, clock)
     assert breaker.failure()
-    clock.now += 9.9
+    clock.now_s += 9.9
     assert not breaker.allow()
-    clock.now += 0.1
+    clock.now_s += 0.1
     assert [breaker.allow() for _ in range(3)] == [True, False, False]
     assert not breaker.failure()
-    clock.now += 9.9
+    clock.now_s += 9.9
     assert not breaker.allow()
-    clock.now += 0.1
+    clock.now_s += 0.1
     assert breaker.allow()
     assert breaker.success()
     assert [breaker.allow() for _ in range(3)] == [True, True, True]
 
 
-def test_a_probe_that_never_reports_is_replaced(clock: FakeClock) -> None:
+def test_a_probe_that_never_reports_is_replaced(clock: StillClock) -> None:
     breaker = CircuitBreaker(1, 10.0, clock)
     breaker.failure()
-    clock.now += 10.0
+    clock.now_s += 10.0
     assert breaker.allow()
-    clock.now += 10.0
+    clock.now_s += 10.0
     assert breaker.allow()
 
 
-def test_an_old_call_that_fails_late_puts_off_the_probe(clock: FakeClock) -> None:
+def test_an_old_call_that_fails_late_puts_off_the_probe(clock: StillClock) -> None:
     breaker = CircuitBreaker(1, 10.0, clock)
     breaker.failure()
-    clock.now += 9.0
+    clock.now_s += 9.0
     breaker.failure()
-    clock.now += 9.0
+    clock.now_s += 9.0
     assert not breaker.allow()
 
 

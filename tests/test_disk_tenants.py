@@ -3,13 +3,14 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from disk_rig import segments, used_bytes
+from disk_tier_rig import KIB, MIB, NBYTES, Open, reopening
 from kvtier.events import TierState
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
@@ -20,10 +21,7 @@ from kvtier.tiers.disk_log.segment_set import SegmentSet
 from kvtier.tiers.disk_log.segments import Segment
 from kvtier.tiers.files import OsFiles
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-NBYTES = 10_000
-
-Open = Callable[..., DiskTier]
+GIB = 2**30
 
 
 @pytest.fixture
@@ -33,21 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_disk(folder: Path) -> Iterator[Open]:
-    """Opens (again) the one disk tier of the test; checks and closes what is open at the end."""
-    opened: list[DiskTier] = []
-
-    def open_one(capacity_bytes: int, **options: object) -> DiskTier:
-        while opened:
-            opened.pop().close()
-        options.setdefault("reserve_bytes", 0)
-        tier = DiskTier.open(folder, capacity_bytes, **options)  # type: ignore[arg-type]
-        opened.append(tier)
-        return tier
-
-    yield open_one
-    for tier in opened:
-        tier.check()
-        tier.close()
+    with reopening(folder) as open_one:
+        yield open_one
 
 
 def block(label: object, tenant: TenantId = TENANT, nbytes: int = NBYTES) -> tuple[StoreKey, bytes]:

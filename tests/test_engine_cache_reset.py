@@ -2,8 +2,7 @@
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,17 @@ from disk_rig import num_blocks
 from engine_process import PATIENCE_S as PROCESS_PATIENCE_S
 from engine_process import engine_process
 from engine_process import until as until_true
-from engine_rig import PATIENCE_S, EngineRig, RunningEngine, judge, prompt, shared_tier
-from hierarchy_rig import Held
+from engine_rig import PATIENCE_S, MakeRig, RunningEngine, judge, prompt, rigs
+from hierarchy_rig import Held, pool_tier
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import Tier
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.request import Completion, Sampling
 
-MakeRig = Callable[..., EngineRig]
 TOKENS = prompt(41)
 
-
-@pytest.fixture
-def make_rig() -> Iterator[MakeRig]:
-    rigs: list[EngineRig] = []
-
-    def make(**settings: Any) -> EngineRig:
-        rigs.append(EngineRig(**settings))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def pool() -> Iterator[Tier]:
-    tier = shared_tier()
-    yield tier
-    tier.close()
+make_rig = pytest.fixture(rigs)
+pool = pytest.fixture(pool_tier)
 
 
 def test_the_device_forgets(make_rig: MakeRig) -> None:
@@ -119,18 +100,17 @@ def test_requests_that_wait_ask_again(make_rig: MakeRig, pool: Tier) -> None:
 
 
 def test_any_thread_may_reset_a_running_engine(make_rig: MakeRig, pool: Tier) -> None:
-    rig = make_rig(shared=pool)
-    answers: list[Completion] = []
-    counts: list[int | None] = []
-    ended, forgotten = threading.Event(), threading.Event()
-    with RunningEngine(rig) as engine:
-        engine.submit(TOKENS, Sampling(max_tokens=6), 0.0, lambda c: (answers.append(c), ended.set())[0])
-        assert ended.wait(PATIENCE_S)
-        engine.reset_cache(lambda n: (counts.append(n), forgotten.set())[0])
-        assert forgotten.wait(PATIENCE_S)
-    assert counts == [11]
+    answer: Future[Completion] = Future()
+    forgotten: Future[int | None] = Future()
+    refused: Future[int | None] = Future()
+    with RunningEngine(make_rig(shared=pool)) as engine:
+        engine.submit(TOKENS, Sampling(max_tokens=6), 0.0, answer.set_result)
+        answer.result(PATIENCE_S)
+        engine.reset_cache(forgotten.set_result)
+        assert forgotten.result(PATIENCE_S) == 11
     with pytest.raises(ClosedError, match="stopping"):
-        engine.reset_cache(counts.append)
+        engine.reset_cache(refused.set_result)
+    assert not refused.done()
 
 
 def test_an_engine_that_ends_first_says_so(make_rig: MakeRig) -> None:

@@ -1,4 +1,4 @@
-"""Sampling against transformers' definition of it, and what a seed promises."""
+"""Sampling against transformers' definition of it, what a seed promises, and the same through an engine."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
+from engine_rig import CONFIG, MODEL, TOKENS_PER_BLOCK, MakeRig, judge, prompt, rigs
+from kvtier_engine.llama import Chunk
+from kvtier_engine.paged_kv import allocate_kv
 from kvtier_engine.request import Request, Sampling
 from kvtier_engine.sampling import sample
 
+make_rig = pytest.fixture(rigs)
 ONE_IN_A_MILLION = 13.8
 """-ln of how often a test may fail by chance."""
 
@@ -36,6 +40,19 @@ def wanted(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return torch.softmax(TopPLogitsWarper(top_p)(ids, warped)[0], -1)
 
 
+def require_drawn_from(probabilities: Tensor, drawn: Sequence[int]) -> None:
+    """A chi-square test, all rare tokens taken as one."""
+    seen = torch.bincount(torch.tensor(drawn), minlength=probabilities.numel())
+    expected = probabilities * len(drawn)
+    assert seen[expected == 0].sum() == 0, "outside of the nucleus"
+    common = expected >= 5
+    observed = torch.cat((seen[common], seen[~common].sum()[None])).double()
+    truth = torch.cat((expected[common], expected[~common].sum()[None])).double()
+    kept = truth > 0
+    chi_square = ((observed - truth).square() / truth)[kept].sum().item()
+    assert chi_square < chi_square_bound(int(kept.sum()) - 1)
+
+
 def chi_square_bound(freedom: int) -> float:
     """Laurent and Massart, 2000: a chi-square variable is above it with at most e^-13.8."""
     return freedom + 2 * (freedom * ONE_IN_A_MILLION) ** 0.5 + 2 * ONE_IN_A_MILLION
@@ -53,16 +70,8 @@ CASES: dict[str, tuple[Tensor, float, float]] = {
 
 @pytest.mark.parametrize(("logits", "temperature", "top_p"), CASES.values(), ids=CASES.keys())
 def test_draws_are_distributed_as_transformers_says(logits: Tensor, temperature: float, top_p: float) -> None:
-    request, draws = asker(temperature=temperature, top_p=top_p), 6000
-    seen = torch.bincount(torch.tensor([sample(logits, request) for _ in range(draws)]), minlength=logits.numel())
-    expected = wanted(logits, temperature, top_p) * draws
-    assert seen[expected == 0].sum() == 0, "outside of the nucleus"
-    common = expected >= 5
-    observed = torch.cat((seen[common], seen[~common].sum()[None])).double()
-    truth = torch.cat((expected[common], expected[~common].sum()[None]))
-    kept = truth > 0
-    chi_square = ((observed - truth).square() / truth)[kept].sum().item()
-    assert chi_square < chi_square_bound(int(kept.sum()) - 1)
+    request = asker(temperature=temperature, top_p=top_p)
+    require_drawn_from(wanted(logits, temperature, top_p), [sample(logits, request) for _ in range(6000)])
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.5, 0.8, 0.999, 1 - 2**-53, 1.0])
@@ -106,3 +115,32 @@ def test_temperature_0_ignores_seed_and_top_p() -> None:
 def test_equal_logits_are_all_drawn() -> None:
     request = asker(temperature=1.0, top_p=1.0)
     assert {sample(torch.full((8,), -1e30), request) for _ in range(300)} == set(range(8))
+
+
+def test_seeded_sampling_repeats_and_other_seeds_differ(make_rig: MakeRig) -> None:
+    rig = make_rig(tiers=False)
+    answers = []
+    for seed in (1, 1, 2):
+        request = rig.add(prompt(9), 30, temperature=1.0, seed=seed)
+        rig.run()
+        answers.append(rig.done[request].token_ids)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_temperature_draws_from_the_model(make_rig: MakeRig) -> None:
+    """Frequencies of first tokens, each of a request with a seed of its own."""
+    kv = allocate_kv(CONFIG, 4, TOKENS_PER_BLOCK, torch.float32)
+    tokens = prompt(9)
+    logits = MODEL.forward([Chunk(tokens, 0, [0, 1, 2])], kv)[0]
+    rig = make_rig(tiers=False)
+    ids = [rig.add(tokens, 1, temperature=1.5, seed=i) for i in range(400)]
+    rig.run()
+    require_drawn_from(wanted(logits, 1.5, 1.0), [rig.done[i].token_ids[0] for i in ids])
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])
+def test_the_smallest_temperatures_take_the_likeliest_token(make_rig: MakeRig, temperature: float) -> None:
+    rig = make_rig(tiers=False)
+    request = rig.add(prompt(9), 5, temperature=temperature)
+    rig.run()
+    assert rig.done[request].token_ids == judge(prompt(9), 5)

@@ -281,7 +281,7 @@ def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
 
 
 def test_sigterm_in_the_middle_of_a_long_answer_says_so_and_exits_with_0(tmp_path: Path) -> None:
-    with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
+    with engine_process(tmp_path, grace_s=1) as engine, ThreadPoolExecutor(1) as thread:
         body = {"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}
         answer = thread.submit(engine.client.post, "/v1/completions", json=body)
         until(lambda: engine.metric("kvtier_engine_running") == 1)

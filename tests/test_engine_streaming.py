@@ -174,7 +174,7 @@ def _cached(answer: dict[str, Any]) -> int:
 
 
 def test_sigterm_in_the_middle_of_a_stream_says_so_and_exits_with_0(tmp_path: Path) -> None:
-    with engine_process(tmp_path, KVTIER__ENGINE__NUM_THREADS="1") as engine:
+    with engine_process(tmp_path, grace_s=1, KVTIER__ENGINE__NUM_THREADS="1") as engine:
         body = {"prompt": COUNT, "max_tokens": 1200, "temperature": 0, "stream": True}
         with engine.client.stream("POST", "/v1/completions", json=body) as response:
             lines = (line for line in response.iter_lines() if line)

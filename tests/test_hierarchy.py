@@ -1,13 +1,13 @@
 """The hierarchy in one process, over real tiers; faults are forced with events."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, memory_tier, until
+from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, Rig, chain, pool_tier, until
 from kvtier.block_pool import BlockPool
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, DirectorySettings, InventoryLog
@@ -17,13 +17,7 @@ from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
 
-
-@pytest.fixture
-def pool() -> Iterator[HostTier]:
-    tier = memory_tier("pool")
-    yield tier
-    tier.check()
-    tier.close()
+pool = pytest.fixture(pool_tier)
 
 
 def filled(pool: HostTier, hashes: list[BlockKey]) -> Rig:

@@ -1,3 +1,5 @@
+"""The host tier: leases, write slots and pins, and how tenants and sizes share its memory."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -6,7 +8,6 @@ import pytest
 
 from kvtier.codec import checksum
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.events import Event, EventKind
 from kvtier.keys import StoreKey, TenantId, tenant_id
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, WriteStatus
@@ -14,7 +15,6 @@ from kvtier.tiers.holds import Lease, Pin
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.memory import map_memory
-from kvtier.tiers.outbox import Outbox
 
 KIB = 1024
 RED, BLUE = tenant_id("red"), tenant_id("blue")
@@ -319,73 +319,6 @@ def test_writers_that_need_a_slab_at_once_share_one(monkeypatch: pytest.MonkeyPa
         assert list(executor.map(write, range(8))) == [WriteStatus.STORED] * 8
     assert num_mapped == 1
     tier.check()
-
-
-def test_events_keep_their_order_while_one_is_being_delivered() -> None:
-    delivered: list[EventKind] = []
-
-    def deliver(event: Event) -> None:
-        if event.kind is EventKind.STORED:
-            outbox.post(EventKind.CLEARED)
-            other = threading.Thread(target=outbox.flush)
-            other.start()
-            other.join(10)
-        delivered.append(event.kind)
-
-    outbox = Outbox("host", deliver)
-    outbox.post(EventKind.STORED, [make_key("a")])
-    outbox.flush()
-    assert delivered == [EventKind.STORED, EventKind.CLEARED]
-
-
-def test_events_follow_the_changes() -> None:
-    events: list[Event] = []
-    tier = HostTier(8 * KIB, on_event=events.append)
-    a, b, c = (make_key(label) for label in "abc")
-    tier.write([block("a"), block("b")])
-    tier.write([block("c")])
-    tier.discard([a, make_key("absent")])
-    tier.close()
-    assert events == [
-        Event(EventKind.STORED, "host", (a, b)),
-        Event(EventKind.REMOVED, "host", (b,)),
-        Event(EventKind.STORED, "host", (c,)),
-        Event(EventKind.REMOVED, "host", (a,)),
-        Event(EventKind.CLEARED, "host"),
-    ]
-
-
-def test_events_replay_to_the_content_whatever_the_threads_do() -> None:
-    there: set[StoreKey] = set()
-
-    def replay(event: Event) -> None:
-        for key in event.keys:
-            assert (key in there) == (event.kind is EventKind.REMOVED)
-            there.symmetric_difference_update([key])
-        if event.kind is EventKind.REMOVED:
-            tier.lookup(event.keys)  # the sink may call the tier: no lock is held
-
-    tier = HostTier(64 * KIB, on_event=replay)
-
-    def churn(worker: int) -> None:
-        for i in range(200):
-            tier.write([block((i + 7 * worker) % 30)])
-            tier.discard([block((i * worker) % 30)[0]])
-
-    with ThreadPoolExecutor(4) as executor:
-        list(executor.map(churn, range(4)))
-    keys = [block(i)[0] for i in range(30)]
-    assert there == {key for key, status in zip(keys, tier.lookup(keys), strict=True) if status is Status.HIT}
-
-
-def test_a_failing_event_sink_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(event: Event) -> None:
-        raise RuntimeError("sink is broken")
-
-    tier = HostTier(64 * KIB, on_event=fail)
-    assert tier.write([block("a")]) == [WriteStatus.STORED]
-    assert tier.write([block("b")]) == [WriteStatus.STORED]
-    assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
 def test_leases_and_slots_outlive_the_tier() -> None:

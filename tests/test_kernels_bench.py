@@ -146,7 +146,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_part_that_fails_takes_no_other_with_it(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_kernels_bench.runner.GRACE_S", 1.0)
-    parts = [Part("crash", 20), Part("hang", 0.5), Part("good", 20)]
+    parts = [Part("crash", 20), Part("hang", 2.0), Part("good", 20)]
     said: list[str] = []
     crash, hang, good = run_parts(parts, total_s=100, child=child, say=said.append)
     assert "fallen off the bus" in crash.problem

@@ -22,6 +22,7 @@ from kvtier.wire.address import Address
 from kvtier.wire.block import MAX_HEADER_BYTES, Fields, HeadEncoder, Verb, decode_header
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
+from pool_rig import until
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 WAIT_S = 10.0
@@ -169,7 +170,7 @@ def test_an_answer_that_is_late_for_who_receives_ends_the_connection_for_all(tmp
         session = link.session_by(soon())
         hurried = session.send(Verb.PREPARE, {"lease": 1}, 1, soon())
         receiving = other.submit(session.receive, hurried, time.monotonic() + 0.3)
-        time.sleep(0.1)
+        until(lambda: session._receiving)
         _, got = link.ask(Verb.ACQUIRE, {"lease": 2}, 1, soon())
         assert got.number("lease") == 2, "asked again over a fresh connection"
         with pytest.raises(TimeoutError):
@@ -201,7 +202,7 @@ def test_a_late_lease_and_a_late_descriptor_are_given_back(tmp_path: Path) -> No
         session = link.session_by(soon())
         first = session.send(Verb.ACQUIRE, {"lease": 1}, 1, soon())
         receiving = other.submit(session.receive, first, soon())
-        time.sleep(0.1)
+        until(lambda: session._receiving)
         late = session.send(Verb.ACQUIRE, {"lease": 2}, 1, soon())
         mapped = session.send(Verb.MAP, {"slab": 0}, 0, soon())
         for request in (late, mapped):
@@ -213,8 +214,7 @@ def test_a_late_lease_and_a_late_descriptor_are_given_back(tmp_path: Path) -> No
         assert link.ask(Verb.ACQUIRE, {"lease": 3}, 1, soon())[1].number("lease") == 3
         assert mapped.answer is not None
         assert mapped.descriptor is None, "closed"
-        while not released:
-            time.sleep(0.005)
+        until(lambda: bool(released))
         assert released == [2]
         assert pool.num_connections == 1
     os.close(slab)

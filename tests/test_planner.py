@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clock_rig import StillClock
 from hierarchy_rig import Held, Rig, chain, memory_tier, until
 from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus, FetchIfFaster
 from kvtier.hierarchy.speeds import Speeds
@@ -14,17 +15,9 @@ from kvtier.tiers.base import Status
 HOST, POOL = BlockStatus(Status.HIT, "host"), BlockStatus(Status.HIT, "pool")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Measured:
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = StillClock()
         self.speeds = Speeds(self.clock)
         self.planner = FetchIfFaster(self.speeds)
 

@@ -17,9 +17,8 @@ from kvtier.events import Event, EventKind
 from kvtier.keys import StoreKey
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.testing.faults import FaultyFiles
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.files import OsFiles
-from kvtier.tiers.host import HostTier
 from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
@@ -32,7 +31,6 @@ from pool_rig import (
     RED,
     TOKENS,
     WAIT_S,
-    CoreRig,
     GatedFiles,
     connect,
     core_rig,
@@ -41,6 +39,7 @@ from pool_rig import (
     running_pool,
     until,
 )
+from remote_tier import RemoteTier, remote_tier
 
 MEMORY_BYTES = 8 * MIB
 NUM_BLOCKS = 4 * MEMORY_BYTES // BLOCK_BYTES
@@ -49,6 +48,8 @@ DISK_BYTES = NUM_BLOCKS * BLOCK_BYTES * 3 // 2
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 REFUSED = (WriteStatus.FULL, WriteStatus.THROTTLED)
 PATHS = ["shm", "block", "grpc"]
+
+remote = pytest.fixture(remote_tier)
 
 
 @contextlib.contextmanager
@@ -111,12 +112,15 @@ class Removals:
         self._seen = threading.Event()
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
-        label = 0
-        while not self._seen.is_set():
-            probe.write([(make_key(("probe", label)), b"")])
-            label += 1
-            assert label < 10_000
-        probe.discard([make_key(("probe", i)) for i in range(label)])
+        probes: list[StoreKey] = []
+
+        def is_heard() -> bool:
+            probes.append(make_key(("probe", len(probes))))
+            probe.write([(probes[-1], b"")])
+            return self._seen.is_set()
+
+        until(is_heard)
+        probe.discard(probes)
 
     def _listen(self) -> None:
         with contextlib.suppress(grpc.RpcError):
@@ -176,9 +180,8 @@ class TestOverADisk:
             assert rig.load(keys(kept)) == payloads(kept)
             assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == 0
 
-    def test_cold_reads_do_not_push_out_what_waits_for_the_disk(self, tmp_path: Path) -> None:
+    def test_cold_reads_do_not_push_out_what_waits_for_the_disk(self, tmp_path: Path, remote: RemoteTier) -> None:
         """All that is promised to the disk waits; a hundred blocks come up from the tier below it meanwhile."""
-        remote = Remote()
         remote.fill(range(1000, 1100))
         with core_rig(tmp_path, memory_bytes=MIB, queue_bytes=6 * BLOCK_BYTES, remote=remote) as rig:
             rig.files.may_write.clear()
@@ -188,7 +191,6 @@ class TestOverADisk:
                 assert rig.load(keys([label])) == payloads([label])
             assert rig.load(keys(range(6))) == payloads(range(6))
             assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") > 0, "copies nobody was promised"
-        remote.end()
 
     def test_a_block_larger_than_the_queue_is_kept_too(self, tmp_path: Path) -> None:
         with core_rig(tmp_path, queue_bytes=BLOCK_BYTES) as rig:
@@ -305,57 +307,8 @@ class TestOverMemoryAlone:
             assert set(burst(tiers, again=True)) <= set(KEPT)
 
 
-class Remote:
-    """A tier elsewhere whose writes hang, until `may_write` is set."""
-
-    name = "redis"
-
-    def __init__(self) -> None:
-        self.inner = HostTier(64 * MIB, name="redis")
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self.writing = threading.Semaphore(0)
-
-    def fill(self, labels: Sequence[object]) -> None:
-        self.inner.write(list(zip(keys(labels), payloads(labels), strict=True)))
-
-    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        return self.inner.lookup(keys)
-
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        return self.inner.read(keys, into)
-
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
-        self.writing.release()
-        assert self.may_write.wait(WAIT_S)
-        return self.inner.write(items)
-
-    def discard(self, keys: Sequence[StoreKey]) -> int:
-        return self.inner.discard(keys)
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def close(self) -> None:
-        """The pool's end is not the server's."""
-
-    def end(self) -> None:
-        self.inner.check()
-        self.inner.close()
-
-
-@pytest.fixture
-def remote() -> Iterator[Remote]:
-    tier = Remote()
-    yield tier
-    tier.end()
-
-
 class TestOverARemoteTier:
-    def test_one_that_hangs_refuses_nobody(self, remote: Remote) -> None:
+    def test_one_that_hangs_refuses_nobody(self, remote: RemoteTier) -> None:
         """Its writers hold 32 blocks at the most; what is queued gives its room back."""
         remote.may_write.clear()
         with core_rig(remote=remote, memory_bytes=4 * MIB, queue_bytes=64 * MIB) as rig:
@@ -367,7 +320,7 @@ class TestOverARemoteTier:
             (report,) = rig.core.drain(WAIT_S)
             assert (report.num_abandoned, report.num_memory_only) == (0, 0)
 
-    def test_it_does_not_loosen_what_the_disk_keeps(self, tmp_path: Path, remote: Remote) -> None:
+    def test_it_does_not_loosen_what_the_disk_keeps(self, tmp_path: Path, remote: RemoteTier) -> None:
         remote.may_write.clear()
         with core_rig(tmp_path, remote=remote, memory_bytes=4 * MIB, queue_bytes=64 * MIB) as rig:
             rig.files.may_write.clear()
@@ -379,48 +332,3 @@ class TestOverARemoteTier:
             remote.may_write.set()
             disk, _ = rig.core.drain(WAIT_S)
             assert (disk.num_written, disk.num_memory_only) == (len(kept), 0)
-
-
-def commit_garbage(rig: CoreRig, label: object) -> None:
-    """As a client does that writes through shared memory and is broken: memory takes its checksum on trust."""
-    header = parse_header(encode_header(make_key(label), make_payload(label, BLOCK_BYTES)))
-    slot = rig.core.begin_write(RED, header)
-    assert isinstance(slot, WriteSlot)
-    slot.view[:] = make_payload(("half of", label), BLOCK_BYTES)
-    rig.core._memory.commit(slot, header.checksum)
-    rig.core._note_entered([slot.key], None)
-
-
-@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
-def test_what_does_not_match_its_checksum_never_becomes_a_valid_block_below(
-    tmp_path: Path, remote: Remote, policy: WritePolicy
-) -> None:
-    with core_rig(tmp_path, remote=remote, policy=policy) as rig:
-        for label in range(4):
-            commit_garbage(rig, label)
-            rig.store(("good", label))
-        rig.core.drain(WAIT_S)
-        assert rig.core.lookup(keys(range(4))) == [Status.MISS] * 4
-        assert remote.lookup(keys(range(4))) == [Status.MISS] * 4
-        counts = [
-            rig.count("kvtier_pool_written_down_blocks_total", tier=tier, result=result)
-            for tier in ("disk", "redis")
-            for result in ("stored", "corrupt")
-        ]
-        assert counts[0] == counts[2] == 4
-        assert 4 <= counts[1] + counts[3] <= 8, "whoever is later may find it gone"
-        assert rig.store(0) is WriteStatus.STORED
-    with core_rig(tmp_path) as rig:
-        good = [("good", label) for label in range(4)]
-        assert rig.load(keys(good)) == payloads(good)
-        assert rig.core.lookup(keys(range(1, 4))) == [Status.MISS] * 3
-
-
-def test_garbage_does_not_make_a_disk_look_broken(tmp_path: Path) -> None:
-    with core_rig(tmp_path, queue_bytes=2 * BLOCK_BYTES) as rig:
-        for label in range(5):
-            commit_garbage(rig, label)
-            until(lambda: rig.count("kvtier_pool_write_down_queue_bytes", tier="disk") == 0)
-        rig.files.may_write.clear()
-        statuses = [rig.store(("good", label)) for label in range(4)]
-        assert statuses == [WriteStatus.STORED] * 2 + [WriteStatus.THROTTLED] * 2

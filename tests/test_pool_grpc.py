@@ -13,8 +13,8 @@ from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.pool import grpc_transport
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTier
-from pool_grpc_rig import PAYLOADS, connect, items, running, sample
-from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS
+from pool_grpc_rig import PAYLOADS, connect, items, running
+from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, failed_calls
 
 
 class TestPoolTier(TierContract):
@@ -57,8 +57,8 @@ def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: 
         assert tier.lookup([make_key(0)]) == [Status.MISS]
         assert tier.write(items(1)) == [WriteStatus.FAILED]
     assert len([r for r in caplog.records if "UNAUTHENTICATED" in r.message]) == 1
-    assert sample(metrics, op="lookup", error="UnauthenticatedError") == 2
-    assert sample(metrics, op="lookup", error="BreakerOpen") == 8
+    assert failed_calls(metrics, op="lookup", error="UnauthenticatedError") == 2
+    assert failed_calls(metrics, op="lookup", error="BreakerOpen") == 8
     tier.close()
 
 
@@ -86,7 +86,7 @@ def test_a_server_that_is_no_pool_is_a_miss() -> None:
         assert tier.lookup([make_key(0)]) == [Status.MISS]
         assert read_blocks(tier, [make_key(0)], BLOCK_BYTES) == [None]
         assert tier.usage() == Usage(0, 0, 0)
-        assert sample(metrics, op="read", error="UnavailableError") == 1
+        assert failed_calls(metrics, op="read", error="UnavailableError") == 1
         tier.close()
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,22 +31,26 @@ from kvtier.wire.block import encode_head
 from kvtier.wire.block_socket import FrameSocket
 from kvtier.wire.stream import PlainStream
 from kvtier_pool.settings import PoolLimits
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, PoolProcess, connect, pool_process, running_pool
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    RED,
+    TOKENS,
+    WAIT_S,
+    PoolProcess,
+    connect,
+    items,
+    keys,
+    payloads,
+    pool_process,
+    running_pool,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
-PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
-KEYS = [make_key(i) for i in range(16)]
-
-
-def items(labels: object) -> list[tuple[StoreKey, bytes]]:
-    return [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in labels]  # type: ignore[attr-defined]
-
-
-def poll(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+PAYLOADS = payloads(range(16))
+KEYS = keys(range(16))
 
 
 def moved(metrics: Metrics, path: str, op: str) -> float:
@@ -105,7 +109,7 @@ def test_blocks_pass_from_client_to_client_without_the_socket(address: str) -> N
     with local(address, metrics) as writer, local(address, metrics) as reader:
         assert writer.write(items(range(16))) == [WriteStatus.STORED] * 16
         assert writer.write(items(range(2))) == [WriteStatus.EXISTS] * 2
-        assert read_blocks(reader, KEYS, BLOCK_BYTES) == list(PAYLOADS.values())
+        assert read_blocks(reader, KEYS, BLOCK_BYTES) == PAYLOADS
         assert read_blocks(writer, [*KEYS[:2], make_key("absent")], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1], None]
         assert moved(metrics, "shm", "write") == 16 * BLOCK_BYTES
         assert moved(metrics, "shm", "read") == 18 * BLOCK_BYTES
@@ -118,8 +122,8 @@ def test_what_came_by_the_socket_is_read_from_memory_and_the_other_way_round(add
     with local(address, metrics) as mapped:
         over_socket.write(items(range(8)))
         mapped.write(items(range(8, 16)))
-        assert read_blocks(mapped, KEYS, BLOCK_BYTES) == list(PAYLOADS.values())
-        assert read_blocks(over_socket, KEYS, BLOCK_BYTES) == list(PAYLOADS.values())
+        assert read_blocks(mapped, KEYS, BLOCK_BYTES) == PAYLOADS
+        assert read_blocks(over_socket, KEYS, BLOCK_BYTES) == PAYLOADS
         assert moved(metrics, "shm", "read") == moved(metrics, "unix", "read") == 16 * BLOCK_BYTES
     over_socket.close()
 
@@ -309,7 +313,7 @@ def test_kill_minus_9_of_a_client_gives_everything_back(tmp_path: Path) -> None:
             pending = [make_key(("new", i)) for i in range(100)]
             assert tier.lookup(pending) == [Status.PENDING] * 100
             client.kill()
-            poll(lambda: held_bytes(pool) == 0, within_s=1.0)
+            until(lambda: held_bytes(pool) == 0, within_s=1.0)
             assert tier.lookup(pending) == [Status.MISS] * 100
         new = [(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(pending)]
         assert tier.write(new) == [WriteStatus.STORED] * 100
@@ -337,14 +341,14 @@ def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(
 def test_kill_minus_9_of_the_pool_is_misses_heals_by_itself_and_leaves_no_memory(tmp_path: Path) -> None:
     with pool_process(listen=f"unix:{tmp_path}/pool.sock", memory="64MiB") as pool, local(pool.block) as tier:
         tier.write(items(range(16)))
-        assert read_blocks(tier, KEYS, BLOCK_BYTES) == list(PAYLOADS.values())
+        assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
         assert num_slabs() > 0
         pool.kill()
-        poll(lambda: num_slabs() == 0)  # without a call of ours: an idle engine must not keep a dead pool's memory
+        until(lambda: num_slabs() == 0)  # without a call of ours: an idle engine must not keep a dead pool's memory
         assert read_blocks(tier, KEYS, BLOCK_BYTES) == [None] * 16
         restarted = pool.again()
         try:
-            poll(lambda: tier.write(items(range(1))) == [WriteStatus.STORED])
+            until(lambda: tier.write(items(range(1))) == [WriteStatus.STORED])
             assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [PAYLOADS[0], None]
             assert num_slabs() > 0
         finally:

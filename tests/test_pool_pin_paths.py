@@ -3,13 +3,13 @@
 import contextlib
 import re
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import InvalidInputError
-from kvtier.keys import NamespaceId, StoreKey, TenantId
+from kvtier.keys import NamespaceId
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers import memfd
@@ -27,6 +27,8 @@ from pool_rig import (
     WAIT_S,
     PoolProcess,
     connect,
+    items,
+    keys,
     pool_process,
     running_pool,
     until,
@@ -36,10 +38,6 @@ PINNED, MISS, FULL = PinStatus.PINNED, PinStatus.MISS, PinStatus.FULL
 PATHS = ["shm", "unix", "tcp", "grpc"]
 NUM_PINNED = 16
 NOISE = 64 * MIB // BLOCK_BYTES
-
-
-def keys(labels: Sequence[object], tenant: TenantId = RED) -> list[StoreKey]:
-    return [make_key(label, tenant=tenant) for label in labels]
 
 
 @contextlib.contextmanager
@@ -59,10 +57,6 @@ def client(pool: PoolProcess, path: str, tenant: str = "red", metrics: Metrics |
         yield tier
     finally:
         tier.close()
-
-
-def items(labels: Sequence[object], tenant: TenantId = RED) -> list[tuple[StoreKey, bytes]]:
-    return [(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
 
 
 def write_noise(tier: PoolTier, name: str) -> None:

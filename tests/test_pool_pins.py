@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import invariant, rule
 
+from clock_rig import StillClock
 from kvtier.codec import encode_header, parse_header
 from kvtier.errors import ConfigError, InvariantError
 from kvtier.keys import StoreKey, TenantId
 from kvtier.testing.contract import make_key, make_payload
-from kvtier.testing.states import NUM_LABELS, Store, StoreStateMachine, batches, store_settings
 from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.holds import Pin
@@ -22,17 +20,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.host_slots import WriteSlot
 from kvtier.wire.pins import PinStatus
 from kvtier_pool.settings import PinLimits, PoolSettings
-from pool_rig import (
-    BLOCK_BYTES,
-    BLUE,
-    MIB,
-    RED,
-    TENANTS,
-    WAIT_S,
-    CoreRig,
-    core_rig,
-    until,
-)
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, WAIT_S, CoreRig, core_rig, keys, until
 
 SLAB_BYTES = MIB
 """Of a core with 8 MiB: an eighth, 16 blocks."""
@@ -41,27 +29,19 @@ TWO_SLABS = PinLimits(max_s=3600.0, most_bytes=2 * SLAB_BYTES, several_tenants=F
 PINNED, MISS, FULL = PinStatus.PINNED, PinStatus.MISS, PinStatus.FULL
 
 
-class Hands:
-    """A clock that stands still until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def ended_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that call `end_due` themselves: the thread that does it does not wake up."""
+    monkeypatch.setattr("kvtier_pool.pins._TICK_S", 3600.0)
 
 
 @contextlib.contextmanager
 def pin_rig(
     limits: PinLimits = TWO_SLABS, *, disk_dir: Path | None = None, shared: bool = False
-) -> Iterator[tuple[CoreRig, Hands]]:
-    clock = Hands()
+) -> Iterator[tuple[CoreRig, StillClock]]:
+    clock = StillClock()
     with core_rig(disk_dir, pins=limits, clock=clock, shared=shared) as rig:
         yield rig, clock
-
-
-def keys(labels: Sequence[object], tenant: TenantId = RED) -> list[StoreKey]:
-    return [make_key(label, tenant=tenant) for label in labels]
 
 
 def store(rig: CoreRig, labels: Sequence[object], tenant: TenantId = RED) -> None:
@@ -80,23 +60,17 @@ def there(rig: CoreRig, labels: Sequence[object], tenant: TenantId = RED) -> int
     return rig.core.lookup(keys(labels, tenant)).count(Status.HIT)
 
 
-def held(rig: CoreRig) -> tuple[float, float, float]:
-    names = ("pinned_blocks", "pinned_bytes", "pinned_slab_bytes")
-    blocks, payload_bytes, slab_bytes = (rig.count(f"kvtier_pool_{name}") for name in names)
-    return blocks, payload_bytes, slab_bytes
-
-
 def test_what_is_pinned_stays_and_the_rest_goes() -> None:
     with pin_rig() as (rig, _):
         store(rig, range(20))
         assert rig.core.pin(RED, keys([*range(10), "absent"]), 60.0) == [PINNED] * 10 + [MISS]
-        assert held(rig) == (10, 10 * BLOCK_BYTES, SLAB_BYTES)
+        assert rig.pinned() == (10, 10 * BLOCK_BYTES, SLAB_BYTES)
         churn(rig, 40 * MIB)
         assert (there(rig, range(10)), there(rig, range(10, 20))) == (10, 0)
         assert rig.load(keys(range(10))) == [make_payload(i, BLOCK_BYTES) for i in range(10)]
         assert rig.core.unpin(keys([*range(10), "absent"])) == 10
         assert rig.core.unpin(keys(range(10))) == 0
-        assert held(rig) == (0, 0, 0)
+        assert rig.pinned() == (0, 0, 0)
         assert there(rig, range(10)) == 10
         churn(rig, 40 * MIB)
         assert there(rig, range(10)) == 0
@@ -108,21 +82,22 @@ def test_a_pin_ends_by_its_time() -> None:
         rig.core.pin(RED, keys(range(2)), 60.0)
         rig.core.pin(RED, keys([2]), 30.0)
         clock.now_s += 59.9
-        until(lambda: held(rig)[0] == 2)  # the thread has seen that one is over
+        until(lambda: rig.pinned()[0] == 2)  # the thread has seen that one is over
         churn(rig, 40 * MIB)
         assert there(rig, range(3)) == 2
         clock.now_s += 0.1
-        until(lambda: held(rig) == (0, 0, 0))
+        until(lambda: rig.pinned() == (0, 0, 0))
         churn(rig, 40 * MIB)
         assert there(rig, range(3)) == 0
 
 
+@pytest.mark.usefixtures("ended_by_hand")
 def test_pinned_again_a_block_stays_until_the_later_end() -> None:
     with pin_rig() as (rig, clock):
         store(rig, "ab")
         rig.core.pin(RED, keys("ab"), 60.0)
         assert rig.core.pin(RED, keys("aab"), 10.0) == [PINNED] * 3  # shorter, and one named twice
-        assert held(rig)[0] == 2
+        assert rig.pinned()[0] == 2
         clock.now_s += 50.0
         assert rig.core.pin(RED, keys("a"), 30.0) == [PINNED]
         assert rig.core.pin(RED, keys("a"), 20.0) == [PINNED]
@@ -145,6 +120,7 @@ def test_a_pin_that_was_made_often_ends_at_once() -> None:
         assert there(rig, "a") == 0
 
 
+@pytest.mark.usefixtures("ended_by_hand")
 def test_no_pin_lasts_longer_than_the_longest() -> None:
     with pin_rig() as (rig, clock):
         store(rig, "a")
@@ -163,10 +139,10 @@ def test_whole_slabs_count_and_the_first_blocks_get_the_room(several_tenants: bo
         store(rig, labels)
         room = most_slabs * PER_SLAB
         assert rig.core.pin(RED, keys(labels), 60.0) == [PINNED] * room + [FULL] * (len(labels) - room)
-        assert held(rig) == (room, room * BLOCK_BYTES, most_slabs * SLAB_BYTES)
+        assert rig.pinned() == (room, room * BLOCK_BYTES, most_slabs * SLAB_BYTES)
         assert rig.core.pin(RED, keys(labels[:3]), 60.0) == [PINNED] * 3  # those that are need no more room
         rig.core.unpin(keys(labels[1:room]))
-        assert held(rig) == (1, BLOCK_BYTES, SLAB_BYTES)
+        assert rig.pinned() == (1, BLOCK_BYTES, SLAB_BYTES)
         assert rig.core.pin(RED, keys(labels[1:room]), 60.0) == [PINNED] * (room - 1)
         rig.core.unpin(keys(labels[:PER_SLAB]))
         assert rig.core.pin(RED, keys(labels[room:]), 60.0).count(PINNED) == PER_SLAB
@@ -202,6 +178,7 @@ def test_pins_that_come_and_go_leave_no_books_behind() -> None:
         assert len(rig.core._pins._ends) < 100
 
 
+@pytest.mark.usefixtures("ended_by_hand")
 def test_a_writer_who_finds_nothing_but_pinned_blocks_hears_full() -> None:
     with pin_rig(PinLimits(max_s=60.0, most_bytes=8 * MIB, several_tenants=False)) as (rig, clock):
         labels = range(8 * PER_SLAB)
@@ -220,12 +197,12 @@ def test_discard_ends_a_pin() -> None:
         store(rig, range(PER_SLAB))
         rig.core.pin(RED, keys(range(PER_SLAB)), 60.0)
         assert rig.core.discard(keys([0, 1])) == 2
-        assert held(rig)[0] == PER_SLAB - 2
+        assert rig.pinned()[0] == PER_SLAB - 2
         assert rig.core.lookup(keys([0, 1])) == [Status.MISS] * 2
         store(rig, [0])  # what is stored anew is not pinned
         assert rig.core.unpin(keys([0, 1])) == 0
         rig.core.discard(keys(range(PER_SLAB)))
-        assert held(rig) == (0, 0, 0)
+        assert rig.pinned() == (0, 0, 0)
 
 
 def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
@@ -241,7 +218,7 @@ def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
         assert rig.core.commit_all([slot], [12345]) == [WriteStatus.STORED]
         assert rig.core.pin(RED, keys(["broken"]), 60.0) == [PINNED]
         rig.files.may_write.set()
-        until(lambda: held(rig) == (0, 0, 0))
+        until(lambda: rig.pinned() == (0, 0, 0))
         assert there(rig, ["broken"]) == 0
 
 
@@ -261,7 +238,7 @@ def test_a_block_discarded_while_it_is_being_pinned_is_not(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(HostTier, "pin", pin_and_lose)
             assert rig.core.pin(RED, keys("ab"), 60.0) == [MISS, PINNED]
-        assert held(rig)[0] == 1
+        assert rig.pinned()[0] == 1
         assert rig.core.unpin(keys("ab")) == 1
 
 
@@ -295,10 +272,10 @@ def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
         churn(rig, 40 * MIB)
         assert there(rig, range(2)) == 2
         rig.core.discard(keys([0]))
-        assert held(rig)[:2] == (1, BLOCK_BYTES)
+        assert rig.pinned()[:2] == (1, BLOCK_BYTES)
         num_slabs = len(slabs(rig))
         rig.core.discard(keys([1]))
-        assert held(rig) == (0, 0, 0)
+        assert rig.pinned() == (0, 0, 0)
         assert len(slabs(rig)) == num_slabs - 1  # nobody writes to it again, so it is given back at once
 
 
@@ -348,118 +325,9 @@ def test_pins_and_discards_of_many_threads_leave_nothing_held() -> None:
                 future.result(WAIT_S)
         rig.core.check()
         rig.core.unpin(keys(range(40)))
-        assert held(rig) == (0, 0, 0)
+        assert rig.pinned() == (0, 0, 0)
         churn(rig, 40 * MIB)
         assert there(rig, range(40)) == 0
-
-
-class PinnedStore:
-    """A core with pins as a `Store`, and what it has promised to keep."""
-
-    forgets_for_good = True
-
-    def __init__(self, payload_bytes: int) -> None:
-        self._payload_bytes = payload_bytes
-        self._stack = contextlib.ExitStack()
-        self.clock = Hands()
-        limits = PinLimits(max_s=100.0, most_bytes=128 * 1024, several_tenants=False)
-        self.rig = self._stack.enter_context(core_rig(memory_bytes=512 * 1024, pins=limits, clock=self.clock))
-        self.pinned: dict[int, float] = {}
-        """Until when, by label."""
-
-    def write(self, blocks: Sequence[tuple[int, bytes]]) -> list[WriteStatus]:
-        return [self._write(make_key(label), payload) for label, payload in blocks]
-
-    def read(self, labels: Sequence[int]) -> list[bytes | None]:
-        return self.rig.load(keys(labels), self._payload_bytes)
-
-    def lookup(self, labels: Sequence[int]) -> list[Status]:
-        return self.rig.core.lookup(keys(labels))
-
-    def discard(self, labels: Sequence[int]) -> int:
-        for label in labels:
-            self.pinned.pop(label, None)
-        return self.rig.core.discard(keys(labels))
-
-    def pin(self, labels: Sequence[int], ttl_s: float) -> list[PinStatus]:
-        statuses = self.rig.core.pin(RED, keys(labels), ttl_s)
-        for label, status in zip(labels, statuses, strict=True):
-            if status is PINNED:
-                self.pinned[label] = max(self.pinned.get(label, 0.0), self.clock.now_s + min(ttl_s, 100.0))
-            else:
-                assert label not in self.pinned
-        return statuses
-
-    def unpin(self, labels: Sequence[int]) -> None:
-        assert self.rig.core.unpin(keys(labels)) == len(set(labels) & self.pinned.keys())
-        for label in labels:
-            self.pinned.pop(label, None)
-
-    def wait(self, seconds: float) -> None:
-        self.clock.now_s += seconds
-        self.rig.core._pins.end_due()
-        self.pinned = {label: until_s for label, until_s in self.pinned.items() if until_s > self.clock.now_s}
-
-    def num_blocks(self) -> int:
-        return self.rig.core.usage(RED)[0].num_blocks
-
-    def reopen(self) -> None:
-        """There is no medium."""
-
-    def check(self) -> None:
-        self.rig.core.check()
-        blocks, _, slab_bytes = held(self.rig)
-        assert blocks == len(self.pinned)
-        assert slab_bytes <= 128 * 1024
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def _write(self, key: StoreKey, payload: bytes) -> WriteStatus:
-        header = parse_header(encode_header(key, payload))
-        slot = self.rig.core.begin_write(RED, header)
-        if not isinstance(slot, WriteSlot):
-            return slot
-        slot.view[:] = payload
-        return self.rig.core.commit_write(slot, header)
-
-
-class PinMachine(StoreStateMachine):
-    store: PinnedStore
-
-    def make_store(self) -> Store:
-        return PinnedStore(self.payload_bytes)
-
-    @rule(batch=batches, ttl_s=st.sampled_from([1.0, 10.0, 1000.0]))
-    def pin(self, batch: list[int], ttl_s: float) -> None:
-        for label, status in zip(batch, self.store.pin(batch, ttl_s), strict=True):
-            if status is MISS:
-                self._missed(label)
-            else:
-                assert label in self.stored
-
-    @rule(batch=batches)
-    def unpin(self, batch: list[int]) -> None:
-        self.store.unpin(batch)
-
-    @rule(seconds=st.sampled_from([0.5, 5.0, 50.0]))
-    def wait(self, seconds: float) -> None:
-        self.store.wait(seconds)
-
-    @rule()
-    def fill(self) -> None:
-        """All labels: more than there is room for."""
-        for label in range(NUM_LABELS):
-            self.write([label], 0)
-
-    @invariant()
-    def what_is_pinned_is_there(self) -> None:
-        labels = sorted(self.store.pinned)
-        assert self.store.read(labels) == [self.stored[label] for label in labels]
-
-
-PinMachine.TestCase.settings = store_settings(50)
-TestPinStates = PinMachine.TestCase
 
 
 def test_what_settings_say_of_pins() -> None:

@@ -20,8 +20,8 @@ from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings
-from pool_grpc_rig import PAYLOADS, connect, items, running, sample
-from pool_rig import BLOCK_BYTES, BLUE, MIB, TENANTS, WAIT_S, PoolProcess, pool_process, until
+from pool_grpc_rig import PAYLOADS, connect, items, running
+from pool_rig import BLOCK_BYTES, BLUE, MIB, TENANTS, WAIT_S, PoolProcess, failed_calls, pool_process, until
 
 
 def test_kill_minus_9_during_reads_is_misses_and_heals_by_itself() -> None:
@@ -47,7 +47,7 @@ def test_kill_minus_9_during_reads_is_misses_and_heals_by_itself() -> None:
             reading.result(WAIT_S)
         assert all(block in (None, PAYLOADS[i]) for answer in answers for i, block in enumerate(answer))
         assert answers[0] == list(PAYLOADS.values())
-        assert sample(metrics, op="read", error="UnavailableError") > 0
+        assert failed_calls(metrics, op="read", error="UnavailableError") > 0
 
         restarted = pool.again()
         try:
@@ -72,12 +72,12 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
             for _ in range(5):
                 assert read_blocks(tier, [make_key(0)], BLOCK_BYTES) == [None]
             assert tier.write(items(4)) == [WriteStatus.FAILED] * 4
-            assert sample(metrics, op="read", error="UnavailableError") == 2
-            assert sample(metrics, op="read", error="BreakerOpen") == 3
-            assert sample(metrics, op="write", error="BreakerOpen") == 1
+            assert failed_calls(metrics, op="read", error="UnavailableError") == 2
+            assert failed_calls(metrics, op="read", error="BreakerOpen") == 3
+            assert failed_calls(metrics, op="write", error="BreakerOpen") == 1
             now[0] = 10.0  # one probe, which fails
             assert tier.lookup([make_key(0)]) == tier.lookup([make_key(0)]) == [Status.MISS]
-            assert sample(metrics, op="lookup", error="UnavailableError") == 1
+            assert failed_calls(metrics, op="lookup", error="UnavailableError") == 1
         finally:
             os.kill(pool.process.pid, signal.SIGCONT)
         assert tier.lookup([make_key(0)]) == [Status.MISS]

@@ -2,15 +2,11 @@
 
 import contextlib
 import os
-import re
 import signal
 import socket
-import stat
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,45 +14,34 @@ import psutil
 import pytest
 
 from kvtier.codec import encode_header
-from kvtier.errors import ClosedError, ConfigError, UnauthenticatedError, UnavailableError
-from kvtier.keys import NamespaceId, StoreKey, tenant_id
+from kvtier.errors import UnavailableError
+from kvtier.keys import NamespaceId
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, Tier, WriteStatus
-from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier.tiers.pool.tier import PoolTransport
-from kvtier.wire.address import Address
 from kvtier.wire.block import Verb, encode_head
-from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolLimits, PoolSettings
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, TOKENS, WAIT_S, connect, pool_process, running_pool
+from kvtier_pool.settings import PoolLimits
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    RED,
+    TOKENS,
+    WAIT_S,
+    connect,
+    dial,
+    failed_calls,
+    items,
+    keys,
+    payloads,
+    pool_process,
+    running_pool,
+    until,
+)
 from transfers_rig import kill_during_transfers
 
-PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
-KEYS = [make_key(i) for i in range(16)]
-
-
-def items(count: int) -> list[tuple[StoreKey, bytes]]:
-    return [(KEYS[i], PAYLOADS[i]) for i in range(count)]
-
-
-def poll(condition: Callable[[], bool]) -> None:
-    """Until `condition` holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def sample(metrics: Metrics, **labels: str) -> float:
-    return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0
-
-
-def dial(address: str, tenant: str = "red") -> PoolConnection:
-    return PoolConnection.open(Address.parse(address), TOKENS[tenant], tenant_id(tenant), time.monotonic() + WAIT_S)
+KEYS, PAYLOADS = keys(range(16)), payloads(range(16))
 
 
 class OverTcp(TierContract):
@@ -106,31 +91,6 @@ def address() -> Iterator[str]:
     limits = PoolLimits(max_batch_blocks=4096, max_batch_bytes=64 * MIB, max_block_bytes=12 * MIB)
     with running_pool(128 * MIB, limits=limits) as pool:
         yield pool.block[0]
-
-
-def test_the_token_of_another_tenant_is_refused_by_the_engine(address: str) -> None:
-    confused = SocketTransport(address, TOKENS["red"], BLUE)
-    with pytest.raises(UnauthenticatedError, match="another tenant's"):
-        confused.connect()
-    confused.close()
-
-
-def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    metrics = Metrics()
-    tier = connect(address, token="wrong", metrics=metrics, breaker=CircuitBreaker(3, 1000.0))
-    for _ in range(10):
-        assert tier.lookup(KEYS[:1]) == [Status.MISS]
-        assert tier.write(items(1)) == [WriteStatus.FAILED]
-    assert len([r for r in caplog.records if "unauthenticated" in r.message]) == 1
-    assert sample(metrics, op="lookup", error="UnauthenticatedError") == 2
-    assert sample(metrics, op="lookup", error="BreakerOpen") == 8
-    tier.close()
-
-
-@pytest.mark.parametrize("token", ["", "two words", "ümlaut", "line\n"])
-def test_a_token_that_cannot_be_one(token: str) -> None:
-    with pytest.raises(ConfigError, match="printable ASCII"):
-        SocketTransport("127.0.0.1:1", token, RED)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB, 9 * MIB + 5])
@@ -205,10 +165,10 @@ def test_a_client_that_dies_in_the_middle_of_a_write_leaves_nothing() -> None:
                 token = {"id": 1, "verb": "hello", "versions": [1], "token": TOKENS["red"], "client": "torn"}
                 write = {"id": 2, "verb": "write", "headers": encode_header(key, payload)}
                 client.sendall(encode_head(token) + encode_head(write, BLOCK_BYTES) + payload[: BLOCK_BYTES // 2])
-                poll(lambda key=key: tier.lookup([key]) == [Status.PENDING])
-            poll(lambda key=key: tier.lookup([key]) == [Status.MISS])
-        assert tier.write(items(8)) == [WriteStatus.STORED] * 8
-        poll(lambda: psutil.Process().num_fds() == before)
+                until(lambda key=key: tier.lookup([key]) == [Status.PENDING])
+            until(lambda key=key: tier.lookup([key]) == [Status.MISS])
+        assert tier.write(items(range(8))) == [WriteStatus.STORED] * 8
+        until(lambda: psutil.Process().num_fds() == before)
         tier.close()
 
 
@@ -246,121 +206,17 @@ def test_calls_of_many_threads_have_a_connection_each(address: str) -> None:
     tier.close()
 
 
-def test_connections_beyond_the_limit_are_refused_and_places_come_back() -> None:
-    with running_pool(max_connections=2) as pool:
-        first, second = dial(pool.block[0]), dial(pool.block[0])
-        with pytest.raises(UnavailableError, match="max_connections: 2 are open"):
-            dial(pool.block[0])
-        first.close()
-
-        def served() -> bool:
-            with contextlib.suppress(UnavailableError):
-                dial(pool.block[0]).close()
-                return True
-            return False
-
-        poll(served)
-        second.close()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "port", "named"),
-    [
-        ("block", "grpc", "looks like gRPC.*grpc:host:port"),
-        ("block", "http", "is this what the pool calls `listen`"),
-        ("grpc", "block", "gRPC is at the address `grpc_listen`"),
-    ],
-)
-def test_the_wrong_port_is_named(scheme: str, port: str, named: str) -> None:
-    with running_pool() as pool:
-        address = {"grpc": pool.grpc[0], "http": pool.http, "block": pool.block[0]}[port]
-        transport: PoolTransport = (
-            SocketTransport(address, TOKENS["red"], RED) if scheme == "block" else GrpcTransport(address, TOKENS["red"])
-        )
-        with pytest.raises(Exception, match=named):
-            transport.lookup(KEYS[:1], WAIT_S)
-        transport.close()
-
-
-def test_http_at_the_block_port_is_told(address: str) -> None:
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S)
-    assert b"`http_listen`" in error.value.read()
-
-
-def test_a_server_that_never_speaks_is_a_miss() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        metrics = Metrics()
-        tier = connect(f"127.0.0.1:{server.getsockname()[1]}", call_timeout_s=0.3, metrics=metrics)
-        assert tier.lookup(KEYS[:1]) == [Status.MISS]
-        assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
-        assert sample(metrics, op="read", error="UnavailableError") == 1
-        tier.close()
-
-
-def test_names_are_resolved_and_unknown_ones_are_a_miss(address: str) -> None:
-    transport = SocketTransport(f"localhost:{address.rpartition(':')[2]}", TOKENS["red"], RED)
-    transport.connect()
-    transport.close()
-    with pytest.raises(ClosedError):
-        transport.usage(WAIT_S)
-    nobody = SocketTransport("no-such-host.invalid:7600", TOKENS["red"], RED)
-    with pytest.raises(UnavailableError, match="no-such-host"):
-        nobody.usage(WAIT_S)
-
-
-def test_a_unix_socket_is_private_replaces_a_dead_one_and_goes_with_its_server(tmp_path: Path) -> None:
-    path = tmp_path / "pool.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    with running_pool(listen=(f"unix:{path}",)) as pool:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        tier = connect(pool.block[0])
-        assert tier.write(items(1)) == [WriteStatus.STORED]
-        with pytest.raises(ConfigError, match="lives there"), running_pool(listen=(f"unix:{path}",)):
-            pass
-        assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [PAYLOADS[0]], "the first one is still there"
-        tier.close()
-    assert list(tmp_path.iterdir()) == []
-    path.write_text("precious")
-    with pytest.raises(ConfigError, match="no socket"), running_pool(listen=(f"unix:{path}",)):
-        pass
-    assert path.read_text() == "precious"
-
-
-def test_a_group_may_be_let_in(tmp_path: Path) -> None:
-    with running_pool(listen=(f"unix:{tmp_path}/pool.sock",), socket_mode=0o660):
-        assert stat.S_IMODE((tmp_path / "pool.sock").stat().st_mode) == 0o660
-
-
-def test_a_port_in_use_is_a_clear_error(address: str) -> None:
-    free = "127.0.0.1:0"
-    settings = PoolSettings(tenants=TENANTS, memory_bytes=MIB, listen=(address,), grpc_listen=(free,), http_listen=free)
-    with pytest.raises(ConfigError, match=re.escape(address)):
-        PoolService(settings).start()
-
-
-def test_a_stop_waits_for_nobody_who_is_idle(address: str) -> None:
-    with running_pool(shutdown_grace_s=1000.0) as pool:
-        idle = connect(pool.block[0])
-        assert idle.write(items(1)) == [WriteStatus.STORED]
-        stuck = dial(pool.block[0])
-    assert read_blocks(idle, KEYS[:1], BLOCK_BYTES) == [None]
-    idle.close()
-    stuck.close()
-
-
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_kill_minus_9_during_transfers_heals_by_itself(verb: str) -> None:
     with pool_process() as pool:
         metrics = Metrics()
         tier = connect(pool.block, call_timeout_s=5.0, metrics=metrics)
-        assert tier.write(items(16)) == [WriteStatus.STORED] * 16
-        kill_during_transfers(tier, verb, items(16), pool.process.kill)
-        assert sample(metrics, op=verb, error="UnavailableError") > 0
+        assert tier.write(items(range(16))) == [WriteStatus.STORED] * 16
+        kill_during_transfers(tier, verb, items(range(16)), pool.process.kill)
+        assert failed_calls(metrics, op=verb, error="UnavailableError") > 0
         again = pool.again()
         try:
-            poll(lambda: tier.write(items(1)) == [WriteStatus.STORED])
+            until(lambda: tier.write(items(range(1))) == [WriteStatus.STORED])
             assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [PAYLOADS[0]]
         finally:
             again.kill()
@@ -372,12 +228,12 @@ def test_a_restart_between_two_calls_goes_unnoticed(tmp_path: Path) -> None:
     metrics = Metrics()
     with pool_process(listen=f"unix:{tmp_path}/pool.sock") as pool:
         tier = connect(pool.block, metrics=metrics)
-        assert tier.write(items(2)) == [WriteStatus.STORED] * 2
+        assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
         pool.kill()
         again = pool.again()
         try:
-            assert tier.write(items(2)) == [WriteStatus.STORED] * 2
-            assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1]]
+            assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
+            assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
             assert not [s for family in metrics.registry.collect() for s in family.samples if "io_errors" in s.name]
         finally:
             again.kill()
@@ -405,11 +261,11 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
             before = [bytes(buffer) for buffer in into]
             assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
             assert tier.write([(key, payload) for key in keys]) == [WriteStatus.FAILED] * 64
-            assert sample(metrics, op="read", error="UnavailableError") == 1
-            assert sample(metrics, op="write", error="UnavailableError") == 1
+            assert failed_calls(metrics, op="read", error="UnavailableError") == 1
+            assert failed_calls(metrics, op="write", error="UnavailableError") == 1
         finally:
             os.kill(pool.process.pid, signal.SIGCONT)
-        poll(lambda: read_blocks(tier, keys[:2], MIB) == [payload] * 2)
+        until(lambda: read_blocks(tier, keys[:2], MIB) == [payload] * 2)
         assert [bytes(buffer) for buffer in into] == before
         tier.close()
         patient.close()

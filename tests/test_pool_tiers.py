@@ -1,63 +1,23 @@
 """The pool over several tiers: who gets a block when, and what is left when one of them is lost."""
 
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvtier.keys import StoreKey
 from kvtier.testing.contract import make_key
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier_pool.core import PoolCore
 from pool_rig import BLUE, MIB, WAIT_S, core_rig, keys, payloads, until
+from remote_tier import RemoteTier, remote_tier
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
 
 
-class Shared:
-    """A tier that outlives the pools over it, as a Redis does."""
-
-    def __init__(self, inner: HostTier) -> None:
-        self.inner = inner
-        self.fails = False
-
-    @property
-    def name(self) -> str:
-        return "redis"
-
-    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        return [Status.MISS] * len(keys) if self.fails else self.inner.lookup(keys)
-
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        return [Status.MISS] * len(keys) if self.fails else self.inner.read(keys, into)
-
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
-        return [WriteStatus.FAILED] * len(items) if self.fails else self.inner.write(items)
-
-    def discard(self, keys: Sequence[StoreKey]) -> int:
-        return self.inner.discard(keys)
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def close(self) -> None:
-        """The pool's end is not the server's."""
-
-
-@pytest.fixture
-def shared() -> Iterator[Shared]:
-    tier = HostTier(64 * MIB, name="redis")
-    yield Shared(tier)
-    tier.check()
-    tier.close()
+shared = pytest.fixture(remote_tier)
 
 
 def cold_end_is_written(core: PoolCore) -> bool:
@@ -71,7 +31,7 @@ def has(tier: Tier, labels: Sequence[object]) -> bool:
     return tier.lookup(keys(labels)) == [Status.HIT] * len(labels)
 
 
-def test_a_block_goes_to_every_tier_and_comes_back_from_the_nearest(tmp_path: Path, shared: Shared) -> None:
+def test_a_block_goes_to_every_tier_and_comes_back_from_the_nearest(tmp_path: Path, shared: RemoteTier) -> None:
     labels = list(range(10))
     with core_rig(tmp_path, remote=shared) as rig:
         for i in labels:
@@ -85,7 +45,7 @@ def test_a_block_goes_to_every_tier_and_comes_back_from_the_nearest(tmp_path: Pa
         assert rig.count("kvtier_pool_read_blocks_total", source="disk") == 10
 
 
-def test_a_pool_with_an_empty_disk_reads_from_redis_and_keeps_copies(tmp_path: Path, shared: Shared) -> None:
+def test_a_pool_with_an_empty_disk_reads_from_redis_and_keeps_copies(tmp_path: Path, shared: RemoteTier) -> None:
     labels = list(range(10))
     with core_rig(tmp_path / "a", remote=shared) as rig:
         for i in labels:
@@ -101,7 +61,7 @@ def test_a_pool_with_an_empty_disk_reads_from_redis_and_keeps_copies(tmp_path: P
         assert rig.load(keys(labels)) == payloads(labels), "the disk has them now"
 
 
-def test_a_redis_that_came_back_empty_is_filled_by_reads(tmp_path: Path, shared: Shared) -> None:
+def test_a_redis_that_came_back_empty_is_filled_by_reads(tmp_path: Path, shared: RemoteTier) -> None:
     with core_rig(tmp_path, remote=shared) as rig:
         rig.store("a")
         rig.core.drain(WAIT_S)
@@ -111,7 +71,7 @@ def test_a_redis_that_came_back_empty_is_filled_by_reads(tmp_path: Path, shared:
         until(lambda: has(shared, ["a"]))
 
 
-def test_a_redis_that_fails_takes_nothing_away(tmp_path: Path, shared: Shared) -> None:
+def test_a_redis_that_fails_takes_nothing_away(tmp_path: Path, shared: RemoteTier) -> None:
     shared.fails = True
     with core_rig(tmp_path, remote=shared) as rig:
         for i in range(10):
@@ -122,7 +82,7 @@ def test_a_redis_that_fails_takes_nothing_away(tmp_path: Path, shared: Shared) -
         assert rig.load(keys(range(10))) == payloads(range(10))
 
 
-def test_discard_reaches_every_tier(tmp_path: Path, shared: Shared) -> None:
+def test_discard_reaches_every_tier(tmp_path: Path, shared: RemoteTier) -> None:
     with core_rig(tmp_path, remote=shared) as rig:
         rig.store("a")
         rig.store("a", tenant=BLUE)
@@ -134,7 +94,7 @@ def test_discard_reaches_every_tier(tmp_path: Path, shared: Shared) -> None:
 
 
 def test_a_block_that_is_discarded_while_it_is_written_again_and_again_never_comes_back(
-    tmp_path: Path, shared: Shared
+    tmp_path: Path, shared: RemoteTier
 ) -> None:
     with core_rig(tmp_path, remote=shared) as rig, ThreadPoolExecutor(1) as executor:
         for i in range(300):
@@ -148,7 +108,7 @@ def test_a_block_that_is_discarded_while_it_is_written_again_and_again_never_com
         assert shared.usage().num_blocks == 0
 
 
-def test_selective_writes_a_block_at_its_second_use(shared: Shared) -> None:
+def test_selective_writes_a_block_at_its_second_use(shared: RemoteTier) -> None:
     with core_rig(remote=shared, policy=SELECTIVE) as rig:
         for i in range(4):
             rig.store(i)
@@ -162,7 +122,7 @@ def test_selective_writes_a_block_at_its_second_use(shared: Shared) -> None:
         assert shared.lookup(keys(range(4))) == [Status.MISS, Status.HIT, Status.MISS, Status.HIT]
 
 
-def test_write_back_writes_what_is_about_to_be_evicted(shared: Shared) -> None:
+def test_write_back_writes_what_is_about_to_be_evicted(shared: RemoteTier) -> None:
     """2 MiB of memory hold 32 blocks at the most; the coldest two are kept written."""
     with core_rig(remote=shared, policy=WRITE_BACK, memory_bytes=2 * MIB) as rig:
         for i in range(8):
@@ -177,18 +137,17 @@ def test_write_back_writes_what_is_about_to_be_evicted(shared: Shared) -> None:
         assert shared.usage().num_blocks < 100, "what memory keeps is not written"
 
 
-def test_write_back_does_not_count_its_own_reading_as_a_use(shared: Shared) -> None:
+def test_write_back_does_not_count_its_own_reading_as_a_use(shared: RemoteTier) -> None:
+    """The coldest blocks are written, and the first to go all the same."""
     with core_rig(remote=shared, policy=WRITE_BACK, memory_bytes=2 * MIB) as rig:
-        stored = 0
-        while shared.usage().num_blocks == 0:
-            rig.store(stored)
-            stored += 1
-            time.sleep(0.005)
-        until(lambda: has(shared, [0]))  # the coldest comes first, but for others of the same batch
-        before = rig.core.lookup(keys([0]))
-        rig.store(stored)
-        assert before == [Status.HIT]
-        assert rig.load(keys([0])) == payloads([0])
+        statuses: list[Status] = []
+        while Status.MISS not in statuses:
+            assert rig.store(len(statuses)) is WriteStatus.STORED
+            until(lambda: cold_end_is_written(rig.core))
+            statuses = rig.core._memory.lookup(keys(range(len(statuses) + 1)))
+        assert has(shared, [0])
+        num_gone = statuses.count(Status.MISS)
+        assert statuses == [Status.MISS] * num_gone + [Status.HIT] * (len(statuses) - num_gone)
 
 
 def test_write_back_forgets_rather_than_waits(tmp_path: Path) -> None:
@@ -232,7 +191,7 @@ def test_write_back_keeps_up_with_cold_reads(tmp_path: Path) -> None:
             assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == before
 
 
-def test_selective_writes_again_what_the_tier_has_lost(shared: Shared) -> None:
+def test_selective_writes_again_what_the_tier_has_lost(shared: RemoteTier) -> None:
     with core_rig(remote=shared, policy=SELECTIVE) as rig:
         rig.store("a")
         rig.load(keys(["a"]))
@@ -256,7 +215,7 @@ def test_a_block_on_its_way_up_is_a_hit(tmp_path: Path) -> None:
         assert first.result(WAIT_S) == second.result(WAIT_S) == payloads(["a"])
 
 
-def test_tiers_drain_side_by_side(tmp_path: Path, shared: Shared) -> None:
+def test_tiers_drain_side_by_side(tmp_path: Path, shared: RemoteTier) -> None:
     with core_rig(tmp_path, remote=shared, policy=WRITE_BACK) as rig:
         rig.files.may_write.clear()
         for i in range(40):
@@ -266,7 +225,7 @@ def test_tiers_drain_side_by_side(tmp_path: Path, shared: Shared) -> None:
         assert (redis.num_written, redis.num_abandoned) == (40, 0)
 
 
-def test_a_tier_that_works_again_gets_what_it_missed_at_the_stop(shared: Shared) -> None:
+def test_a_tier_that_works_again_gets_what_it_missed_at_the_stop(shared: RemoteTier) -> None:
     shared.fails = True
     with core_rig(remote=shared) as rig:
         for i in range(20):
@@ -278,7 +237,7 @@ def test_a_tier_that_works_again_gets_what_it_missed_at_the_stop(shared: Shared)
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-def test_readers_writers_and_discards_over_three_tiers(tmp_path: Path, shared: Shared, policy: WritePolicy) -> None:
+def test_readers_writers_and_discards_over_three_tiers(tmp_path: Path, shared: RemoteTier, policy: WritePolicy) -> None:
     """Each worker discards labels of its own for good: none of those comes back from anywhere."""
     with core_rig(tmp_path, remote=shared, policy=policy, memory_bytes=MIB, queue_bytes=MIB // 4) as rig:
 

@@ -15,23 +15,28 @@ import psutil
 import pytest
 
 from kvtier.clock import MONOTONIC
-from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis.dialer import in_time
-from redis_rig import MIB, WAIT_S, RedisServer, all_errors, connect, errors, free_port, poll, running_redis
+from redis_rig import (
+    BLOCK_BYTES,
+    KEYS,
+    MIB,
+    PAYLOADS,
+    WAIT_S,
+    RedisServer,
+    all_errors,
+    connect,
+    errors,
+    free_port,
+    items,
+    poll,
+    running_redis,
+)
 from transfers_rig import kill_during_transfers
-
-BLOCK_BYTES = 64 * 1024
-KEYS = [make_key(i) for i in range(16)]
-PAYLOADS = [make_payload(i, BLOCK_BYTES) for i in range(16)]
-
-
-def items(count: int) -> list[tuple[StoreKey, bytes]]:
-    return list(zip(KEYS[:count], PAYLOADS[:count], strict=True))
 
 
 @pytest.fixture

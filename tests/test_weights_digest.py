@@ -1,6 +1,11 @@
-"""Ranks of an engine start at a time: one hashes the weights, the others wait for it, and nothing keeps them."""
+"""Ranks of an engine start at a time: one hashes the weights, the others wait for it, and nothing keeps them.
 
+Later starts are told what it has found, unless the files or the note of it have changed.
+"""
+
+import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -8,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from kvtier import weights_digest as module
 from kvtier.errors import ConfigError
@@ -88,3 +93,31 @@ def test_files_that_cannot_be_hashed_keep_nobody(tmp_path: Path, file: Path) -> 
         with pytest.raises(ConfigError):
             weights_digest([file], tmp_path / "cache")
     assert list((tmp_path / "cache" / "digests").iterdir()) == []
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "another file"])
+def test_weights_replaced_behind_the_same_size_and_time_are_others(tmp_path: Path, file: Path, in_place: bool) -> None:
+    """As rsync -t, tar -x and images with a fixed date leave them."""
+    cache = tmp_path / "cache"
+    os.utime(file, (0, 0))
+    first = weights_digest([file], cache)
+    before = file.stat()
+    time.sleep(0.05)  # the clock of file systems ticks every 1 to 10 ms
+    if not in_place:
+        file.rename(tmp_path / "old")
+    file.write_bytes(save({"a": torch.ones(10)}))
+    os.utime(file, (0, 0))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert (after.st_ino == before.st_ino) == in_place
+    assert weights_digest([file], cache) != first
+
+
+@pytest.mark.parametrize("garbage", [b"z" * 64, b"", b"ab" * 31, b"\xff" * 64, b"0" * 65])
+def test_a_garbled_digest_is_computed_again(tmp_path: Path, file: Path, garbage: bytes) -> None:
+    cache = tmp_path / "cache"
+    digest = weights_digest([file], cache)
+    (memory,) = (cache / "digests").iterdir()
+    memory.write_bytes(garbage)
+    assert weights_digest([file], cache) == digest
+    assert memory.read_text() == digest.hex() + "\n"

@@ -1,12 +1,11 @@
 """When blocks go down: from the device to host memory, and from there to the tiers below."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, until
+from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, pool_tier, until
 from kvtier.block_pool import BlockPool
 from kvtier.errors import InvalidInputError
 from kvtier.hierarchy import Block, Cleaner, DirectorySettings, InventoryLog
@@ -18,12 +17,7 @@ from kvtier.tiers.write_policy import UseCounts, WritePolicy
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
 
 
-@pytest.fixture
-def pool() -> Iterator[HostTier]:
-    tier = memory_tier("pool")
-    yield tier
-    tier.check()
-    tier.close()
+pool = pytest.fixture(pool_tier)
 
 
 def in_tier(tier: HostTier, hashes: list[BlockKey]) -> list[bool]:
