@@ -12,7 +12,8 @@ import numpy as np
 import typer
 from prometheus_client import CollectorRegistry
 
-from kvtier.bench.blocks import TENANT, namespace_of
+from kvtier.bench.blocks import NUM_SLOTS, TENANT, namespace_of
+from kvtier.bench.copy_process import CopyProcess
 from kvtier.bench.folder import working_folder
 from kvtier.bench.options import Json
 from kvtier.bench.pool_process import PoolProcess, pool_process
@@ -46,7 +47,7 @@ def bench_fetch(
     """Fetch blocks from the pool to the device, with the engine's thread idle, and in a pure Python loop, in turn.
 
     With the tier process of `cache.io_process` and without. The device is host memory. The loop's own speed is held
-    against the same loop while nothing is fetched.
+    against the same loop while nothing is fetched, beside that of the loop while another process copies memory.
     """
     keep_freed_memory()
     settings: dict[str, object] = {"batch_blocks": batch, "load_deadline_s": _PATIENCE_S}
@@ -58,10 +59,13 @@ def bench_fetch(
             name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**settings, "io_process": io_process}))
             for name, io_process in (("process", True), ("threads", False))
         }
+        copies = stack.enter_context(CopyProcess(payload_bytes, NUM_SLOTS))
+        beside_copies: list[float] = []
         subjects = {}
         for name, fetch in fetches.items():
             subjects[f"{name} idle"] = Subject(fetch.idle, fetch.forget)
             subjects[f"{name} busy"] = Subject(fetch.busy, fetch.forget)
+        subjects["copies"] = Subject(lambda: [_beside(copies, beside_copies)])
         samples = in_turn(subjects, rounds=rounds, label="fetch")
     fields: dict[str, Any] = {"payload_bytes": payload_bytes, "batch": batch, "round_bytes": payload_bytes * blocks}
     cases: list[Case] = []
@@ -76,6 +80,11 @@ def bench_fetch(
             f"({min(speeds):.1%} .. {max(speeds):.1%}); {median(on_core):.1%} without the time in which it waited "
             "for a core, not for the interpreter."
         )
+    kept = beside_copies[-rounds:]
+    notes.append(
+        f"Beside a process that only copies memory the loop keeps {median(kept):.1%} "
+        f"({min(kept):.1%} .. {max(kept):.1%}): what this machine takes for any such neighbour."
+    )
     report("Fetch from the pool to the device", cases, as_json=json, notes=notes)
 
 
@@ -138,6 +147,24 @@ class _Fetch:
             num_steps += 1
         waited_s = _waited_for_core_s() - waited_s
         return num_steps / elapsed, num_steps / (elapsed - waited_s)
+
+
+def _beside(copies: CopyProcess, speeds: list[float]) -> float:
+    """Seconds. Adds to `speeds` the loop's speed while another process copies, as a share of that before it did."""
+    alone = _steps_per_s(lambda elapsed_s: elapsed_s >= _ALONE_S)
+    start = time.perf_counter()
+    copies.begin()
+    speeds.append(_steps_per_s(lambda _: copies.has_ended()) / alone)
+    return time.perf_counter() - start
+
+
+def _steps_per_s(is_over: Callable[[float], bool]) -> float:
+    start, num_steps, elapsed_s = time.perf_counter(), 0, 0.0
+    while not is_over(elapsed_s):
+        _compute()
+        num_steps += 1
+        elapsed_s = time.perf_counter() - start
+    return num_steps / elapsed_s
 
 
 def _compute() -> int:
