@@ -245,12 +245,17 @@ def _places(host_pool: Any, indices: torch.Tensor, piece_bytes: Sequence[int]) -
 
 
 def _require_indices(host_pool: Any, indices: torch.Tensor) -> None:
-    """Raises `InvalidInputError` for indices that are outside of the host pool, or of a part of a page."""
-    if len(indices) % page_size_of(host_pool):
-        raise InvalidInputError(f"{len(indices)} indices: pages have {page_size_of(host_pool)}")
+    """Raises `InvalidInputError` for pages that are outside of the host pool, or indices of a part of one."""
+    page_size = page_size_of(host_pool)
+    if len(indices) % page_size:
+        raise InvalidInputError(f"{len(indices)} indices: pages have {page_size}")
+    if not len(indices):
+        return
     size = int(getattr(host_pool, "logical_size", None) or host_pool.size)
-    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
-        raise InvalidInputError(f"indices from {int(indices.min())} to {int(indices.max())} of {size}")
+    # A page goes on from its first index, whatever the others say.
+    first, last = int(indices.min()), max(int(indices.max()), int(indices[::page_size].max()) + page_size - 1)
+    if not 0 <= first <= last < size:
+        raise InvalidInputError(f"indices from {first} to {last} of {size}")
 
 
 def _view(address: int, nbytes: int) -> memoryview:

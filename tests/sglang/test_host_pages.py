@@ -121,6 +121,13 @@ def test_places_outside_of_the_pool_are_refused(layout: str, places: torch.Tenso
         pages_of(host_pool(layout)).lend_filled(places)
 
 
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_a_page_that_ends_outside_of_the_pool_is_refused(layout: str) -> None:
+    pool = host_pool(layout)
+    with pytest.raises(InvalidInputError):
+        pages_of(pool).lend_filled(torch.full((PAGE,), pool.size - 1))
+
+
 def test_keys_and_values_of_all_layers_are_one_copy() -> None:
     for latent, shape in ((False, (6, 2)), (True, (6, 1))):
         with pytest.MonkeyPatch.context() as patch:
