@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import Config, merge_tables, parse_config
+from kvtier.config import Config, merge_tables, nearest, parse_config
 from kvtier.errors import ConfigError
 
 SOURCE = "hicache-storage-backend-extra-config"
@@ -27,6 +27,7 @@ _OF_SGLANG = frozenset(
     )
 )
 """Keys that SGLang reads itself, or adds."""
+_KNOWN = (_FILE, _FOLDER, _REVISION, _V1, *_OF_SGLANG, *Config.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ def load_settings(extra: Mapping[str, Any]) -> Settings:
 
     :raises ConfigError: names file or key, and the remedy.
     """
+    for name in extra:
+        if name not in _KNOWN:
+            raise ConfigError(f"{SOURCE}.{name}: unknown key{nearest(name, _KNOWN)}")
     inline = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
     folder_named, revision, is_v1 = (inline.pop(name, None) for name in (_FOLDER, _REVISION, _V1))
     model_folder = _text(_FOLDER, folder_named)

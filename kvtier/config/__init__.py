@@ -19,6 +19,6 @@ Nothing else in kvtier reads the environment.
 
 from kvtier.config.config import Config
 from kvtier.config.fields import OVERRIDE_PREFIX
-from kvtier.config.parsing import load_config, merge_tables, parse_config, token_sha256
+from kvtier.config.parsing import load_config, merge_tables, nearest, parse_config, token_sha256
 
-__all__ = ["OVERRIDE_PREFIX", "Config", "load_config", "merge_tables", "parse_config", "token_sha256"]
+__all__ = ["OVERRIDE_PREFIX", "Config", "load_config", "merge_tables", "nearest", "parse_config", "token_sha256"]

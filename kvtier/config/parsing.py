@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def parse_config(
         named.append(("tenant", config.tenant))
     for key, name in named:
         if name not in config.tenants:
-            raise ConfigError(f"{source}: {key}: {name!r} has no table{_nearest(name, config.tenants)}")
+            raise ConfigError(f"{source}: {key}: {name!r} has no table{nearest(name, config.tenants)}")
     return config
 
 
@@ -71,6 +71,12 @@ def merge_tables(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, 
         both = isinstance(known, Mapping) and isinstance(value, Mapping)
         merged[name] = merge_tables(known, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def nearest(name: str, valid: Collection[str]) -> str:
+    """What an error about an unknown name ends with: the valid one that was perhaps meant, or all of them."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(sorted(valid)) or 'none'}"
 
 
 def token_sha256(token: str) -> str:
@@ -105,7 +111,7 @@ def _explain(source: str, error: Any) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        return f"{source}: {key}: unknown key{_nearest(location[-1], _fields_beside(location))}"
+        return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
     return f"{source}: {key}: {error['msg']}"
 
 
@@ -119,8 +125,3 @@ def _fields_beside(location: list[str]) -> list[str]:
         assert isinstance(annotation, type)
         section = annotation
     return list(section.model_fields)
-
-
-def _nearest(name: str, valid: Any) -> str:
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(sorted(valid)) or 'none'}"

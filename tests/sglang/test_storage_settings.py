@@ -67,6 +67,8 @@ def test_inline_keys_win_over_the_file_key_by_key(tmp_path: Path) -> None:
         ({"config": "/nowhere/kvtier.toml"}, ["hicache-storage-backend-extra-config.config", "/nowhere/kvtier.toml"]),
         ({"config": 1}, ["hicache-storage-backend-extra-config.config", "no text"]),
         ({"pools": {}}, ["pools", "did you mean 'pool'"]),
+        ({"model_revison": "2"}, ["model_revison", "did you mean 'model_revision'"]),
+        ({"prefetch_treshold": 1}, ["prefetch_treshold", "did you mean 'prefetch_threshold'"]),
         ({"pool": {"adress": "x"}}, ["pool.adress", "did you mean 'address'"]),
         ({"pool": {}}, ["pool.address", "missing"]),
         ({"pool": {**POOL, "write_policy": "write_back"}}, ["pool.write_policy", "write_through"]),
