@@ -25,7 +25,7 @@ class CopiedPages:
         return any(there for (there,) in self._store.present([(kind, [name]) for kind in kinds if kind is not None]))
 
     def read(self, names: Sequence[str], targets: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
-        """Fills tensors, new ones if none are given; None from the first page on that is missing."""
+        """Fills tensors, new ones if none are given; None for what is missing, or was not read any more after that."""
         into = list(targets) if targets is not None else [self._pools.anchor.blank_page() for _ in names]
         whole = [target.contiguous() for target in into]  # itself, or a copy that goes back
         got = self._store.read(self._kind(whole), names, _lender(whole), self._store.begin_by())
