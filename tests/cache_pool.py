@@ -1,6 +1,7 @@
 """A cache pool in a process of its own, for the tests of real engines. Every wait has a bound."""
 
 import hashlib
+import os
 import signal
 import time
 import urllib.request
@@ -55,8 +56,9 @@ class CachePool:
         self.__enter__()
 
     def suspend(self) -> None:
-        """SIGSTOP: connections stay, and nobody answers."""
+        """SIGSTOP: connections stay, and nobody answers from now on."""
         self._service.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._service.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._service.process.send_signal(signal.SIGCONT)

@@ -124,6 +124,24 @@ def test_a_page_that_another_writer_has_begun_keeps_nobody_behind_it(monkeypatch
         assert settled == ["retried"] * 3
 
 
+def test_pages_that_keep_coming_keep_none_from_being_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_sglang.owed_pages._BATCH_BYTES", 1)
+    tried: list[StoreKey] = []
+    pool = Pool()
+
+    def write(items: Items) -> Sequence[Outcome]:
+        tried.append(items[0][0])
+        if len(tried) < 10:
+            assert owed.add(page(b"%d" % len(tried), b"another"))
+        return [WriteStatus.FAILED]
+
+    pool.write = write  # type: ignore[method-assign]
+    with owing(pool) as (owed, _):
+        assert owed.add(page(b"a", b"1"))
+        until(lambda: len(tried) >= 3, "it is tried")
+    assert tried[:3].count(StoreKey(b"a\0")) == 2
+
+
 def test_another_writer_is_waited_for_as_long_as_it_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_sglang.owed_pages._LONGEST_PAUSE_S", 0.01)
     now_s = 0.0
@@ -179,6 +197,7 @@ def test_after_closing_nothing_is_taken() -> None:
     pool.may_answer.set()
     with owing(pool) as (owed, _):
         owed.add(page(b"a", b"1"))
-        owed.close(0.2)
+        owed.close(0.3)
+        assert 1 <= pool.num_calls < 10, "now and then until the end"
         assert not owed.add(page(b"b", b"1"))
         owed.close(0.2)

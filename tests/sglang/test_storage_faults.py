@@ -77,12 +77,14 @@ def test_a_pool_that_dies_and_comes_back(own_pool: CachePool) -> None:
 def test_a_pool_that_hangs_costs_each_call_its_deadlines_and_no_more(own_pool: CachePool) -> None:
     keys, mine, theirs = digests(8, start=33), host_pool(seed=33), host_pool()
     side = (PoolName.SWA, host_pool(seed=34))
-    with storage(own_pool, mine, side, client={"call_timeout_s": 2.0}) as made:
+    deadlines: dict[str, Any] = {"client": {"call_timeout_s": 2.0}, "cache": {"lookup_deadline_s": 0.2}}
+    with storage(own_pool, mine, side, **deadlines) as made:
         made.batch_set_v1(keys[:4], indices(0, 1, 2, 3))
         own_pool.suspend()
         try:
+            with within(1.5):
+                assert made.batch_exists(keys) == 0, "a question has a deadline of its own"
             calls: list[Callable[[], Any]] = [
-                lambda: made.batch_exists(keys),
                 lambda: made.batch_get_v1(keys[:4], indices(0, 1, 2, 3)),
                 lambda: made.batch_set_v1(keys[4:6], indices(4, 5)),
                 lambda: made.batch_set_v2([transfer(PoolName.SWA, keys[:2], 0, 1) for _ in range(6)]),
@@ -135,8 +137,10 @@ def test_what_another_writer_has_begun_is_not_there_yet(pool: CachePool) -> None
             kind = made._pools.anchor.kind
             assert kind is not None
             names = made._store._part_keys(kind, keys[:1])
-            begun = WritePart(link, [(name, bytes(kind.part_bytes[0])) for name in names], time.monotonic() + 60)
+            items = [(name, bytes(kind.part_bytes[0])) for name in names]
+            begun = WritePart(link, items, time.monotonic() + 60)
             begun.await_room()
+            assert made._store.write_owed(items) == [None] * 2, "it may yet come"
             assert made.batch_set_v1(keys, indices(0, 1)) == [True] * 2
             assert (count(made, "write", "owed"), count(made, "write", "stored")) == (1, 1)
             assert made.batch_exists(keys) == 0
