@@ -139,6 +139,7 @@ class PageStore:
                 outcome = status.name.lower() if is_stored else "owed" if is_kept[i] else "dropped"
                 self._stats.count(kind.name, "write", outcome)
             lent.give_back()
+            # A pool that takes none of them is busy or away: more would only be sent in vain.
             is_well = any(status in _THERE for status in statuses)
         self._note_seen(kind, names, is_kept)
         self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
