@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,23 @@ def test_many_threads_measure_together_as_many_blocks_as_one(monkeypatch: pytest
         list(executor.map(lambda _: bench.run(1, 0.02), range(200)))
     assert bench.choice.codec is Codec.PLANES_ZSTD
     assert 200 + 8 * 3 < bench.num_encoded <= 200 + 8 * 3 + 8 * 3
+
+
+def test_a_block_that_changes_while_it_is_tried_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in memory that a client of a pool can write to: it is his block, but others are written beside it."""
+    payload = bytearray(BLOCK)
+
+    def changing(*arguments: Any) -> Any:
+        encoded = encode(*arguments)
+        payload[0] ^= 1
+        return encoded
+
+    monkeypatch.setattr(codec_choice, "encode", changing)
+    choice = CodecChoice(None, tier="disk", metrics=Metrics())
+    for _ in range(9):
+        choice.encode(KEY, payload)
+    choice.wrote(4 * MIB, 1000.0)
+    assert choice.codec in (Codec.LZ4, Codec.PLANES_ZSTD), "it was measured"
 
 
 def test_labels() -> None:

@@ -150,8 +150,9 @@ class CodecChoice:
             finally:
                 with self._lock:
                     self._num_sampling -= 1
-        header, stored = encode(key, payload, self._codec)
-        raw_bytes, stored_bytes = self._bytes[parse_stored_header(header).codec]
+        codec = self._codec  # another thread may change it
+        header, stored = encode(key, payload, codec)
+        raw_bytes, stored_bytes = self._bytes[Codec.RAW if stored is payload else codec]
         raw_bytes.inc(len(payload))
         stored_bytes.inc(len(stored))
         return header, stored
@@ -185,6 +186,7 @@ class CodecChoice:
             return True
 
     def _sample(self, key: StoreKey, payload: ReadableBuffer) -> None:
+        payload = bytes(payload)  # whoever else can write to it meanwhile
         into = memoryview(bytearray(payload))  # touched: fresh memory would cost more than some codecs
         for codec in Codec:
             if not self._measured.codecs[codec].raw_bytes:
