@@ -1,21 +1,26 @@
 """Threads at one disk tier: a block that one writes, reads or moves while another wants it, or wants it gone."""
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disk_forgetting_rig import SMALL, WAIT_S, items
 from disk_rig import opened
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
-from kvtier.keys import tenant_id
+from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.tiers import codec_choice
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log import reading
 from kvtier.tiers.files import OsFiles
 
 
@@ -188,3 +193,106 @@ def test_reads_do_not_wait_for_a_batch_that_is_being_written(tmp_path: Path) -> 
         finally:
             files.gate.set()
         assert set(writing.result(WAIT_S)) == {WriteStatus.STORED}
+
+
+def apart(number: int) -> tuple[list[tuple[StoreKey, bytes]], list[StoreKey]]:
+    """Blocks each of which is written by itself, and every other of them: those are read by themselves."""
+    blocks = items(range(number), 256 * KIB)
+    return blocks, [key for key, _ in blocks[::2]]
+
+
+class TestTwoThreads:
+    """Of a tier that is to have two reads and two writes on their way: a third checks meanwhile."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return tmp_path / "disk"
+
+    def open(self, folder: Path, files: OsFiles) -> AbstractContextManager[DiskTier]:
+        return opened(folder, 64 * MIB, segment_bytes=MIB, files=files, num_threads=2)
+
+    def test_have_no_more_on_their_way(self, folder: Path) -> None:
+        class Crowded(OsFiles):
+            lock = threading.Lock()
+            crowd = threading.Event()
+            num, most = 0, 0
+
+            @contextmanager
+            def on_the_way(self, buffers: Sequence[memoryview]) -> Iterator[None]:
+                if sum(map(len, buffers)) < 256 * KIB:
+                    yield
+                    return
+                with self.lock:
+                    self.num += 1
+                    self.most = max(self.most, self.num)
+                    if self.num > 2:
+                        self.crowd.set()
+                self.crowd.wait(0.01)  # for others that are not to come
+                yield
+                with self.lock:
+                    self.num -= 1
+
+            def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+                with self.on_the_way(buffers):
+                    super().write(fd, buffers, offset)
+
+            def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+                with self.on_the_way(buffers):
+                    return super().read(fd, buffers, offset)
+
+        files = Crowded(direct=False)
+        blocks, keys = apart(12)
+        with self.open(folder, files) as tier:
+            assert tier.write(blocks) == [WriteStatus.STORED] * 12
+            assert files.most == 2
+            files.most = 0
+            assert None not in read_blocks(tier, keys, 256 * KIB)
+            assert files.most == 2
+
+    def test_write_while_the_next_block_is_packed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        packing_third, written = threading.Event(), threading.Semaphore(0)
+        number, encode = itertools.count(1), codec_choice.encode
+
+        def waiting(*arguments: Any) -> Any:
+            if next(number) == 3:
+                packing_third.set()
+                assert [written.acquire(timeout=WAIT_S) for _ in range(2)] == [True] * 2
+            return encode(*arguments)
+
+        class Waiting(OsFiles):
+            def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+                is_block = sum(map(len, buffers)) >= 256 * KIB
+                assert not is_block or packing_third.wait(WAIT_S)
+                super().write(fd, buffers, offset)
+                if is_block:
+                    written.release()
+
+        monkeypatch.setattr(codec_choice, "encode", waiting)
+        blocks, _ = apart(3)
+        with self.open(folder, Waiting(direct=False)) as tier:
+            assert tier.write(blocks) == [WriteStatus.STORED] * 3
+
+    def test_read_while_the_last_block_is_verified(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        go_on, verify = threading.Event(), reading.verify
+        num_read = threading.Semaphore(0)
+
+        def slow(*arguments: Any) -> None:
+            assert go_on.wait(WAIT_S)
+            verify(*arguments)
+
+        class Counting(OsFiles):
+            def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+                nbytes = super().read(fd, buffers, offset)
+                num_read.release()
+                return nbytes
+
+        blocks, keys = apart(8)
+        with self.open(folder, Counting(direct=False)) as tier, ThreadPoolExecutor(1) as executor:
+            tier.write(blocks)
+            monkeypatch.setattr(reading, "verify", slow)
+            into = executor.submit(read_blocks, tier, keys, 256 * KIB)
+            try:
+                assert [num_read.acquire(timeout=WAIT_S) for _ in range(3)] == [True] * 3
+            finally:
+                go_on.set()
+            assert into.result(WAIT_S) == [payload for _, payload in blocks[::2]]

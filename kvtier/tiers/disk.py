@@ -3,11 +3,9 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kvtier.codec import Codec
 from kvtier.errors import ConfigError, InvalidInputError
@@ -23,6 +21,7 @@ from kvtier.tiers.disk_log.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk_log.finding import Finder
 from kvtier.tiers.disk_log.folder import DiskFolder
 from kvtier.tiers.disk_log.forgetting import Forgetter
+from kvtier.tiers.disk_log.lanes import Lanes
 from kvtier.tiers.disk_log.moving import Mover
 from kvtier.tiers.disk_log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk_log.recovery import recover
@@ -34,8 +33,6 @@ from kvtier.tiers.disk_log.writing import BlockWriter, parts_of, sort_out
 from kvtier.tiers.files import FileLayer, OsFiles
 from kvtier.tiers.gate import CallGate
 from kvtier.tiers.outbox import Outbox
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +85,14 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._metrics = metrics
         self._on_event = on_event
-        self._executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
-        self._write_executor = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
+        self._reads = Lanes(options.num_threads, f"kvtier-{name}")
+        self._writes = Lanes(options.num_threads, f"kvtier-{name}-write")
         """Of its own: a read is not to wait behind all of a large batch that is being written."""
         self._gate = CallGate(f"tier {name}")
         self._outbox = Outbox(name, on_event)
         self._trouble = Trouble(name, metrics, self._outbox, logging.getLogger(__name__))
         self._books = Books()
-        buffers = Buffers(2 * options.num_threads)
+        buffers = Buffers(3 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._books, buffers, self._trouble, options.sync)
         mover = Mover(
             self._books,
@@ -174,7 +171,8 @@ class DiskTier:
             (`kvtier bench codec`). None: whichever costs least here (`kvtier.tiers.codec_choice`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
-        :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
+        :param num_threads: reads on their way at once, and writes; as many threads again check and pack meanwhile. One
+            gives half the bandwidth of most disks.
         """
         options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads)
         _check(capacity_bytes, options)
@@ -286,7 +284,7 @@ class DiskTier:
 
     def _start(self) -> None:
         """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
-        found = recover(self._folder, self._files, self._books, self._executor)
+        found = recover(self._folder, self._files, self._books, self._reads.executor)
         self._metrics.foreign_files.labels(self._name).inc(found.num_foreign)
         self._metrics.corrupt_blocks.labels(self._name).inc(found.num_damaged)
         self._metrics.torn_blocks.labels(self._name).inc(found.num_torn)
@@ -301,14 +299,14 @@ class DiskTier:
         self._outbox.flush()
 
     def _release(self) -> None:
-        self._executor.shutdown()
-        self._write_executor.shutdown()
+        self._reads.close()
+        self._writes.close()
         self._files.close()
         self._folder.close()
 
     def _read_blocks(self, wanted: Sequence[Wanted]) -> Iterator[Answer]:
         """Runs of neighbours in parallel."""
-        for part in _run(self._executor, self._reader.read, runs_of(wanted)):
+        for part in self._reads.read(runs_of(wanted), self._reader.load, self._reader.check):
             yield from part
 
     def _store(
@@ -323,7 +321,7 @@ class DiskTier:
             claims = self._books.claim(keys, tags)
         statuses = [WriteStatus.EXISTS] * len(items)
         work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
-        for part in _run(self._write_executor, self._writer.store, parts_of(work, self._part_bytes)):
+        for part in self._writes.write(parts_of(work, self._part_bytes), self._writer.pack, self._writer.store):
             for index, status in part:
                 if isinstance(status, WriteStatus):
                     statuses[index] = status
@@ -336,13 +334,6 @@ class DiskTier:
         with self._books.lock:
             statuses = self._books.statuses(keys, tags)
         return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
-
-
-def _run(executor: Executor, task: Callable[[Any], _Answer], arguments: Iterable[Any]) -> list[_Answer]:
-    """Runs `task` once per argument on the I/O threads; all of them are done on return."""
-    futures = [executor.submit(task, argument) for argument in arguments]
-    wait(futures)
-    return [future.result() for future in futures]
 
 
 def _check(capacity_bytes: int, options: DiskOptions) -> None:

@@ -1,7 +1,8 @@
 """Reading records: neighbours in one read, straight into the callers' buffers where the file system allows it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec import Codec, Header, unpack, verify
@@ -36,6 +37,19 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A run as it was read, or what became of that. To be given to `BlockReader.check`."""
+
+    run: list[Wanted]
+    problem: OSError | None
+    num_read: int = 0
+    places: Sequence[memoryview] = ()
+    """Where the payloads are as stored."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Memory of some of them, lent until they are checked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What became of one block."""
 
@@ -65,7 +79,7 @@ def runs_of(blocks: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 
 
 class BlockReader:
-    """Reads runs and verifies them. Any thread."""
+    """Reads runs, and verifies them. Any thread."""
 
     def __init__(self, read_pages: ReadPages, buffers: Buffers, codecs: CodecChoice, *, direct: bool) -> None:
         """:param direct: buffers must be page-aligned; those that are not are filled from one that is."""
@@ -74,19 +88,34 @@ class BlockReader:
         self._codecs = codecs
         self._direct = direct
 
-    def read(self, run: list[Wanted]) -> list[Answer]:
-        """An answer per block, in order. Where the medium fails for several, each is tried by itself."""
+    def load(self, run: list[Wanted]) -> list[Loaded]:
+        """Reads a run. Where the medium fails for several blocks, each is tried by itself."""
         try:
-            return self._read(run)
+            return [self._load(run)]
         except OSError as error:
             if len(run) == 1:
-                return [Answer(run[0], error)]
-        return [answer for block in run for answer in self.read([block])]
+                return [Loaded(run, error)]
+        return [loaded for block in run for loaded in self.load([block])]
 
-    def _read(self, run: list[Wanted]) -> list[Answer]:
+    def check(self, parts: Iterable[Loaded]) -> list[Answer]:
+        """An answer per block, in order. No I/O."""
+        return [answer for loaded in parts for answer in self._check(loaded)]
+
+    def _check(self, loaded: Loaded) -> list[Answer]:
+        if loaded.problem is not None:
+            return [Answer(block, loaded.problem) for block in loaded.run]
+        first_page = loaded.run[0].page
+        with loaded.held:
+            return [
+                self._checked(block, place, first_page, loaded.num_read)
+                for block, place in zip(loaded.run, loaded.places, strict=True)
+            ]
+
+    def _load(self, run: list[Wanted]) -> Loaded:
         straight = [self._fits_straight(block) for block in run]
         staged = sum(block.num_pages for block, fits in zip(run, straight, strict=True) if not fits)
-        with self._buffers.lend((staged + 1) * PAGE) as stage:
+        with ExitStack() as held:
+            stage = held.enter_context(self._buffers.lend((staged + 1) * PAGE))
             padding, at = stage[:PAGE], PAGE
             pieces: list[memoryview] = []
             places: list[memoryview] = []
@@ -104,9 +133,7 @@ class BlockReader:
             began_s = MONOTONIC()
             num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
             self._codecs.read(num_read, MONOTONIC() - began_s)
-            return [
-                self._checked(block, place, run[0].page, num_read) for block, place in zip(run, places, strict=True)
-            ]
+            return Loaded(run, None, num_read, places, held.pop_all())
 
     def _fits_straight(self, block: Wanted) -> bool:
         if block.header.codec is not Codec.RAW:

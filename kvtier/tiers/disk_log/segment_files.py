@@ -118,8 +118,7 @@ class SegmentFiles:
         ready = [not direct or is_aligned(payload) for payload in payloads]
         staged_pages = sum(pages_of(len(p)) for p, is_ready in zip(payloads, ready, strict=True) if not is_ready)
         with self._buffers.lend((extent.head_pages + staged_pages) * PAGE) as stage:
-            head = pack_extent_head(extent.segment.id, extent.page, extent.num_pages, entries)
-            buffers = [fill_pages(stage, head.ljust(extent.head_pages * PAGE, b"\0"))]
+            buffers = [fill_pages(stage, pack_extent_head(extent.segment.id, extent.page, extent.num_pages, entries))]
             at = len(buffers[0])
             for payload, is_ready in zip(payloads, ready, strict=True):
                 if is_ready:

@@ -25,6 +25,8 @@ Work = tuple[int, Claim, ReadableBuffer]
 """Place in the caller's batch, claim, payload."""
 Outcome = tuple[int, "WriteStatus | BaseException"]
 """Place in the caller's batch; an exception is the caller's fault."""
+Packed = tuple[list[tuple[Work, bytes, ReadableBuffer]], list[Outcome]]
+"""What is to be written, with its headers and as stored; and answers for the rest of a part."""
 
 
 def sort_out(
@@ -86,8 +88,11 @@ class BlockWriter:
         self._new_bytes = new_bytes
         self._codecs = codecs
 
-    def store(self, part: Sequence[Work]) -> list[Outcome]:
-        """Writes claimed blocks of one tenant. An answer per block; nothing is raised. The claims are given back."""
+    def pack(self, part: Sequence[Work]) -> Packed:
+        """Claimed blocks of one tenant as they are to be stored. No I/O; nothing is raised.
+
+        What cannot be stored has its answer and its claim given back.
+        """
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
         for work in part:
@@ -103,12 +108,15 @@ class BlockWriter:
                 outcomes.append((index, WriteStatus.FULL))
             else:
                 ready.append((work, header, stored))
-        if ready:
-            status = self._try_to_append(
-                [w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready]
-            )
-            outcomes += [(work[0], status) for work, _, _ in ready]
-        return outcomes
+        return ready, outcomes
+
+    def store(self, packed: Packed) -> list[Outcome]:
+        """Writes them. An answer per block of the part; nothing is raised. The claims are given back."""
+        ready, outcomes = packed
+        if not ready:
+            return outcomes
+        status = self._try_to_append([w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready])
+        return outcomes + [(work[0], status) for work, _, _ in ready]
 
     def _try_to_append(
         self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
