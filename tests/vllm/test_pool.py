@@ -51,7 +51,7 @@ def test_a_cold_start_hits_everything(
     lab: Lab, expected: list[Answer], filled_pool: CachePool, processes: bool
 ) -> None:
     num_read = filled_pool.num_read()
-    with lab.engine(_sharing(filled_pool), own_process=True, processes=processes) as engine:
+    with lab.engine(_sharing(filled_pool), processes=processes) as engine:
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == all_hit(PROMPTS)

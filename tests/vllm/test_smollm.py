@@ -25,7 +25,7 @@ def test_a_long_document_is_computed_once(lab: Lab, smollm: Path, pool: CachePoo
         engine.generate([FIRST], num_tokens=8)
         pool.await_written(len(DOCUMENT) // BLOCK)
         expected = engine.generate([SECOND], num_tokens=8, salt="computed")
-    with lab.engine(connector, model=smollm, own_process=True, **LONG) as engine:
+    with lab.engine(connector, model=smollm, **LONG) as engine:
         answers = engine.generate([SECOND], num_tokens=8)
     assert tokens_of(answers) == tokens_of(expected)
     assert cached_of(expected) == [0]
