@@ -64,7 +64,7 @@ def _alone(lock: Path, nbytes: int) -> Iterator[None]:
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, descriptor)
-            if _is_locked(descriptor, patience_s):
+            if _lock(descriptor, patience_s):
                 stack.callback(_remove, lock)  # who comes now finds the digest
             else:
                 _log.warning("%s: another process hashes the weights for longer than %.0f s", lock, patience_s)
@@ -78,8 +78,8 @@ def _remove(lock: Path) -> None:
         lock.unlink()
 
 
-def _is_locked(descriptor: int, patience_s: float) -> bool:
-    """By us now; False: another process has it for all that time."""
+def _lock(descriptor: int, patience_s: float) -> bool:
+    """False: another process has had it for all that time."""
     give_up_at = time.monotonic() + patience_s
     while True:
         try:

@@ -5,7 +5,7 @@ kvtier a device slot is one of vLLM's blocks as one group sees it.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.hierarchy.jobs import Block
@@ -48,6 +48,11 @@ class KVGroups:
     def device_blocks(self, slots: Iterable[int]) -> list[int]:
         """vLLM's blocks that these device slots are in."""
         return [slot % self.num_blocks for slot in slots]
+
+    def slots(self, device_blocks: Iterable[int]) -> Iterator[int]:
+        """Device slots of all groups that are in these blocks of vLLM's."""
+        firsts = range(0, self.num_groups * self.num_blocks, self.num_blocks)
+        return (first + block for block in device_blocks for first in firsts)
 
     def _key(self, key: BlockKey, group: int) -> BlockKey:
         tenant, chain_hash = split_block_key(key)

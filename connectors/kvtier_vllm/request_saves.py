@@ -1,12 +1,14 @@
 """Which blocks of requests are saved, and with which step: as they become full, and what is left when requests end."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
 from kvtier.clock import Clock
 from kvtier.hierarchy import Block
+from kvtier.keys import BlockKey
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 
@@ -24,8 +26,9 @@ class RequestSaves:
         self._blocks, self._groups, self._size = blocks, groups, tokens_per_block
         self._save_answers, self._clock = save_answers, clock
         self._kv: KVCacheManager | None = None
-        self.unsaved: list[Block] = []
-        """Blocks of requests that have ended: saved by a step with room for them, unless one writes to them before."""
+        self.unsaved: dict[int, BlockKey] = {}
+        """By device slot, blocks of requests that have ended: saved by a step with room for them, unless one writes to
+        them before. Never more than there are slots, however often the same blocks are computed and hit."""
         self._last_saved_at = clock()
         """Or when nothing was left to save."""
 
@@ -44,8 +47,13 @@ class RequestSaves:
         :param computed: requests of the step, and how many of their tokens are computed after it.
         :param written: device blocks that it writes to.
         """
-        unsaved = [block for block in self.unsaved if block[1] % self._groups.num_blocks not in written]
-        blocks, self.unsaved = unsaved[:room], unsaved[room:]
+        blocks: list[Block] = []
+        if self.unsaved:
+            for slot in self._groups.slots(written):
+                self.unsaved.pop(slot, None)
+            blocks = [(key, slot) for slot, key in islice(self.unsaved.items(), room)]
+            for _, slot in blocks:
+                del self.unsaved[slot]
         for known, num_tokens in computed:
             blocks += self._newly_full(known, num_tokens, (room - len(blocks)) // self._groups.num_groups)
         if blocks or not self.unsaved:
@@ -57,7 +65,12 @@ class RequestSaves:
         # Tokens whose KV is there: all but the last one, which was not put into the model.
         request = known.request
         num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
-        self.unsaved += self._blocks.of(known, tables, range(known.num_saved, num_full))
+        blocks = self._blocks.of(known, tables, range(known.num_saved, num_full))
+        self.unsaved.update((slot, key) for key, slot in blocks)
+
+    def forget(self) -> None:
+        """Saves nothing of requests that have ended."""
+        self.unsaved.clear()
 
     def _num_to_keep(self, request: Request, num_tokens: int) -> int:
         """Full blocks among so many tokens that are to be saved."""

@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -262,6 +261,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forgets what this engine holds; the pool keeps what it has."""
+        self._saves.forget()
         if self._work is not None:
             self._work.directory.reset()
         return True
@@ -280,7 +280,7 @@ class SchedulerSide:
     def _awaited(self) -> set[BlockKey]:
         """Blocks that are not with the directory yet, or wait there for a place."""
         loading = self._work.loads.blocks() if self._work is not None else ()
-        return {key for key, _ in chain(self._saves.unsaved, loading)}
+        return {*self._saves.unsaved.values(), *(key for key, _ in loading)}
 
     def _note_results(self) -> None:
         assert self._work is not None

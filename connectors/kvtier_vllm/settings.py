@@ -22,6 +22,8 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
     data: dict[str, Any] = {}
     folder, source = Path(), _SOURCE
     if _FILE in extra:
+        if not isinstance(extra[_FILE], (str, Path)):
+            raise ConfigError(f"{_SOURCE}.{_FILE}: must be the path of a file")
         path = Path(extra[_FILE]).expanduser()
         folder, source = path.parent, f"{path} and {_SOURCE}" if inline else str(path)
         try:
@@ -29,10 +31,16 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{_SOURCE}.{_FILE}: cannot read {path}: {error}") from error
     data = merge_tables(data, inline)
-    if "tokens_per_block" in data.get("cache", {}):
-        raise ConfigError(f"{source}: cache.tokens_per_block: vLLM decides that (--block-size); leave it out")
-    data = merge_tables(data, {"cache": {"tokens_per_block": tokens_per_block}})
-    config = parse_config(data, source=source, folder=folder)
+    # Parsed before it is put in: the environment has its say, too, and keys of fewer tokens than a block has would be
+    # those of other blocks as well.
+    if "tokens_per_block" in parse_config(data, source=source, folder=folder).cache.model_fields_set:
+        raise ConfigError(
+            f"{source}: cache.tokens_per_block: vLLM decides that (--block-size); leave it out, and "
+            "KVTIER__CACHE__TOKENS_PER_BLOCK out of the environment"
+        )
+    config = parse_config(
+        merge_tables(data, {"cache": {"tokens_per_block": tokens_per_block}}), source=source, folder=folder
+    )
     for name, policy in (
         ("host", config.host.write_policy),
         ("disk", config.disk.write_policy),

@@ -11,8 +11,7 @@ def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
     cached = output.scheduled_cached_reqs
     for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        yield request_id, num_computed + output.num_scheduled_tokens[request_id] - drafts
+        yield request_id, num_computed + output.num_scheduled_tokens[request_id]
 
 
 def written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:

@@ -25,7 +25,7 @@ class _Job:
     blocks: list[Block]
     deadline: float
     queued: list[int]
-    """Indexes of blocks that the movers were not given yet."""
+    """Indexes of blocks that the movers were not given yet, in the order in which they will be."""
     tiers: list[str]
     """Where each block came from; empty as long as it has not."""
     open: set[int] = field(default_factory=set)
@@ -97,7 +97,9 @@ class Loads:
     def start(self, blocks: Sequence[Block]) -> int:
         """See `Directory.start_load`."""
         deadline = self._clock() + self._settings.load_deadline_s
-        job = _Job(self._movers.new_id(), list(blocks), deadline, list(range(len(blocks))), [""] * len(blocks))
+        # What is in the arena first: pinned, before another block of this very job takes its slot.
+        queued = sorted(range(len(blocks)), key=lambda index: not self._index.has(HOST, blocks[index][0]))
+        job = _Job(self._movers.new_id(), list(blocks), deadline, queued, [""] * len(blocks))
         self._jobs[job.job_id] = job
         self._issue(job)
         return job.job_id
@@ -144,28 +146,26 @@ class Loads:
         return {entry.key for batch in self._batches.values() for entry in batch.entries}
 
     def _issue(self, job: _Job) -> None:
-        """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next `advance`."""
+        """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next `advance`.
+
+        Not looked at before: a long job, in an arena that is much smaller, would cost every step its whole length.
+        """
+        by_source: dict[str, dict[int, Entry[BlockKey]]] = {}
         waiting: list[int] = []
-        by_source: dict[str, dict[int, Entry[BlockKey]]] = {HOST: {}}
-        elsewhere: list[tuple[int, str]] = []
-        for index in job.queued:
-            where = self._index.locate(job.blocks[index][0])
+        queued = iter(job.queued)
+        for index in queued:
+            key = job.blocks[index][0]
+            where = self._index.locate(key)
+            source = where.tier or self._shared_tier
             if where is PENDING:
                 waiting.append(index)  # another job is bringing it: then it comes from the arena
-            elif where.tier == HOST:
-                pinned = self._index.slots.pin(job.blocks[index][0])
-                assert pinned is not None
-                by_source[HOST][index] = pinned
-            elif where.tier or self._shared_tier:
-                elsewhere.append((index, where.tier or self._shared_tier))
-        # Only now, so that none of these takes the slot of a block that this very job wants.
-        for index, source in elsewhere:
-            entry = self._index.prepare(job.blocks[index][0])
-            if entry is None:
-                waiting.append(index)
-            else:
+            elif source:
+                entry = self._index.slots.pin(key) if source == HOST else self._index.prepare(key)
+                if entry is None:
+                    waiting.append(index)
+                    break
                 by_source.setdefault(source, {})[index] = entry
-        job.queued = sorted(waiting)
+        job.queued = [*waiting, *queued]
         for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_of(source)):
                 self._send(job, indexes, source, [entries[index] for index in indexes])

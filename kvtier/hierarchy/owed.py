@@ -1,6 +1,7 @@
 """What the tiers below host memory have not been given yet, by each tier's write policy."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from kvtier.keys import BlockKey
 from kvtier.tiers.write_policy import UseCounts, WritePolicy
@@ -93,7 +94,7 @@ class OwedWrites:
         """At most `most` blocks that are due now, by tier."""
         taken: list[tuple[str, list[BlockKey]]] = []
         for tier, blocks in self._due.items():
-            keys = list(blocks)[:most] if len(blocks) > most else list(blocks)
+            keys = list(islice(blocks, most))
             for key in keys:
                 del blocks[key]
             most -= len(keys)

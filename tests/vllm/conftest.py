@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,19 @@ if not collect_ignore_glob:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = _litter = tempfile.mkdtemp(prefix="kvtier-")
+        # What vLLM finds out about the class of a model, in a process of its own, which takes longer than its start.
+        os.environ["VLLM_CACHE_ROOT"] = f"{_litter}/vllm"
 
     import tiny_llama
     from vllm_rig import CROWD_TOKENS, TOKENS, Answer, CachePool, Lab, make_crowd, make_prompts
 
     @pytest.fixture(scope="session")
-    def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         """A home for engines, and a model."""
         home = tmp_path_factory.mktemp("home")
         tiny_llama.make(home / "model", seed=0)
-        return Lab(home, home / "model")
+        with closing(Lab(home, home / "model")) as lab:
+            yield lab
 
     @pytest.fixture(scope="session")
     def without_connector(lab: Lab) -> tuple[list[Answer], list[Answer]]:

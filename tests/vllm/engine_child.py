@@ -1,17 +1,20 @@
-"""vLLM's `LLM` in a process of its own: `engine_child.py SETTINGS ANSWERS`, started by `vllm_rig` alone.
+"""vLLM's `LLM` in a process of its own, one after the other: `engine_child.py ANSWERS`, started by `vllm_rig` alone.
 
-SETTINGS is JSON. Commands come as lines of JSON on standard input, `{"call": NAME, ...arguments}`; each has one line of
-JSON as its answer, on the file descriptor ANSWERS: standard output belongs to vLLM. The first answer comes by itself
-when the engine has started. `restart` puts another engine in its place: importing vLLM takes longer than starting
-one. An error is an answer too, `{"error": TEXT}`. The engine ends with the input.
+Commands come as lines of JSON on standard input, `{"call": NAME, ...arguments}`; each has one line of JSON as its
+answer, on the file descriptor ANSWERS: standard output belongs to vLLM. The first is `start`; another one may follow
+`stop`, since importing vLLM takes longer than starting an engine. An error is an answer too, `{"error": TEXT}`, and the
+last one. The process ends with its input.
 """
 
 import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -26,17 +29,18 @@ from vllm.v1.metrics.reader import Counter
 class Driver:
     """The commands."""
 
-    def __init__(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
-        self._start(options, transfer)
-
-    def _start(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
-        if "kv_events_config" in options:
-            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
-        self._llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
+    def __init__(self) -> None:
+        self._llm: LLM | None = None
         self._adapters: dict[str, int] = {}
 
-    def started(self) -> dict[str, Any]:
-        return {"async_scheduling": self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
+    def start(self, options: dict[str, Any], transfer: dict[str, Any] | None, async_scheduling: bool) -> dict[str, Any]:
+        """Gives what there is to know of the engine."""
+        if "kv_events_config" in options:
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
+        with scheduled_asynchronously() if async_scheduling else nullcontext():
+            llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
+        self._llm = llm
+        return {"async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
 
     def generate(
         self,
@@ -59,7 +63,7 @@ class Driver:
         if adapter is not None:
             number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
             lora = LoRARequest(f"adapter-{number}", number, adapter)
-        outputs = self._llm.generate(requests, sampling, lora_request=lora, use_tqdm=False)
+        outputs = self._running.generate(requests, sampling, lora_request=lora, use_tqdm=False)
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -70,27 +74,28 @@ class Driver:
         ]
 
     def reset(self, connector: bool) -> bool:
-        return self._llm.reset_prefix_cache(reset_connector=connector)
+        return self._running.reset_prefix_cache(reset_connector=connector)
 
     def counters(self) -> dict[str, int]:
         """vLLM's own, summed over their labels."""
         totals: dict[str, int] = {}
-        for metric in self._llm.get_metrics():
+        for metric in self._running.get_metrics():
             if isinstance(metric, Counter):
                 totals[metric.name] = totals.get(metric.name, 0) + metric.value
         return totals
 
-    def restart(self, options: dict[str, Any], transfer: dict[str, Any] | None) -> dict[str, Any]:
-        """Another engine, after the end of this one."""
-        self.stop()
-        del self._llm
+    def stop(self) -> None:
+        """In good order: what was saved is stored."""
+        self._running.llm_engine.engine_core.shutdown()
+        self._llm = None
+        self._adapters.clear()
         gc.collect()
         cleanup_dist_env_and_memory()
-        self._start(options, transfer)
-        return self.started()
 
-    def stop(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+    @property
+    def _running(self) -> LLM:
+        assert self._llm is not None, "no engine was started"
+        return self._llm
 
 
 def _seen(pictures: list[Any] | None) -> Any:
@@ -104,32 +109,26 @@ def _seen(pictures: list[Any] | None) -> Any:
     return {"multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": [name for *_, name in pictures]}}
 
 
-def schedule_asynchronously() -> None:
-    """vLLM turns asynchronous scheduling off on the CPU; its engine core can do it nevertheless."""
+@contextmanager
+def scheduled_asynchronously() -> Iterator[None]:
+    """Engines that are started meanwhile. vLLM turns it off on the CPU; its engine core can do it nevertheless."""
     check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def check_and_turn_on(platform: type[CpuPlatform], config: VllmConfig) -> None:
         check(platform, config)
         config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_turn_on)  # type: ignore[assignment]
+    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(check_and_turn_on)):
+        yield
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    with os.fdopen(int(sys.argv[2]), "w") as answers:
+    driver = Driver()
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
 
         def answer(what: Any) -> None:
             print(json.dumps(what), file=answers, flush=True)
 
-        if settings["async_scheduling"]:
-            schedule_asynchronously()
-        try:
-            driver = Driver(settings["options"], settings["transfer"])
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
-            raise
-        answer(driver.started())
         for line in sys.stdin:
             command = json.loads(line)
             try:
@@ -137,7 +136,6 @@ def main() -> None:
             except Exception as error:
                 answer({"error": f"{type(error).__name__}: {error}"})
                 raise
-        driver.stop()
 
 
 if __name__ == "__main__":

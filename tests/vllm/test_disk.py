@@ -46,7 +46,7 @@ def _keeping(folder: Path) -> dict[str, object]:
 
 
 def test_a_cold_start_hits_everything(lab: Lab, expected: list[Answer], folder: Path) -> None:
-    with lab.engine(_keeping(folder)) as engine:
+    with lab.engine(_keeping(folder), own_process=True) as engine:
         answers = engine.generate(PROMPTS)
     assert tokens_of(answers) == tokens_of(expected)
     assert cached_of(answers) == all_hit(PROMPTS)

@@ -50,7 +50,7 @@ def test_tokens_are_equal_and_all_groups_hit(
     assert tokens_of(computed) != tokens_of(expected), "the window plays no part"
     connector = transfer(settings(pool={"address": pool.address}))
     with lab.engine(connector, model=hybrid, max_num_batched_tokens=64) as engine:
-        assert "KV groups: 2" in engine.log.read_text()
+        assert "KV groups: 2" in engine.output()
         cold = engine.generate(PROMPTS)
         assert tokens_of(cold) == tokens_of(computed)
         assert cached_of(cold) == none_hit(PROMPTS)

@@ -219,7 +219,7 @@ def native(pool: CachePool) -> dict[str, Any]:
     """What users give as `--kv-transfer-config`, but for the worker that copies."""
     extra = {
         "spec_name": "HostTieringSpec",
-        "spec_module_path": "cpu_offloading_spec",
+        "spec_module_path": "kvtier_vllm_bench.native_tiering",
         "cpu_bytes_to_use": 64 << 20,
         "secondary_tiers": [named(settings(pool.address))],
     }

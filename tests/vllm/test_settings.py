@@ -45,19 +45,37 @@ def test_workers_have_disk_folders_of_their_own() -> None:
     ("extra", "told"),
     [
         ({"config": "/nowhere/kvtier.toml"}, ["kv_connector_extra_config.config", "/nowhere/kvtier.toml"]),
+        ({"config": 5}, ["kv_connector_extra_config.config", "path"]),
+        (settings() | {"cache": "fast"}, ["kv_connector_extra_config: cache"]),
         (settings(cache={"tokens_per_block": 16}), ["cache.tokens_per_block", "--block-size"]),
         (settings(disk={"write_policy": "write_back"}), ["disk.write_policy", "write_through"]),
         (settings(hots={}), ["hots", "did you mean 'host'"]),
         (settings(host={"capacity": 1}), ["host.capacity", "did you mean 'capacity_bytes'"]),
         (settings() | {"tenant": "blue"}, ["tenant", "'blue' has no table"]),
     ],
-    ids=["no file", "block size", "write policy", "unknown table", "unknown key", "unknown tenant"],
+    ids=[
+        "no file",
+        "no path",
+        "no table",
+        "block size",
+        "write policy",
+        "unknown table",
+        "unknown key",
+        "unknown tenant",
+    ],
 )
 def test_errors_name_key_and_remedy(extra: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_settings(extra, 32)
     for words in told:
         assert words in str(error.value)
+
+
+def test_the_environment_does_not_say_how_long_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of half a block's tokens would find blocks that go on with other ones."""
+    monkeypatch.setenv("KVTIER__CACHE__TOKENS_PER_BLOCK", "16")
+    with pytest.raises(ConfigError, match="KVTIER__CACHE__TOKENS_PER_BLOCK"):
+        load_settings(settings(), 32)
 
 
 def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
@@ -80,7 +98,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize(("connector", "told"), UNUSABLE.values(), ids=UNUSABLE)
 def test_an_engine_that_cannot_use_it_does_not_start(lab: Lab, connector: dict[str, Any], told: list[str]) -> None:
-    with pytest.raises(EngineError) as error, lab.engine(connector):
+    with pytest.raises(EngineError) as error, lab.engine(connector, own_process=True):
         pass
     for words in told:
         assert words in str(error.value)

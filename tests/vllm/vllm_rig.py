@@ -134,15 +134,82 @@ class EngineError(AssertionError):
     """The engine answered with an error, or has ended."""
 
 
+class Child:
+    """A running `engine_child.py`. One command at a time."""
+
+    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path, stack: contextlib.ExitStack) -> None:
+        """
+        :param answers: the descriptor to read them from.
+        :param stack: what kills the process, and closes that.
+        """
+        self._process, self._answers, self._log, self._stack = process, answers, log, stack
+        self._received = b""
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Raises `EngineError`."""
+        self.send(name, **arguments)
+        return self.answer()
+
+    def send(self, name: str, **arguments: Any) -> None:
+        """Does not wait for the answer."""
+        assert self._process.stdin is not None
+        print(json.dumps({"call": name, **arguments}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The next one. Raises `EngineError`."""
+        deadline = time.monotonic() + WAIT_S
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise EngineError(f"no answer within {WAIT_S:.0f} s; {_tail(self._log)}")
+            received = os.read(self._answers, 1 << 16)
+            if not received:
+                raise EngineError(f"the engine has ended; {_tail(self._log)}")
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise EngineError(answer["error"])
+        return answer
+
+    def output(self) -> bytes:
+        """What it has printed so far."""
+        return self._log.read_bytes()
+
+    def end(self) -> None:
+        """In good order, without an engine."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            code = self._process.wait(STOP_S)
+            assert code == 0, f"exit code {code}; {_tail(self._log)}"
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """The process and all that it has started are gone at the end."""
+        self._stack.close()
+
+
 class Engine:
     """A running `LLM`. One command at a time."""
 
-    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path, model: Path) -> None:
-        """:param answers: the descriptor to read them from; the caller's."""
-        self._process, self._answers, self.log, self._model = process, answers, log, model
-        self._received = b""
-        self.facts = self.answer()
+    def __init__(self, child: Child, model: Path) -> None:
+        """:param child: without an engine."""
+        self._child, self._model = child, model
+        self._begun_at = 0
+        """Its start, in what the child prints."""
+        self.facts: dict[str, Any] = {}
         """What the engine said of itself at its start."""
+
+    def start(self, connector: Mapping[str, Any] | None, *, async_scheduling: bool = False, **options: Any) -> None:
+        """Raises `EngineError`.
+
+        :param connector: as for `Lab.engine`, and so are the others.
+        """
+        self._begun_at = len(self._child.output())
+        whole = _options(self._model, options)
+        self.facts = self._child.call("start", options=whole, transfer=connector, async_scheduling=async_scheduling)
 
     def generate(
         self,
@@ -173,60 +240,37 @@ class Engine:
         """Does not wait for the answers: `end_generate` does."""
         folder = None if adapter is None else str(adapter)
         how = {"max_tokens": num_tokens, "salt": salt, "adapter": folder, "params": params, "pictures": pictures}
-        self._send("generate", prompts=prompts, **how)
+        self._child.send("generate", prompts=prompts, **how)
 
     def end_generate(self) -> list[Answer]:
-        return [Answer(**each) for each in self.answer()]
+        return [Answer(**each) for each in self._child.answer()]
 
     def restart(self, connector: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Ends this engine in good order and starts another one of its model in its process: sooner than anew.
+        """Ends this engine in good order and starts another one of its model in its process.
 
         :param connector: as for `Lab.engine`, and so are options.
         """
-        self.facts = self._call("restart", options=_options(self._model, options), transfer=connector)
+        self.stop()
+        self.start(connector, **options)
 
     def reset(self, *, connector: bool = False) -> None:
         """Empties vLLM's prefix cache, and with `connector` also what this engine's connector holds.
 
         vLLM refuses as long as blocks are in use, which those of a load or save under way may be.
         """
-        until(lambda: bool(self._call("reset", connector=connector)), "vLLM's prefix cache could be reset")
+        until(lambda: bool(self._child.call("reset", connector=connector)), "vLLM's prefix cache could be reset")
 
     def counter(self, name: str) -> int:
         """One of vLLM's."""
-        return int(self._call("counters").get(name, 0))
+        return int(self._child.call("counters").get(name, 0))
 
-    def _call(self, name: str, **arguments: Any) -> Any:
-        self._send(name, **arguments)
-        return self.answer()
-
-    def _send(self, name: str, **arguments: Any) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps({"call": name, **arguments}), file=self._process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        """The next one. Raises `EngineError`."""
-        deadline = time.monotonic() + WAIT_S
-        while b"\n" not in self._received:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise EngineError(f"no answer within {WAIT_S:.0f} s; {_tail(self.log)}")
-            received = os.read(self._answers, 1 << 16)
-            if not received:
-                raise EngineError(f"the engine has ended; {_tail(self.log)}")
-            self._received += received
-        line, _, self._received = self._received.partition(b"\n")
-        answer = json.loads(line)
-        if isinstance(answer, dict) and "error" in answer:
-            raise EngineError(answer["error"])
-        return answer
+    def output(self) -> str:
+        """What it has printed since its start."""
+        return self._child.output()[self._begun_at :].decode(errors="replace")
 
     def stop(self) -> None:
         """Ends in good order: what was saved is stored."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        code = self._process.wait(STOP_S)
-        assert code == 0, f"exit code {code}; {_tail(self.log)}"
+        self._child.call("stop")
 
 
 @dataclass
@@ -236,6 +280,8 @@ class Lab:
     home: Path
     model: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _idle: Child | None = None
+    """Without an engine, for the next one."""
 
     @contextlib.contextmanager
     def engine(
@@ -243,6 +289,7 @@ class Lab:
         connector: Mapping[str, Any] | None = None,
         *,
         model: Path | None = None,
+        own_process: bool = False,
         processes: bool = False,
         async_scheduling: bool = False,
         environ: Mapping[str, str] | None = None,
@@ -251,24 +298,44 @@ class Lab:
         """A started engine; leaving the context stops it, and fails when it does not end well.
 
         :param connector: see `transfer`; None for none.
-        :param processes: scheduler and worker apart, instead of both in one process.
+        :param own_process: not one that had other engines before, which starts sooner.
+        :param processes: scheduler and worker apart, instead of both in one process. They are its own, too.
+        :param environ: of a process of its own.
         :param options: of `LLM`.
         """
-        arguments = {
-            "options": _options(model or self.model, options),
-            "transfer": connector,
-            "async_scheduling": async_scheduling,
-        }
-        apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+        is_shared = not (own_process or processes or environ is not None)
+        child, self._idle = (self._idle, None) if is_shared else (None, self._idle)
+        if child is None:
+            apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+            child = self._child(apart | dict(environ or {}))
+        try:
+            engine = Engine(child, model or self.model)
+            engine.start(connector, async_scheduling=async_scheduling, **options)
+            yield engine
+            engine.stop()
+        except BaseException:
+            child.kill()
+            raise
+        if is_shared and self._idle is None:
+            self._idle = child
+        else:
+            child.end()
+
+    def close(self) -> None:
+        """Ends what has no engine."""
+        if self._idle is not None:
+            self._idle.end()
+
+    def _child(self, environ: Mapping[str, str]) -> Child:
+        """To be ended or killed."""
         read_end, write_end = os.pipe()
         log = self.home / f"engine-{next(self._numbers)}.log"
-        with os.fdopen(read_end, "rb"):
-            command = [sys.executable, str(CHILD), json.dumps(arguments), str(write_end)]
-            with self._running(command, log, apart | dict(environ or {}), pass_fds=[write_end]) as process:
-                os.close(write_end)
-                engine = Engine(process, read_end, log, model or self.model)
-                yield engine
-                engine.stop()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(os.fdopen(read_end, "rb"))
+            command = [sys.executable, str(CHILD), str(write_end)]
+            process = stack.enter_context(self._running(command, log, environ, pass_fds=[write_end]))
+            os.close(write_end)
+            return Child(process, read_end, log, stack.pop_all())
 
     @contextlib.contextmanager
     def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:

@@ -276,6 +276,41 @@ def test_reset_with_loads_and_saves_in_flight(start: Start, mode: dict[str, bool
 
 
 @MODES
+def test_what_waits_to_be_saved_is_never_more_than_the_device_has(start: Start, mode: dict[str, bool]) -> None:
+    """Copies to host memory hang, and the same prompt comes again and again."""
+    engine = start(num_blocks=20, num_host_blocks=16, **mode)
+    gate = threading.Event()
+    engine.ranks[0].hold_copies_out(gate)
+    for _ in range(6):
+        asked = engine.ask(1, 160, max_tokens=2)
+        engine.until(engine.requests[asked].is_finished, "it has its answer")
+    assert 0 < len(engine.connector._scheduler._saves.unsaved) <= 20  # type: ignore[attr-defined]
+    gate.set()
+    engine.finish()
+    engine.forget_device()
+    again = engine.ask(1, 160, max_tokens=2)
+    engine.finish()
+    assert engine.spared[again] == 9 * BLOCK
+    engine.require_right_answers()
+
+
+@MODES
+def test_a_reset_forgets_what_waits_to_be_saved(start: Start, mode: dict[str, bool]) -> None:
+    engine = start(num_host_blocks=16, **mode)
+    gate = threading.Event()
+    engine.ranks[0].hold_copies_out(gate)
+    asked = engine.ask(1, 160, max_tokens=2)
+    engine.until(engine.requests[asked].is_finished, "it has its answer")
+    side = engine.connector._scheduler  # type: ignore[attr-defined]
+    assert side._saves.unsaved
+    assert engine.connector.reset_cache() is not False
+    gate.set()
+    engine.finish()
+    assert not any(side._work.directory.holds(key) for key in engine.hashes(asked))
+    engine.require_right_answers()
+
+
+@MODES
 def test_with_fewer_blocks_in_host_memory_than_a_prompt_has(start: Start, mode: dict[str, bool]) -> None:
     engine = start(disk=True, num_host_blocks=16, **mode)
     for _ in range(3):
