@@ -34,11 +34,16 @@ class Bench:
         self.now = 100.0
         self.num_encoded = 0
         self.metrics = Metrics()
-        self.choice = CodecChoice(codec, tier="disk", metrics=self.metrics, clock=lambda: self.now)
+        self.choice = CodecChoice(
+            codec, tier="disk", metrics=self.metrics, clock=self._clock, processor_clock=self._clock
+        )
         self._headers = {codec: encode(KEY, BLOCK, codec)[0] for codec in Codec}
         monkeypatch.setattr(codec_choice, "encode", self._encode)
         monkeypatch.setattr(codec_choice, "verify", self._verify)
         monkeypatch.setattr(codec_choice, "unpack", lambda *_: None)
+
+    def _clock(self) -> float:
+        return self.now
 
     def _encode(self, _key: object, payload: bytes, codec: Codec) -> tuple[bytes, bytes]:
         self.num_encoded += 1
