@@ -47,7 +47,7 @@ class PoolServiceConfig(Section):
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
     """Of the block protocol, one thread each, and as many of gRPC per address. An engine needs `load_threads` and two
-    or three more. Those that have not said who they are make way."""
+    or three more. Those that have not said who they are make way, and of gRPC those without a call for a minute."""
     memory_bytes: Bytes = ByteSize(2**30)
     """Memory tier; the process needs about 100 MB besides."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
