@@ -70,6 +70,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
         rotation.fill(tier, "there")
         rotation.reads(tier, "there", 8, ()).run()
         tier.read(keys_of(8, "absent"), rotation.into)
+        assert tier.pin(keys_of(9, "there"), 60.0) == 8
         answer = run("--url", pool.http, "--json")
         assert answer.returncode == 0, answer.stderr
         (source,) = json.loads(answer.stdout)["sources"]
@@ -80,8 +81,13 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     assert source["written"] == {"stored": 8}
     assert source["calls"]["block"]["read"] == 2
     assert source["moved_bytes"] == {"sent": 8 * 4096, "received": 8 * 4096}
+    assert source["pins"] == {"pinned": 8, "miss": 1}
+    pinned = source["pinned"]
+    assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
     assert words.returncode == 0
     assert "Hit rate: 50.0% of 16 blocks (memory 50.0%)." in words.stdout
+    assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / MIB:.1f} MiB" in words.stdout
+    assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout
 
 
 def test_a_pool_that_nobody_asked_yet(tmp_path: Path) -> None:
@@ -108,6 +114,7 @@ def test_an_engine() -> None:
     tiers.path_bytes.labels("shm", "read").inc(2e9)
     tiers.io_errors.labels("pool", "read", "BreakerOpen").inc(3)
     tiers.corrupt_blocks.labels("disk").inc()
+    tiers.pins.labels("pool", "not_offered").inc(5)
     tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
     TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
@@ -121,6 +128,7 @@ def test_an_engine() -> None:
     assert (pool.state, disk.state) == (None, "read_only")
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
+    assert (facts.pinned, facts.pins) == (None, {"not_offered": 5})
     assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
 
 
