@@ -132,4 +132,4 @@ class BlockVerbs:
     def _begin(self, header: Header) -> WriteSlot | WriteStatus:
         if header.stored_length > self._max_block_bytes:
             return WriteStatus.FULL
-        return self._core.begin_write(self._caller.tenant, header)
+        return self._core.begin_write(self._caller.tenant, header.key, header.stored_length)

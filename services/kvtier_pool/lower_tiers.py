@@ -11,9 +11,9 @@ from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.write_policy import WritePolicy
-from kvtier_pool.core import LowerTier
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.settings import PoolSettings, RedisSettings
+from kvtier_pool.tiers_below import LowerTier
 from kvtier_pool.write_down import WriteDownSettings
 
 
