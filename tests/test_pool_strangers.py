@@ -93,6 +93,18 @@ def test_the_oldest_connection_to_the_http_port_makes_way(
         assert is_cut(strangers[2])
 
 
+def test_the_http_port_may_be_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with (
+        running_pool(http_listen="[::1]:0") as pool,
+        urllib.request.urlopen(f"http://{pool.http}/healthz", timeout=WAIT_S) as answer,
+    ):
+        assert answer.read() == b"ok\n"
+
+
 def test_grpc_takes_as_many_connections_as_max_connections() -> None:
     def serves(channel: grpc.Channel) -> bool:
         with contextlib.suppress(grpc.RpcError):

@@ -14,6 +14,7 @@ from kvtier.config.fields import (
     CodecName,
     Count,
     DirectIoName,
+    HttpAddress,
     ListenAddress,
     Seconds,
     Section,
@@ -30,9 +31,9 @@ class PoolServiceConfig(Section):
 
     listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7600"])
     """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
-    grpc_listen: Annotated[list[str], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
+    grpc_listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
     """Addresses of the gRPC API, likewise."""
-    http_listen: str = "127.0.0.1:7602"
+    http_listen: HttpAddress = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
