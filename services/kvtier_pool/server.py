@@ -8,11 +8,13 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.wire.address import UNIX_PREFIX
 from kvtier.wire.certificates import Renewed, TlsFiles, read_pem, server_context
 from kvtier.wire.status import code_for
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.health import SERVICE as HEALTH_SERVICE
 from kvtier_pool.health import HealthServicer
+from kvtier_pool.listener import require_nobody_there
 from kvtier_pool.servicer import SERVICE, PoolServicer, certificate_names_of
 from kvtier_pool.settings import PoolSettings
 
@@ -67,17 +69,21 @@ class PoolServer:
         self._server.stop(grace_s).wait()
 
     def _bind(self, address: str) -> str:
-        tls = None if address.startswith("unix:") else self._tls
+        tls = None if address.startswith(UNIX_PREFIX) else self._tls
         try:
+            if address.startswith(UNIX_PREFIX):
+                require_nobody_there(address.removeprefix(UNIX_PREFIX))  # gRPC would take the name from whoever has it
             if tls is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, _credentials(tls))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
         except RuntimeError as error:
             if tls is not None and not _usable(tls):
                 raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error
             raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return address if address.startswith(UNIX_PREFIX) else f"{address.rpartition(':')[0]}:{port}"
 
 
 class _ReflectionGuard(grpc.ServerInterceptor):
