@@ -2,16 +2,13 @@
 
 import os
 import struct
-from collections.abc import Sequence
 
-from kvtier.errors import InvalidInputError
 from kvtier.wire.block import Verb
+from kvtier.wire.shared_memory import WORD
 from kvtier_pool.block_verbs import Handler
 from kvtier_pool.caller import Caller
 from kvtier_pool.exchange import Exchange
 from kvtier_pool.shared_memory import ClientMemory
-
-_CHECKSUM_BYTES = 8
 
 
 class SharedVerbs:
@@ -42,7 +39,7 @@ class SharedVerbs:
         exchange.answer({"write": write, "statuses": statuses, "slots": struct.pack(f"<{len(slots)}Q", *slots)})
 
     def _commit(self, exchange: Exchange) -> None:
-        checksums = _checksums(exchange.request.data("checksums"))
+        checksums = [checksum for (checksum,) in exchange.request.records("checksums", WORD)]
         statuses = self._memory.commit(exchange.request.number("write"), checksums)
         exchange.answer({"statuses": bytes(statuses)})
 
@@ -59,9 +56,3 @@ class SharedVerbs:
             exchange.answer(fields, descriptors=[slab.descriptor])
         finally:
             os.close(slab.descriptor)
-
-
-def _checksums(data: bytes) -> Sequence[int]:
-    if len(data) % _CHECKSUM_BYTES:
-        raise InvalidInputError(f"checksums of {len(data)} bytes: need a multiple of {_CHECKSUM_BYTES}")
-    return struct.unpack(f"<{len(data) // _CHECKSUM_BYTES}Q", data)
