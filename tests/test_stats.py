@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,13 +16,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtier.bench.blocks import Rotation, keys_of
 from kvtier.bench.pool_process import pool_process
-from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, UnavailableError
 from kvtier.events import TierState
 from kvtier.gauges import TierGauges
 from kvtier.hierarchy import HierarchyMetrics
 from kvtier.metrics import Metrics
 from kvtier.stats.facts import ENGINE, POOL, facts_of
-from kvtier.stats.samples import Samples, metrics_url, parse
+from kvtier.stats.samples import Samples, fetch, metrics_url, parse
 from kvtier.tiers.base import Usage
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.request import Completion
@@ -216,6 +217,33 @@ def test_somebody_else_answers(body: bytes, code: int, words: str) -> None:
     assert answer.returncode == 1
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"-ERR unknown command\r\n", "does not answer"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "does not answer"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\nthis is\x1b another port",
+            "400 Bad Request: this is another",
+        ),
+        (b"HTTP/1.1 400 Bad Request\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "is it an engine or a pool"),
+    ],
+)
+def test_something_else_that_listens(reply: bytes, words: str) -> None:
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UnavailableError, match=words):
+            fetch(metrics_url(f"127.0.0.1:{listening.getsockname()[1]}"))
+        thread.join()
 
 
 @pytest.mark.parametrize("text", ["file:///etc/passwd", "ftp://host:1", "http://", "127.0.0.1:0", "host:port", ""])
