@@ -27,11 +27,12 @@ from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.wire.address import Address
-from kvtier_pool.core import LowerTier, PoolCore
+from kvtier_pool.core import PoolCore
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.service import Addresses, PoolService
 from kvtier_pool.settings import PinLimits, PoolSettings
+from kvtier_pool.tiers_below import LowerTier
 from kvtier_pool.write_down import WriteDownSettings
 
 MIB = 1 << 20
@@ -149,7 +150,7 @@ class CoreRig:
 
     def write(self, key: StoreKey, payload: bytes, *, tenant: TenantId = RED) -> WriteStatus:
         header = parse_header(encode_header(key, payload))
-        slot = self.core.begin_write(tenant, header)
+        slot = self.core.begin_write(tenant, header.key, header.stored_length)
         if not isinstance(slot, WriteSlot):
             return slot
         slot.view[:] = payload

@@ -89,6 +89,14 @@ def test_codecs_are_tried_on_the_blocks_of_a_disk_tier(tmp_path: Path) -> None:
     assert any(note.startswith("lz4 packs") for note in report["notes"])
 
 
+def test_a_disk_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "bench", "codec", "--disk", str(tmp_path / "nowhere")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert "--disk" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
 def test_paths_are_held_against_floors(tmp_path: Path) -> None:
     """A memcpy and bare sockets; peers that are not prepared are left out, and it says so."""
     report = run("paths", *SMALL, "--rounds", "9", "--peers", str(tmp_path))

@@ -208,7 +208,7 @@ class TestOverADisk:
         with core_rig(tmp_path, queue_bytes=2 * BLOCK_BYTES) as rig:
             rig.files.may_write.clear()
             header = parse_header(encode_header(make_key("early"), make_payload("early", BLOCK_BYTES)))
-            slot = rig.core.begin_write(RED, header)
+            slot = rig.core.begin_write(RED, header.key, header.stored_length)
             assert isinstance(slot, WriteSlot)
             assert [rig.store(i) for i in range(3)] == [WriteStatus.STORED] * 2 + [WriteStatus.THROTTLED]
             slot.view[:] = make_payload("early", BLOCK_BYTES)

@@ -45,14 +45,14 @@ def test_an_acknowledged_block_is_readable_at_once_and_verifiable() -> None:
 def test_a_block_under_another_tenants_name_is_refused() -> None:
     with core_rig() as rig:
         header = parse_header(encode_header(make_key("a", tenant=BLUE), PAYLOAD))
-        assert rig.core.begin_write(RED, header) is WriteStatus.FAILED
+        assert rig.core.begin_write(RED, header.key, header.stored_length) is WriteStatus.FAILED
         assert rig.core.lookup([make_key("a", tenant=BLUE), KEY]) == [Status.MISS] * 2
 
 
 def test_a_block_whose_checksum_does_not_hold_is_never_seen() -> None:
     with core_rig() as rig:
         header = parse_header(encode_header(KEY, PAYLOAD))
-        slot = rig.core.begin_write(RED, header)
+        slot = rig.core.begin_write(RED, header.key, header.stored_length)
         assert isinstance(slot, WriteSlot)
         slot.view[:] = PAYLOAD[:-1] + bytes((PAYLOAD[-1] ^ 1,))
         assert rig.core.lookup([KEY]) == [Status.PENDING]

@@ -18,11 +18,11 @@ remote = pytest.fixture(remote_tier)
 def commit_garbage(rig: CoreRig, label: object) -> None:
     """As a client does that writes through shared memory and is broken: memory takes its checksum on trust."""
     header = parse_header(encode_header(make_key(label), make_payload(label, BLOCK_BYTES)))
-    slot = rig.core.begin_write(RED, header)
+    slot = rig.core.begin_write(RED, header.key, header.stored_length)
     assert isinstance(slot, WriteSlot)
     slot.view[:] = make_payload(("half of", label), BLOCK_BYTES)
     rig.core._memory.commit(slot, header.checksum)
-    rig.core._note_entered([slot.key], None)
+    rig.core._below.entered([slot.key])
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])

@@ -236,6 +236,8 @@ def test_events_health_and_reflection(address: str, channel: grpc.Channel) -> No
 
     status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="kvtier.pool.v1.Pool"))
     assert status.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="kvtier"), timeout=WAIT_S)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     info = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
     (answer,) = info(iter([request]), metadata=CREDENTIALS, timeout=WAIT_S)

@@ -209,11 +209,11 @@ def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
     """On its way to the disk: memory has taken its writer's word for the checksum."""
     with pin_rig(disk_dir=tmp_path) as (rig, _):
         rig.files.may_write.clear()
-        waiting = rig.core._ways[0]._waiting
+        waiting = rig.core._below._ways[0]._waiting
         for label in range(2):  # keeps both writers busy
             store(rig, [label])
             until(lambda label=label: waiting.is_writing({make_key(label)}))  # type: ignore[misc]
-        slot = rig.core.prepare_place(RED, make_key("broken"), BLOCK_BYTES, 1)
+        slot = rig.core.begin_write(RED, make_key("broken"), BLOCK_BYTES, 1)
         assert isinstance(slot, WriteSlot)
         assert rig.core.commit_all([slot], [12345]) == [WriteStatus.STORED]
         assert rig.core.pin(RED, keys(["broken"]), 60.0) == [PINNED]
@@ -256,7 +256,7 @@ def test_blocks_that_are_only_below_are_pinned_once_they_were_read(tmp_path: Pat
 def test_a_block_that_is_being_written_is_not_pinned() -> None:
     with pin_rig() as (rig, _):
         header = parse_header(encode_header(make_key("a"), make_payload("a", BLOCK_BYTES)))
-        slot = rig.core.begin_write(RED, header)
+        slot = rig.core.begin_write(RED, header.key, header.stored_length)
         assert isinstance(slot, WriteSlot)
         assert rig.core.pin(RED, keys("a"), 60.0) == [MISS]
         rig.core.abort_write(slot)
@@ -265,7 +265,7 @@ def test_a_block_that_is_being_written_is_not_pinned() -> None:
 @pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
     with pin_rig(shared=True) as (rig, _):
-        slots = [rig.core.prepare_place(RED, key, BLOCK_BYTES, 7) for key in keys(range(2))]
+        slots = [rig.core.begin_write(RED, key, BLOCK_BYTES, 7) for key in keys(range(2))]
         rig.core.commit_all([slot for slot in slots if isinstance(slot, WriteSlot)], [1, 2])
         assert rig.core.pin(RED, keys(range(2)), 60.0) == [PINNED] * 2
         rig.core.retire_writer(7)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -154,6 +155,21 @@ def test_a_port_in_use_is_a_clear_error() -> None:
         )
         with pytest.raises(ConfigError, match=re.escape(address)):
             PoolService(settings).start()
+
+
+def test_a_pool_does_not_take_the_grpc_socket_of_another(tmp_path: Path) -> None:
+    mine = f"unix:{tmp_path}/grpc.sock"
+    with running(grpc_listen=(mine,)) as address:
+        with pytest.raises(ConfigError, match="a server lives there"), running(grpc_listen=(mine,)):
+            pass
+        tier = connect(address)
+        assert tier.write(items(1)) == [WriteStatus.STORED]
+        tier.close()
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(f"{tmp_path}/grpc.sock")
+    dead.close()
+    with running(grpc_listen=(mine,)):
+        pass
 
 
 @pytest.mark.parametrize(

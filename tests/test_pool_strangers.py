@@ -3,6 +3,8 @@
 import contextlib
 import socket
 import ssl
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.errors import UnavailableError
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTransport
-from pool_rig import TOKENS, WAIT_S, running_pool
+from pool_rig import TOKENS, WAIT_S, running_pool, until
 from tls_rig import Site, transport
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NO_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 @contextlib.contextmanager
@@ -87,6 +93,18 @@ def test_the_oldest_connection_to_the_http_port_makes_way(
         assert is_cut(strangers[2])
 
 
+def test_the_http_port_may_be_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with (
+        running_pool(http_listen="[::1]:0") as pool,
+        urllib.request.urlopen(f"http://{pool.http}/healthz", timeout=WAIT_S) as answer,
+    ):
+        assert answer.read() == b"ok\n"
+
+
 def test_grpc_takes_as_many_connections_as_max_connections() -> None:
     def serves(channel: grpc.Channel) -> bool:
         with contextlib.suppress(grpc.RpcError):
@@ -103,3 +121,36 @@ def test_grpc_takes_as_many_connections_as_max_connections() -> None:
         with channel(pool.grpc[0]) as one_more:
             assert not serves(one_more)
         assert all(map(serves, opened))
+
+
+@pytest.mark.parametrize("says", [HTTP2_PREFACE, HTTP2_PREFACE + NO_SETTINGS])
+def test_who_makes_no_call_of_grpc_makes_way_in_time(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.server._HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("kvtier_pool.server._IDLE_S", 0.1)
+    with running_pool(max_connections=2) as pool, silent(pool.grpc[0], 2, says) as strangers:
+        assert all(map(is_cut, strangers))
+        with contextlib.closing(GrpcTransport(pool.grpc[0], TOKENS["red"])) as engine:
+
+            def answers() -> bool:
+                # Whoever begins a call in the very moment in which an idle connection is closed hears of that.
+                with contextlib.suppress(UnavailableError):
+                    return engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+                return False
+
+            until(answers)
+            time.sleep(0.2)
+            until(answers)
+
+
+@pytest.mark.parametrize("verb", ["/kvtier.pool.v1.Pool/Lookup", "/grpc.health.v1.Health/Check"])
+def test_calls_of_strangers_that_send_no_message_keep_nobody_out(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.health._REQUEST_S", 0.1)
+    may_end = threading.Event()
+    with running_pool(num_threads=5) as pool, grpc.insecure_channel(pool.grpc[0]) as channel:
+        calls = [channel.stream_stream(verb)(iter(may_end.wait, True), timeout=2 * WAIT_S) for _ in range(20)]
+        try:
+            assert all(call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED for call in calls)
+            with contextlib.closing(GrpcTransport(pool.grpc[0], TOKENS["red"])) as engine:
+                assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+        finally:
+            may_end.set()

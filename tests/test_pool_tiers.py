@@ -22,7 +22,7 @@ shared = pytest.fixture(remote_tier)
 
 def cold_end_is_written(core: PoolCore) -> bool:
     """What `write_back` keeps written is on disk."""
-    waiting = core._ways[0]._waiting
+    waiting = core._below._ways[0]._waiting
     with waiting.changed:
         return not waiting.num_writing and not waiting.owes(core._memory.near_eviction(1 / 16))
 

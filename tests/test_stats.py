@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,13 +16,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtier.bench.blocks import Rotation, keys_of
 from kvtier.bench.pool_process import pool_process
-from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, UnavailableError
 from kvtier.events import TierState
 from kvtier.gauges import TierGauges
 from kvtier.hierarchy import HierarchyMetrics
 from kvtier.metrics import Metrics
 from kvtier.stats.facts import ENGINE, POOL, facts_of
-from kvtier.stats.samples import Samples, metrics_url, parse
+from kvtier.stats.samples import Samples, fetch, metrics_url, parse
 from kvtier.tiers.base import Usage
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.request import Completion
@@ -70,6 +71,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
         rotation.fill(tier, "there")
         rotation.reads(tier, "there", 8, ()).run()
         tier.read(keys_of(8, "absent"), rotation.into)
+        assert tier.pin(keys_of(9, "there"), 60.0) == 8
         answer = run("--url", pool.http, "--json")
         assert answer.returncode == 0, answer.stderr
         (source,) = json.loads(answer.stdout)["sources"]
@@ -80,8 +82,13 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     assert source["written"] == {"stored": 8}
     assert source["calls"]["block"]["read"] == 2
     assert source["moved_bytes"] == {"sent": 8 * 4096, "received": 8 * 4096}
+    assert source["pins"] == {"pinned": 8, "miss": 1}
+    pinned = source["pinned"]
+    assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
     assert words.returncode == 0
     assert "Hit rate: 50.0% of 16 blocks (memory 50.0%)." in words.stdout
+    assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / MIB:.1f} MiB" in words.stdout
+    assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout
 
 
 def test_a_pool_that_nobody_asked_yet(tmp_path: Path) -> None:
@@ -108,6 +115,7 @@ def test_an_engine() -> None:
     tiers.path_bytes.labels("shm", "read").inc(2e9)
     tiers.io_errors.labels("pool", "read", "BreakerOpen").inc(3)
     tiers.corrupt_blocks.labels("disk").inc()
+    tiers.pins.labels("pool", "not_offered").inc(5)
     tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
     TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
@@ -121,6 +129,7 @@ def test_an_engine() -> None:
     assert (pool.state, disk.state) == (None, "read_only")
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
+    assert (facts.pinned, facts.pins) == (None, {"not_offered": 5})
     assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
 
 
@@ -208,6 +217,33 @@ def test_somebody_else_answers(body: bytes, code: int, words: str) -> None:
     assert answer.returncode == 1
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"-ERR unknown command\r\n", "does not answer"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "does not answer"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\nthis is\x1b another port",
+            "400 Bad Request: this is another",
+        ),
+        (b"HTTP/1.1 400 Bad Request\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "is it an engine or a pool"),
+    ],
+)
+def test_something_else_that_listens(reply: bytes, words: str) -> None:
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UnavailableError, match=words):
+            fetch(metrics_url(f"127.0.0.1:{listening.getsockname()[1]}"))
+        thread.join()
 
 
 @pytest.mark.parametrize("text", ["file:///etc/passwd", "ftp://host:1", "http://", "127.0.0.1:0", "host:port", ""])

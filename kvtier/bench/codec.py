@@ -34,7 +34,8 @@ def bench_codec(
     rounds: Rounds = NUM_ROUNDS,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block of the stand-in.")] = 1 << 20,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder of a disk tier: take blocks from there, which are real KV.")
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of a disk tier: take blocks from there, real KV."),
     ] = None,
 ) -> None:
     """Encode and decode 64 blocks in one thread, raw and packed, checksums included, beside a memcpy of the same bytes.

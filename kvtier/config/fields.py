@@ -46,6 +46,13 @@ def _checked_pool_address(text: str) -> str:
     return text
 
 
+def _checked_http_address(text: str) -> str:
+    _, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"address {text!r}: use host:port; port 0 takes a free one")
+    return text
+
+
 def _checked_mode(mode: int) -> int:
     if mode & ~0o666:
         raise ValueError(f"{mode} is {mode:#o}, no permissions of a socket; write them in octal, such as 0o660")
@@ -54,6 +61,8 @@ def _checked_mode(mode: int) -> int:
 
 ListenAddress = Annotated[str, AfterValidator(_checked_address)]
 """Text that `Address.parse` takes."""
+HttpAddress = Annotated[str, AfterValidator(_checked_http_address)]
+"""`host:port`, `[v6]:port`, or `:port` on all addresses."""
 PoolAddress = Annotated[str, AfterValidator(_checked_pool_address)]
 """The same, or a gRPC address behind `grpc:`."""
 SocketMode = Annotated[int, Field(ge=0), AfterValidator(_checked_mode)]

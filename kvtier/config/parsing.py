@@ -112,7 +112,9 @@ def _explain(source: str, error: Any) -> str:
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
-    return f"{source}: {key}: {error['msg']}"
+    message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours
+    remedy = "; use a number of bytes, or a size such as 4GiB" if error["type"].startswith("byte_size") else ""
+    return f"{source}: {key}: {message}{remedy}"
 
 
 def _fields_beside(location: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from kvtier.config.fields import (
     CodecName,
     Count,
     DirectIoName,
+    HttpAddress,
     ListenAddress,
     Seconds,
     Section,
@@ -30,9 +31,9 @@ class PoolServiceConfig(Section):
 
     listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7600"])
     """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
-    grpc_listen: Annotated[list[str], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
+    grpc_listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
     """Addresses of the gRPC API, likewise."""
-    http_listen: str = "127.0.0.1:7602"
+    http_listen: HttpAddress = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
@@ -47,7 +48,7 @@ class PoolServiceConfig(Section):
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
     """Of the block protocol, one thread each, and as many of gRPC per address. An engine needs `load_threads` and two
-    or three more. Those that have not said who they are make way."""
+    or three more. Those that have not said who they are make way, and of gRPC those without a call for a minute."""
     memory_bytes: Bytes = ByteSize(2**30)
     """Memory tier; the process needs about 100 MB besides."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0

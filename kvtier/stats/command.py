@@ -99,8 +99,12 @@ def _print(console: Console, place: str, facts: Facts) -> None:
     if facts.moved_bytes:
         moved = ", ".join(f"{words} {_bytes(amount)}" for words, amount in facts.moved_bytes.items())
         console.print(f"payload: {moved}")
+    if pinned := facts.pinned:
+        payload, slabs = _bytes(pinned.payload_bytes), _bytes(pinned.slab_bytes)
+        console.print(f"pinned now: {pinned.blocks:,.0f} blocks, {payload} in slabs of {slabs}")
     for title, counts in (
         ("blocks written, by answer", facts.written),
+        ("blocks to be pinned, by answer", facts.pins),
         ("evicted from the device", facts.device_evictions),
         ("requests", facts.requests),
         *((f"calls ({protocol})", calls) for protocol, calls in facts.calls.items()),

@@ -72,6 +72,16 @@ class TierFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PinFacts:
+    """What tenants keep in a pool's memory at this moment."""
+
+    blocks: float
+    payload_bytes: float
+    slab_bytes: float
+    """Memory that this keeps from all other blocks: whole slabs, which `pin_share` bounds."""
+
+
+@dataclass(frozen=True, slots=True)
 class PathFacts:
     """One way to the pool."""
 
@@ -96,6 +106,10 @@ class Facts:
     paths: dict[str, PathFacts]
     written: dict[str, float]
     """Pool: blocks received, by answer."""
+    pinned: PinFacts | None
+    """Pool: None while nothing is."""
+    pins: dict[str, float]
+    """Blocks that a pool was asked to pin, by answer."""
     device_evictions: dict[str, float]
     """Engine: blocks evicted from the device, by whether they were copied before."""
     trouble: dict[str, float] = field(default_factory=dict)
@@ -123,6 +137,8 @@ def facts_of(samples: Samples) -> Facts | None:
         tiers={tier: _tier(samples, tier) for tier in _tiers(samples)},
         paths=_paths(samples),
         written=samples.by("kvtier_pool_written_blocks_total", "status"),
+        pinned=_pinned(samples),
+        pins=samples.by("kvtier_pool_pins_total" if kind == POOL else "kvtier_pins_total", "status"),
         device_evictions=samples.by("kvtier_device_evictions_total", "state"),
         trouble=_trouble(samples),
     )
@@ -156,6 +172,12 @@ def _moved_bytes(samples: Samples) -> dict[str, float]:
     names = {"sent": "sent_bytes_total", "received": "received_bytes_total", "shared now": "shared_held_bytes"}
     found = {words: samples.total(f"kvtier_pool_{name}") for words, name in names.items()}
     return {words: amount for words, amount in found.items() if amount}
+
+
+def _pinned(samples: Samples) -> PinFacts | None:
+    names = ("blocks", "bytes", "slab_bytes")
+    pinned = PinFacts(*(samples.total(f"kvtier_pool_pinned_{name}") for name in names))
+    return pinned if pinned.blocks else None
 
 
 def _tiers(samples: Samples) -> list[str]:

@@ -4,6 +4,8 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +17,8 @@ from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 """Ours is about 20 KB. Whatever answers with more than this is something else."""
+_MAX_SAID_BYTES = 200
+"""Of what a server says of a request that it refuses."""
 
 
 class Samples:
@@ -73,13 +77,27 @@ def fetch(url: str, *, ca: Path | None = None) -> Samples:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as answer:
             page = answer.read(_MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
-        raise UnavailableError(f"{url} answers {error.code} {error.reason}: is it an engine or a pool?") from error
-    except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: no HTTP at all
+        hint = _said(error) or "is it an engine or a pool?"
+        raise UnavailableError(f"{url} answers {error.code} {error.reason}: {hint}") from error
+    except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; the others: no HTTP at all
         reason = getattr(error, "reason", error)
-        raise UnavailableError(f"{url} does not answer: {reason}") from error
+        unknown_ca = isinstance(reason, ssl.SSLCertVerificationError)
+        remedy = "; name the CA that has signed its certificate by --ca" if unknown_ca else ""
+        raise UnavailableError(f"{url} does not answer: {reason}{remedy}") from error
     if len(page) > _MAX_BYTES:
         raise InvalidInputError(f"{url} answers with more than {_MAX_BYTES:,} bytes: that is no metrics page of ours")
     return parse(page.decode("utf-8", errors="replace"), source=url)
+
+
+def _said(refusal: urllib.error.HTTPError) -> str:
+    """Other ports of a pool say in such an answer which one they are."""
+    if refusal.code != HTTPStatus.BAD_REQUEST:
+        return ""
+    try:
+        words = refusal.read(_MAX_SAID_BYTES).decode("utf-8", errors="replace")
+    except (OSError, HTTPException):
+        return ""
+    return "".join(filter(str.isprintable, words))
 
 
 def metrics_url(text: str) -> str:

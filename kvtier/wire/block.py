@@ -151,6 +151,13 @@ class Fields:
         except KeyError as error:
             raise InvalidInputError(f"header: {name} holds {error}, which is no {kind.__name__}") from None
 
+    def records(self, name: str, kind: struct.Struct) -> list[tuple[Any, ...]]:
+        """Packed one after the other."""
+        data = self.data(name)
+        if len(data) % kind.size:
+            raise InvalidInputError(f"header: {name} of {len(data)} bytes: need a multiple of {kind.size}")
+        return list(kind.iter_unpack(data))
+
     def _get(self, name: str, kind: type[_T]) -> _T:
         value = self._fields.get(name)
         if not isinstance(value, kind):

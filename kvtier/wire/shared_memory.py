@@ -9,3 +9,5 @@ import struct
 
 PLACE = struct.Struct("<QQQ")
 """One block: slot id (slab number * 2**32 + place), generation, xxh3 of its stored form (`kvtier.codec.checksum`)."""
+WORD = struct.Struct("<Q")
+"""A slot id, or a checksum."""

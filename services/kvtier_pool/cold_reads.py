@@ -37,8 +37,8 @@ class ColdReads:
     the tier. Two calls never wait for each other: each finishes its own blocks before it waits.
     """
 
-    def __init__(self, memory: HostTier, tier: Tier, on_admitted: Callable[[StoreKey], None]) -> None:
-        """:param on_admitted: told of every block that memory got from the tier."""
+    def __init__(self, memory: HostTier, tier: Tier, on_admitted: Callable[[Sequence[StoreKey]], None]) -> None:
+        """:param on_admitted: told of the blocks that memory got from the tier."""
         self._memory = memory
         self._tier = tier
         self._on_admitted = on_admitted
@@ -83,24 +83,26 @@ class ColdReads:
                 else:
                     buffers[key] = memoryview(bytearray(nbytes))
             statuses = self._tier.read(list(buffers), list(buffers.values()))
+            checksums: dict[WriteSlot, int] = {}
             for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
-                if status is Status.HIT:
-                    block = self._admit(key, buffer, slots.pop(key, None))
-                    if block is not None:
-                        found[key] = block
+                if status is not Status.HIT:
+                    continue
+                if key in slots:
+                    checksums[slots.pop(key)] = checksum(key, buffer)
+                else:
+                    header = header_from_checksum(key, nbytes, checksum(key, buffer))
+                    found[key] = Block(header, buffer, None, f"{self._tier.name}_private")
+            self._admit(checksums, found)
         finally:
             for slot in slots.values():
                 self._memory.abort(slot)
 
-    def _admit(self, key: StoreKey, payload: memoryview, slot: WriteSlot | None) -> Block | None:
-        """The block just read. None when it was discarded or evicted again in the same moment."""
-        payload_checksum = checksum(key, payload)
-        if slot is None:
-            header = header_from_checksum(key, len(payload), payload_checksum)
-            return Block(header, payload, None, f"{self._tier.name}_private")
-        self._memory.commit(slot, payload_checksum)
-        (lease,) = self._memory.acquire([key])
-        if lease is None:
-            return None
-        self._on_admitted(key)
-        return block_of(key, lease, self._tier.name)
+    def _admit(self, checksums: dict[WriteSlot, int], found: dict[StoreKey, Block]) -> None:
+        """Makes readable what was just read, and adds it; not what is discarded or evicted again in the same moment."""
+        self._memory.commit_all(checksums)
+        keys = [slot.key for slot in checksums]
+        leases = zip(keys, self._memory.acquire(keys), strict=True)
+        admitted = {key: block_of(key, lease, self._tier.name) for key, lease in leases if lease is not None}
+        found.update(admitted)
+        if admitted:
+            self._on_admitted(list(admitted))

@@ -2,29 +2,29 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind, TierState
-from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.keys import StoreKey, TenantId
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.holds import HeldPlaces
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.host_slots import WriteSlot
 from kvtier.tiers.slab import OWN_PROCESS, SharedSlab
 from kvtier.wire.pins import PinStatus
-from kvtier_pool.cold_reads import Block, ColdReads, block_of
+from kvtier_pool.cold_reads import Block, block_of
 from kvtier_pool.event_hub import EventHub, Subscription
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.pins import Pins
 from kvtier_pool.settings import PinLimits
-from kvtier_pool.write_down import DrainReport, WriteDown, WriteDownSettings
+from kvtier_pool.tiers_below import LowerTier, TiersBelow
+from kvtier_pool.write_down import DrainReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,6 @@ class TierShare:
     used_percent: int
     """Of the capacity, by all tenants."""
     state: TierState
-
-
-@dataclass(frozen=True, slots=True)
-class LowerTier:
-    """A tier below memory, and how blocks get there."""
-
-    tier: Tier
-    settings: WriteDownSettings
 
 
 class PoolCore:
@@ -104,29 +96,17 @@ class PoolCore:
             metrics=tier_metrics,
         )
         self._pins = Pins(self._memory, pins or PinLimits(), metrics, clock=clock)
-        self._below = [lower.tier for lower in below]
-        self._ways = [WriteDown(self._memory, lower.tier, metrics, lower.settings) for lower in below]
-        self._cold_reads = [
-            ColdReads(self._memory, lower.tier, partial(self._note_admitted, source=lower.tier)) for lower in below
-        ]
-        for lower in below:
-            metrics.prepare_tier(lower.tier.name)
+        self._below = TiersBelow(self._memory, below, metrics)
 
     def start(self) -> None:
         """Starts the background writers and the thread that ends pins. Once, before the first write."""
         self._pins.start()
-        for way in self._ways:
-            way.start()
+        self._below.start()
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """A status per key, in order. Not a use."""
         statuses = self._memory.lookup(keys)
-        for tier in self._below:
-            # Pending too: a block on its way up from a tier below can be read there, and from here after it.
-            missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
-            if missing:
-                for i, status in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
-                    statuses[i] = status if status is Status.HIT else statuses[i]
+        self._below.look_up(keys, statuses)
         return statuses
 
     @contextmanager
@@ -142,11 +122,8 @@ class PoolCore:
                     self._memory.release([lease])
                 elif lease is not None:
                     blocks[key] = block_of(key, lease, "memory")
-            for way in self._ways:
-                way.used(blocks)
-            for reads in self._cold_reads:
-                if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
-                    reads.fetch(cold, payload_bytes, blocks)
+            self._below.used(blocks)
+            self._below.fetch(keys, payload_bytes, blocks)
             found = [blocks.get(key) for key in keys]
             answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
             self._count_read(answer)
@@ -158,39 +135,39 @@ class PoolCore:
         """Notes a use of one request's blocks in memory, so that its tail is evicted before its head."""
         self._memory.release(self._memory.acquire(keys))
 
-    def begin_write(self, tenant: TenantId, header: Header) -> WriteSlot | WriteStatus:
-        """Room for the payload that `header` announces; a slot ends in `commit_write` or `abort_write`.
+    def begin_write(
+        self, tenant: TenantId, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS
+    ) -> WriteSlot | WriteStatus:
+        """Room for a payload; a slot ends in `commit_all`, `commit_write` or `abort_write`.
 
-        FAILED when the header names another tenant than the one who sends it.
+        FAILED when the key names another tenant than the one who sends it.
+
+        :param writer: who will fill it: this process, or a client that maps the memory, in one of its own slabs.
         """
         outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
-        if header.key[:TENANT_ID_BYTES] == tenant:
-            outcome = self._prepare(header.key, header.stored_length)
+        if key.startswith(tenant):
+            outcome = self._prepare(key, nbytes, writer)
         if isinstance(outcome, WriteStatus):
             self._count_write(outcome, 0)
         return outcome
 
     def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
-        """Checks the payload in `slot` and makes it readable: STORED, or FAILED when the checksum does not hold.
-
-        THROTTLED when it was evicted again in the same moment, before a tier that should keep it could have it.
-        """
+        """Holds the payload in `slot` against its header, then `commit_all`. FAILED when the checksum does not hold."""
         try:
             verify(header, slot.key, slot.view)
         except CorruptBlockError:
             return self.abort_write(slot)
-        (status,) = self.commit_all([slot], [header.checksum])
-        return status
+        return self.commit_all([slot], [header.checksum])[0]
 
     def commit_all(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
-        """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED, or THROTTLED as
-        `commit_write` says.
+        """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED.
 
         Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
-        shared memory. Whoever reads them holds them against the checksum again.
+        shared memory. Whoever reads them holds them against the checksum again. THROTTLED what was evicted again in the
+        same moment, before a tier that should keep it could have it.
         """
         self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
-        kept = self._note_entered([slot.key for slot in slots], source=None)
+        kept = self._below.entered([slot.key for slot in slots])
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
         self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
         self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
@@ -205,30 +182,14 @@ class PoolCore:
     def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> HeldPlaces:
         """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""
         held = self._memory.acquire_places(keys, sizes)
-        if self._ways:
-            hits = [key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT]
-            for way in self._ways:
-                way.used(hits)
+        if self._below.tiers:
+            self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
         self._num_mapped_reads.inc(held.num_held)
         return held
 
     def release_places(self, held: HeldPlaces) -> None:
         """Idempotent."""
         self._memory.release_places(held)
-
-    def prepare_place(self, tenant: TenantId, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
-        """`begin_write` for a client that maps the memory: room in one of its own slabs."""
-        outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
-        if key[:TENANT_ID_BYTES] == tenant:
-            outcome = self._prepare(key, nbytes, writer)
-        if isinstance(outcome, WriteStatus):
-            self._count_write(outcome, 0)
-        return outcome
-
-    def abort_places(self, slots: Sequence[WriteSlot]) -> None:
-        """Gives slots back: those blocks did not arrive."""
-        for slot in slots:
-            self.abort_write(slot)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
         """See `HostTier.open_slab`."""
@@ -256,29 +217,20 @@ class PoolCore:
         return self._pins.unpin(keys)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """Forgets blocks everywhere; returns how many were there. May wait for a write under way.
-
-        From below to above, so that no copy on its way down or up outlives the call: the queues first,
-        then the lower tiers, then memory, which also refuses what a cold read is about to commit.
-        """
+        """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
         distinct = list(dict.fromkeys(keys))
         num_there = sum(status is Status.HIT for status in self.lookup(distinct))
-        with ExitStack() as stack:
-            for way in self._ways:
-                stack.enter_context(way.without(distinct))
-            for tier in reversed(self._below):
-                tier.discard(distinct)
+        with self._below.without(distinct):
             self._memory.discard(distinct)
         return num_there
 
     def usage(self, tenant: TenantId) -> list[TierShare]:
         """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
-        tiers = [tier for tier in (self._memory, *self._below) if isinstance(tier, (HostTier, DiskTier))]
-        return [_share(tier, tenant) for tier in tiers]
+        return [_share(tier, tenant) for tier in self._local_tiers()]
 
     def local_usages(self) -> dict[str, Callable[[], Usage]]:
         """By name of each tier on this machine, what asks it how full it is."""
-        return {t.name: t.usage for t in (self._memory, *self._below) if isinstance(t, (HostTier, DiskTier))}
+        return {tier.name: tier.usage for tier in self._local_tiers()}
 
     def subscribe(self, tenant: TenantId) -> Subscription:
         """The tenant's events from now on; the caller closes the subscription."""
@@ -288,8 +240,7 @@ class PoolCore:
         """What keeps the pool from doing its work, None when nothing does."""
         if not self._pins.alive:
             return "the thread that ends pins is gone"
-        gone = [tier.name for tier, way in zip(self._below, self._ways, strict=True) if not way.alive]
-        return f"a thread that writes to {gone[0]} is gone" if gone else None
+        return self._below.problem()
 
     def end_event_streams(self) -> None:
         """Ends all subscriptions, and takes no new ones."""
@@ -297,57 +248,39 @@ class PoolCore:
 
     def drain(self, grace_s: float) -> list[DrainReport]:
         """Gives the lower tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
-        deadline = MONOTONIC() + grace_s
-        for way in self._ways:
-            way.begin_drain()
-        return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
+        return self._below.drain(grace_s)
 
     def check(self) -> None:
         """Verifies the bookkeeping of all tiers and of pins; raises `InvariantError`."""
         self._pins.check()
-        for tier in (self._memory, *self._below):
-            tier.check()
+        self._memory.check()
+        self._below.check()
 
     def close(self) -> None:
         """Abandons what is queued and closes the tiers. Idempotent."""
         self._hub.close()
-        for way in self._ways:
-            way.close()
-        for tier in (self._memory, *self._below):
-            tier.close()
+        self._below.close()
+        self._memory.close()
         self._pins.close()
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)
         if event.kind is EventKind.REMOVED:
             self._pins.forget(event.keys)
-            for way in self._ways:
-                way.note_removed(event.keys)
+            self._below.removed(event.keys)
 
-    def _prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
+    def _local_tiers(self) -> list[HostTier | DiskTier]:
+        """Those on this machine, which count by tenant."""
+        return [tier for tier in (self._memory, *self._below.tiers) if isinstance(tier, (HostTier, DiskTier))]
+
+    def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
         """Room in memory for a block that may be acknowledged when it is there."""
-        if any(way.is_behind for way in self._ways) and self._memory.lookup([key]) == [Status.MISS]:
+        if self._below.is_behind and self._memory.lookup([key]) == [Status.MISS]:
             return WriteStatus.THROTTLED
         outcome = self._memory.prepare(key, nbytes, writer=writer)
-        if outcome is not WriteStatus.FULL:
-            return outcome
-        made_room = [way.make_room() for way in self._ways]
-        return self._memory.prepare(key, nbytes, writer=writer) if any(made_room) else outcome
-
-    def _note_admitted(self, key: StoreKey, source: Tier) -> None:
-        """Memory got a block from the tier `source`."""
-        self._note_entered([key], source)
-
-    def _note_entered(self, keys: Sequence[StoreKey], source: Tier | None) -> list[bool]:
-        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged."""
-        kept = [True] * len(keys)
-        for tier, way in zip(self._below, self._ways, strict=True):
-            if tier is source:
-                way.admitted()
-            else:
-                held = way.entered(keys, acknowledged=source is None)
-                kept = [before and now for before, now in zip(kept, held, strict=True)]
-        return kept
+        if outcome is WriteStatus.FULL and self._below.make_room():
+            return self._memory.prepare(key, nbytes, writer=writer)
+        return outcome
 
     def _count_read(self, blocks: Sequence[Block | None]) -> None:
         for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():

@@ -37,7 +37,7 @@ class StatusServer:
         files: TlsFiles | None = None,
     ) -> None:
         """
-        :param listen: `host:port`; port 0 takes a free one. Bound at once: `ConfigError` when it cannot be.
+        :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
         :param problem: None while all is well; called from any thread.
         :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
@@ -70,7 +70,7 @@ class StatusServer:
 
         host, _, port = listen.rpartition(":")
         try:
-            self._server = _Server((host, int(port)), Handler, tls)
+            self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), Handler, tls)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen on http {listen!r}: {error}; use host:port with a free port") from error
         self._thread = threading.Thread(
@@ -95,6 +95,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ServerTls | None) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}

@@ -56,7 +56,7 @@ def _listen_tcp(address: Address) -> socket.socket:
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
     """Listens under another name first, so that the name shows up only when all is set."""
-    _require_nobody_there(path)
+    require_nobody_there(path)
     new = path + _NEW_SUFFIX
     Path(new).unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -71,7 +71,9 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
     return listening
 
 
-def _require_nobody_there(path: str) -> None:
+def require_nobody_there(path: str) -> None:
+    """Raises `OSError` when a server lives on this Unix socket, or something else has its name. One that is dead may be
+    replaced."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise FileExistsError(f"{path} is there and no socket")

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import CircuitBreaker
@@ -11,9 +12,9 @@ from kvtier.tiers.disk_log.direct_io import DirectIo
 from kvtier.tiers.disk_log.segment_files import SyncPolicy
 from kvtier.tiers.metered import Metered
 from kvtier.tiers.write_policy import WritePolicy
-from kvtier_pool.core import LowerTier
 from kvtier_pool.event_hub import EventHub
 from kvtier_pool.settings import PoolSettings, RedisSettings
+from kvtier_pool.tiers_below import LowerTier
 from kvtier_pool.write_down import WriteDownSettings
 
 
@@ -51,18 +52,21 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
     # Imported here: a pool without Redis starts a tenth of a second sooner.
     from kvtier.tiers.redis import RedisTier
 
-    return RedisTier(
-        redis.url,
-        username=redis.username,
-        password=redis.password,
-        ttl_s=redis.ttl_s,
-        codec=parse_codec(redis.codec),
-        metrics=metrics,
-        breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
-        call_timeout_s=redis.timeout_s,
-        lookup_timeout_s=redis.lookup_timeout_s,
-        connect_timeout_s=min(1.0, redis.timeout_s),
-    )
+    try:
+        return RedisTier(
+            redis.url,
+            username=redis.username,
+            password=redis.password,
+            ttl_s=redis.ttl_s,
+            codec=parse_codec(redis.codec),
+            metrics=metrics,
+            breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
+            call_timeout_s=redis.timeout_s,
+            lookup_timeout_s=redis.lookup_timeout_s,
+            connect_timeout_s=min(1.0, redis.timeout_s),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"redis_url: {error}") from error
 
 
 def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings, *, keeps_acknowledged: bool) -> LowerTier:

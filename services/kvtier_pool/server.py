@@ -5,13 +5,16 @@ from concurrent import futures
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.wire.address import UNIX_PREFIX
 from kvtier.wire.certificates import Renewed, TlsFiles, read_pem, server_context
 from kvtier.wire.status import code_for
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.health import SERVICE as HEALTH_SERVICE
+from kvtier_pool.health import HealthServicer
+from kvtier_pool.listener import require_nobody_there
 from kvtier_pool.servicer import SERVICE, PoolServicer, certificate_names_of
 from kvtier_pool.settings import PoolSettings
 
@@ -25,6 +28,10 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+_HANDSHAKE_S = 5.0
+"""As long as HELLO of the block protocol has: then who has not begun to speak HTTP/2 makes way."""
+_IDLE_S = 60.0
+"""A connection without a call is closed then; clients open another one with their next call."""
 _KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_listen` empty, or have another key signed"
 
 
@@ -36,15 +43,18 @@ class PoolServer:
         self._server = grpc.server(
             futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kvtier-grpc"),
             interceptors=[_ReflectionGuard(authenticator)],
-            # Idle connections cost a descriptor each, and nobody needs a token to open one.
-            options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", settings.max_connections)),
+            options=(
+                *_OPTIONS,
+                # Each costs a descriptor, and nobody needs a token to open one.
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
+                ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
+            ),
             maximum_concurrent_rpcs=4 * settings.num_threads,
             compression=grpc.Compression.NoCompression,
         )
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self._server.add_generic_rpc_handlers((servicer.handler(),))
+        reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
+        self._server.add_generic_rpc_handlers((servicer.handler(), HealthServicer(SERVICE).handler()))
         self._listen = settings.grpc_listen
         self._tls = settings.tls
 
@@ -52,27 +62,28 @@ class PoolServer:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
         addresses = tuple(map(self._bind, self._listen))
         self._server.start()
-        for service in ("", SERVICE):
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return addresses
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, gives those in flight `grace_s` seconds, then cancels them. Waits."""
-        self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
 
     def _bind(self, address: str) -> str:
-        tls = None if address.startswith("unix:") else self._tls
+        tls = None if address.startswith(UNIX_PREFIX) else self._tls
         try:
+            if address.startswith(UNIX_PREFIX):
+                require_nobody_there(address.removeprefix(UNIX_PREFIX))  # gRPC would take the name from whoever has it
             if tls is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, _credentials(tls))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
         except RuntimeError as error:
             if tls is not None and not _usable(tls):
                 raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error
             raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return address if address.startswith(UNIX_PREFIX) else f"{address.rpartition(':')[0]}:{port}"
 
 
 class _ReflectionGuard(grpc.ServerInterceptor):

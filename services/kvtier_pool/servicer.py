@@ -48,7 +48,11 @@ _M = TypeVar("_M", bound=Message)
 
 
 class PoolServicer:
-    """The RPCs; without those of pins where there are none. Each runs on a thread of the server, one call at a time."""
+    """The RPCs; without those of pins where there are none. Each runs on a thread of the server, one call at a time.
+
+    All take their request as a stream, which looks the same to clients: a call that grpc calls unary waits for its
+    message, however long, before anybody asks who is calling.
+    """
 
     def __init__(self, core: PoolCore, authenticator: Authenticator, limits: PoolLimits, metrics: PoolMetrics) -> None:
         self._core = core
@@ -59,27 +63,27 @@ class PoolServicer:
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            "Lookup": grpc.unary_unary_rpc_method_handler(self._lookup),
-            "Read": grpc.unary_stream_rpc_method_handler(self._read),
+            "Lookup": grpc.stream_unary_rpc_method_handler(self._lookup),
+            "Read": grpc.stream_stream_rpc_method_handler(self._read),
             "Write": grpc.stream_unary_rpc_method_handler(self._write),
-            "Discard": grpc.unary_unary_rpc_method_handler(self._discard),
-            "Usage": grpc.unary_unary_rpc_method_handler(self._usage),
-            "Events": grpc.unary_stream_rpc_method_handler(self._events),
+            "Discard": grpc.stream_unary_rpc_method_handler(self._discard),
+            "Usage": grpc.stream_unary_rpc_method_handler(self._usage),
+            "Events": grpc.stream_stream_rpc_method_handler(self._events),
         }
         if self._core.max_pin_s:
-            handlers["Pin"] = grpc.unary_unary_rpc_method_handler(self._pin)
-            handlers["Unpin"] = grpc.unary_unary_rpc_method_handler(self._unpin)
+            handlers["Pin"] = grpc.stream_unary_rpc_method_handler(self._pin)
+            handlers["Unpin"] = grpc.stream_unary_rpc_method_handler(self._unpin)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _lookup(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.LookupRequest, message).groups)
+            keys = self._keys(tenant, _parse(pool_pb2.LookupRequest, requests).groups)
             return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
 
-    def _read(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Read", context) as tenant:
             self._require_deadline(context)
-            request = _parse(pool_pb2.ReadRequest, message)
+            request = _parse(pool_pb2.ReadRequest, requests)
             keys = self._keys(tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
             require_room(sizes, self._limits)
@@ -90,7 +94,7 @@ class PoolServicer:
                 yield from messages
             self._core.touch(keys)
 
-    def _write(self, messages: Iterable[bytes], context: grpc.ServicerContext) -> bytes:
+    def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Write", context) as tenant:
             self._require_deadline(context)
             with closing(Upload(self._core, tenant, self._limits)) as upload:
@@ -99,26 +103,26 @@ class PoolServicer:
                         upload.feed(frame)
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
-    def _discard(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Discard", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, message).groups)
+            keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
             return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
 
-    def _pin(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Pin", context) as tenant:
-            request = _parse(pool_pb2.PinRequest, message)
+            request = _parse(pool_pb2.PinRequest, requests)
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
             statuses = self._core.pin(tenant, self._keys(tenant, request.groups), ttl_ms / 1000)
             return pool_pb2.PinResponse(statuses=bytes(statuses), ttl_ms=ttl_ms).SerializeToString()
 
-    def _unpin(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Unpin", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.UnpinRequest, message).groups)
+            keys = self._keys(tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
             return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
 
-    def _usage(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as tenant:
-            _parse(pool_pb2.UsageRequest, message)
+            _parse(pool_pb2.UsageRequest, requests)
             tiers = [
                 pool_pb2.TierUsage(
                     name=share.tier,
@@ -132,9 +136,9 @@ class PoolServicer:
             ]
             return pool_pb2.UsageResponse(tiers=tiers).SerializeToString()
 
-    def _events(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Events", context) as tenant:
-            _parse(pool_pb2.EventsRequest, message)
+            _parse(pool_pb2.EventsRequest, requests)
             with closing(self._core.subscribe(tenant)) as subscription:
                 if not context.add_callback(subscription.close):
                     return
@@ -181,7 +185,11 @@ def certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:
     return frozenset().union(*(names_in(pem.decode()) for pem in found.get("x509_pem_cert", ())))
 
 
-def _parse(kind: type[_M], message: bytes) -> _M:
+def _parse(kind: type[_M], requests: Iterator[bytes]) -> _M:
+    """The one message of a call; waits for it."""
+    message = next(requests, None)
+    if message is None:
+        raise InvalidInputError(f"the call ended without its {kind.__name__}")
     try:
         return kind.FromString(message)
     except DecodeError as error:

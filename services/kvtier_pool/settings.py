@@ -124,7 +124,8 @@ class PoolSettings:
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
     """Of the block protocol, one thread each; more are refused, those first that have not said who they are. An engine
-    needs one per transfer at a time. And as many of gRPC on each of its addresses."""
+    needs one per transfer at a time. And as many of gRPC on each of its addresses, where those without a
+    call for a minute are closed."""
     max_pin_s: float = 86_400.0
     """The longest time for which a tenant may pin blocks in memory; 0: there are no pins."""
     pin_share: float = 0.25

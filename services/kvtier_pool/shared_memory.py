@@ -110,7 +110,7 @@ class ClientMemory:
         for key, size in zip(keys, sizes, strict=True):
             outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
             if self.held_bytes + size <= self._max_held_bytes:
-                outcome = self._core.prepare_place(self._tenant, key, size, self._writer)
+                outcome = self._core.begin_write(self._tenant, key, size, self._writer)
             if isinstance(outcome, WriteSlot) and not self._charge(outcome):
                 outcome = self._core.abort_write(outcome)
             if isinstance(outcome, WriteSlot):
@@ -132,12 +132,12 @@ class ClientMemory:
         if slots is None or len(checksums) > len(slots):
             raise InvalidInputError(f"commit of {len(checksums)} blocks of write {write_id}, which has not so many")
         self._forget(write_id)
-        self._core.abort_places(slots[len(checksums) :])
+        self._abort(slots[len(checksums) :])
         return self._core.commit_all(slots[: len(checksums)], checksums)
 
     def abort(self, write_id: int) -> None:
         """Gives back the slots of a write. Ignores one that is not there."""
-        self._core.abort_places(self._forget(write_id))
+        self._abort(self._forget(write_id))
 
     def open_slab(self, number: int) -> SharedSlab | None:
         """See `HostTier.open_slab`."""
@@ -149,6 +149,10 @@ class ClientMemory:
         for write_id in list(self._writes):
             self.abort(write_id)
         self._core.retire_writer(self._writer)
+
+    def _abort(self, slots: Sequence[WriteSlot]) -> None:
+        for slot in slots:
+            self._core.abort_write(slot)
 
     def _charge(self, slot: WriteSlot) -> bool:
         """Whether this slot may be held. What it holds is its slab, which cannot be dropped meanwhile."""

@@ -2,28 +2,22 @@
 
 import os
 import struct
-from collections.abc import Callable, Sequence
 
-from kvtier.errors import InvalidInputError
-from kvtier.keys import StoreKey
-from kvtier.wire.block import Fields, Verb
+from kvtier.wire.block import Verb
+from kvtier.wire.shared_memory import WORD
+from kvtier_pool.block_verbs import Handler
+from kvtier_pool.caller import Caller
+from kvtier_pool.exchange import Exchange
 from kvtier_pool.shared_memory import ClientMemory
-
-SHARED_VERBS = frozenset((Verb.ACQUIRE, Verb.RELEASE, Verb.PREPARE, Verb.COMMIT, Verb.ABORT, Verb.MAP))
-_CHECKSUM_BYTES = 8
-Answer = tuple[dict[str, object], list[int]]
-"""Fields of the answer, and descriptors that go with it: to be closed once sent."""
-Blocks = Callable[[Fields], tuple[list[StoreKey], list[int]]]
-"""Keys and payload lengths of a request's groups, checked against the limits."""
 
 
 class SharedVerbs:
-    """One connection's. Its thread only."""
+    """One connection's. Its thread only. Those that give something back are not answered."""
 
-    def __init__(self, memory: ClientMemory, blocks: Blocks) -> None:
+    def __init__(self, memory: ClientMemory, caller: Caller) -> None:
         self._memory = memory
-        self._blocks = blocks
-        self.handlers: dict[str, Callable[[Fields], Answer | None]] = {
+        self._caller = caller
+        self.handlers: dict[str, Handler] = {
             Verb.ACQUIRE: self._acquire,
             Verb.RELEASE: self._release,
             Verb.PREPARE: self._prepare,
@@ -31,46 +25,34 @@ class SharedVerbs:
             Verb.ABORT: self._abort,
             Verb.MAP: self._map,
         }
-        """By verb; None is no answer."""
+        """By verb."""
 
-    def _acquire(self, request: Fields) -> Answer:
-        keys, sizes = self._blocks(request)
-        lease, statuses, places = self._memory.acquire(keys, sizes)
-        return {"lease": lease, "statuses": statuses, "places": places}, []
+    def _acquire(self, exchange: Exchange) -> None:
+        lease, statuses, places = self._memory.acquire(*self._caller.blocks(exchange.request))
+        exchange.answer({"lease": lease, "statuses": statuses, "places": places})
 
-    def _release(self, request: Fields) -> None:
-        self._memory.release(request.number("lease"))
+    def _release(self, exchange: Exchange) -> None:
+        self._memory.release(exchange.request.number("lease"))
 
-    def _prepare(self, request: Fields) -> Answer:
-        keys, sizes = self._blocks(request)
-        write, statuses, slots = self._memory.prepare(keys, sizes)
-        return {"write": write, "statuses": statuses, "slots": struct.pack(f"<{len(slots)}Q", *slots)}, []
+    def _prepare(self, exchange: Exchange) -> None:
+        write, statuses, slots = self._memory.prepare(*self._caller.blocks(exchange.request))
+        exchange.answer({"write": write, "statuses": statuses, "slots": struct.pack(f"<{len(slots)}Q", *slots)})
 
-    def _commit(self, request: Fields) -> Answer:
-        statuses = self._memory.commit(request.number("write"), _checksums(request.data("checksums")))
-        return {"statuses": bytes(statuses)}, []
+    def _commit(self, exchange: Exchange) -> None:
+        checksums = [checksum for (checksum,) in exchange.request.records("checksums", WORD)]
+        statuses = self._memory.commit(exchange.request.number("write"), checksums)
+        exchange.answer({"statuses": bytes(statuses)})
 
-    def _abort(self, request: Fields) -> None:
-        self._memory.abort(request.number("write"))
+    def _abort(self, exchange: Exchange) -> None:
+        self._memory.abort(exchange.request.number("write"))
 
-    def _map(self, request: Fields) -> Answer:
-        slab = self._memory.open_slab(request.number("slab"))
+    def _map(self, exchange: Exchange) -> None:
+        slab = self._memory.open_slab(exchange.request.number("slab"))
         if slab is None:
-            return {"num_slots": 0}, []
-        fields: dict[str, object] = {
-            "num_slots": slab.num_slots,
-            "slot_bytes": slab.slot_bytes,
-            "writable": int(slab.writable),
-        }
-        return fields, [slab.descriptor]
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _checksums(data: bytes) -> Sequence[int]:
-    if len(data) % _CHECKSUM_BYTES:
-        raise InvalidInputError(f"checksums of {len(data)} bytes: need a multiple of {_CHECKSUM_BYTES}")
-    return struct.unpack(f"<{len(data) // _CHECKSUM_BYTES}Q", data)
+            exchange.answer({"num_slots": 0})
+            return
+        fields = {"num_slots": slab.num_slots, "slot_bytes": slab.slot_bytes, "writable": int(slab.writable)}
+        try:
+            exchange.answer(fields, descriptors=[slab.descriptor])
+        finally:
+            os.close(slab.descriptor)

@@ -76,7 +76,7 @@ class Upload:
         if header.stored_length > self._limits.max_block_bytes:
             self._statuses.append(WriteStatus.FULL)
             return
-        outcome = self._core.begin_write(self._tenant, header)
+        outcome = self._core.begin_write(self._tenant, header.key, header.stored_length)
         if isinstance(outcome, WriteStatus):
             self._statuses.append(outcome)
         else:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,6 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.pieces import Payload, Target, land, landing, together
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.memory import copy_bytes
+from kvtier.tiers.pool.groups import require_count
 from kvtier.wire import pool_pb2
 from kvtier.wire.certificates import read_pem
 from kvtier.wire.frames import decode_frames, encode_blocks
@@ -37,7 +38,6 @@ _TLS_REMEDIES = (
     ),
 )
 """Parts of what gRPC says, and what they mean."""
-_T = TypeVar("_T")
 
 
 class GrpcTransport:
@@ -83,7 +83,8 @@ class GrpcTransport:
         with _translated():
             answer = self._lookup(request, timeout=timeout_s, metadata=self._metadata)
             statuses = [Status(byte) for byte in pool_pb2.LookupResponse.FromString(answer).statuses]
-        return _require_length(statuses, len(keys))
+        require_count(len(statuses), len(keys))
+        return statuses
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
@@ -117,7 +118,8 @@ class GrpcTransport:
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
         self._written_bytes.inc(sum(len(payload) for _, payload in items))
-        return _require_length(statuses, len(items))
+        require_count(len(statuses), len(items))
+        return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         """See `PoolTransport.discard`."""
@@ -134,7 +136,8 @@ class GrpcTransport:
             if answer is None:
                 return None
             statuses = [PinStatus(byte) for byte in pool_pb2.PinResponse.FromString(answer).statuses]
-        return _require_length(statuses, len(keys))
+        require_count(len(statuses), len(keys))
+        return statuses
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
         """See `PoolTransport.unpin`."""
@@ -245,9 +248,3 @@ def _groups(keys: Sequence[StoreKey]) -> list[pool_pb2.Keys]:
 
 def _keys_of(keys: Sequence[StoreKey]) -> pool_pb2.Keys:
     return pool_pb2.Keys(namespace_id=keys[0][_NAMESPACE], hashes=b"".join(key[_HASH] for key in keys))
-
-
-def _require_length(statuses: list[_T], expected: int) -> list[_T]:
-    if len(statuses) != expected:
-        raise InvalidInputError(f"garbled answer of the pool: {len(statuses)} statuses for {expected} blocks")
-    return statuses

@@ -54,7 +54,7 @@ class ReadPart:
         statuses = answer.data("statuses")
         require_count(len(statuses), len(self._order))
         found = [i for i, status in zip(self._order, statuses, strict=True) if status == Status.HIT]
-        places = list(PLACE.iter_unpack(answer.data("places")))
+        places = answer.records("places", PLACE)
         require_count(len(places), len(found))
         self._hits = list(zip(found, places, strict=True))
         self._link.map(self._session, {slot // SLAB_STRIDE for slot, _, _ in places}, self._deadline)

@@ -17,8 +17,7 @@ from kvtier.tiers.pool.memory_link import MemoryLink
 from kvtier.tiers.pool.session import Request
 from kvtier.tiers.slab import SLAB_STRIDE
 from kvtier.wire.block import Verb
-
-_SLOT = struct.Struct("<Q")
+from kvtier.wire.shared_memory import WORD
 
 
 class WritePart:
@@ -46,12 +45,16 @@ class WritePart:
         self._session, answer = self._link.receive_first(self._asked, self._deadline)
         self._is_answered = True
         self._write = answer.number("write")
-        outcomes = dict(zip(self._order, answer.members("statuses", WriteStatus), strict=True))
-        prepared = [i for i, outcome in outcomes.items() if outcome is WriteStatus.STORED]
-        slots = [slot for (slot,) in _SLOT.iter_unpack(answer.data("slots"))]
+        outcomes = answer.members("statuses", WriteStatus)
+        require_count(len(outcomes), len(self._order))
+        prepared: list[int] = []
+        for i, outcome in zip(self._order, outcomes, strict=True):
+            if outcome is WriteStatus.STORED:
+                prepared.append(i)
+            else:
+                self._statuses[i] = outcome
+        slots = [slot for (slot,) in answer.records("slots", WORD)]
         require_count(len(slots), len(prepared))
-        for i, outcome in outcomes.items():
-            self._statuses[i] = WriteStatus.FAILED if outcome is WriteStatus.STORED else outcome
         self._places = list(zip(prepared, slots, strict=True))
         self._link.map(self._session, {slot // SLAB_STRIDE for slot in slots}, self._deadline)
 

@@ -1,0 +1,45 @@
+"""Health checks over gRPC, for whoever asks: probes have no credentials."""
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_REQUEST_S = 5.0
+"""How long a stranger may keep a thread without saying what he asks."""
+
+
+class HealthServicer:
+    """`Check` of gRPC's health protocol: what is listening is serving. Any thread.
+
+    No `Watch`, which clients take for a pool that serves: with it, strangers would hold calls for ever.
+    """
+
+    def __init__(self, *services: str) -> None:
+        """:param services: that it knows besides the pool as a whole."""
+        self._known = frozenset(("", *services))
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """A stream of requests, of which there is one: grpc would wait for it on our thread, however long."""
+        check = grpc.stream_unary_rpc_method_handler(
+            self._check,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Check": check})
+
+    def _check(
+        self, requests: Iterator[health_pb2.HealthCheckRequest], context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        late = threading.Timer(_REQUEST_S, context.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            request = next(requests, health_pb2.HealthCheckRequest())
+        finally:
+            late.cancel()
+        if request.service not in self._known:
+            context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
