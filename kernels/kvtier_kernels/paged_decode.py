@@ -60,7 +60,10 @@ def paged_decode(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
+    check_attention(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
+    )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs:

@@ -64,7 +64,10 @@ def prefix_prefill(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
+    check_attention(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+    )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, table_width = block_tables.shape
     check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
@@ -72,8 +75,10 @@ def prefix_prefill(
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     group, chip = num_heads // num_kv_heads, capability(query.device)
+    if num_tokens < num_seqs or (num_tokens and not num_seqs):
+        raise ValueError(f"{num_tokens} queries for {num_seqs} sequences: needs at least one each")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_tokens == 0 or num_seqs == 0:
+    if num_tokens == 0:
         return out
     if tile is None:
         tile = prefill_tile(

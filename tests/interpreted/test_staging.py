@@ -150,6 +150,8 @@ def test_host_memory_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are no parts"):
+        Parts.of([])
     parts, index = Parts.of(pages(3, 16)), torch.zeros(2, dtype=torch.int64)
     good = torch.zeros(3, 4, 16, dtype=torch.uint8)
     for words, staging in (
