@@ -62,7 +62,8 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
-    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device)
+    lossy_codec = "" if section.lossy_codec == "none" else section.lossy_codec
+    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec)
     with engine_of(config, model, folder.config, kv, namespace, registry) as engine:
         yield AssembledEngine(engine, folder, registry)
 
@@ -90,7 +91,9 @@ def engine_of(
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 2)),
+                    device=stack.enter_context(
+                        device_kv(kv, num_copies=config.cache.load_threads + 2, lossy_codec=namespace.lossy_codec)
+                    ),
                     namespace=namespace,
                     registry=registry,
                 )
