@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import InvalidInputError
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, check_slots
 from kvtier_kernels.quantise_reference import from_records, to_records
 from kvtier_kernels.records import RecordLayout
 
@@ -48,28 +48,24 @@ class QuantisedHostKV:
         return self._layout.record_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+        check_slots(self, device_slots, arena, arena_slots)
         records = self._records(arena)
-        for devices, slots in self._batches(device_slots, arena, arena_slots):
+        for devices, slots in _batches(device_slots, arena_slots):
             records[slots] = to_records(self._blocks[devices], self._layout)
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        check_slots(self, device_slots, arena, arena_slots)
         records = self._records(arena)
-        for devices, slots in self._batches(device_slots, arena, arena_slots):
+        for devices, slots in _batches(device_slots, arena_slots):
             self._blocks[devices] = from_records(records[slots], self._layout)
 
     def _records(self, arena: Arena) -> Tensor:
-        if self.block_bytes > arena.slot_bytes:
-            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {arena.slot_bytes}")
+        """`[num_slots, block_bytes]`, a view."""
         return torch.from_numpy(arena.rows)[:, : self.block_bytes]
 
-    def _batches(
-        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Places on both sides, so many at a time. Raises `InvalidInputError` for those that are not there."""
-        if len(device_slots) != len(arena_slots):
-            raise InvalidInputError(f"{len(device_slots)} device slots and {len(arena_slots)} arena slots")
-        for slots, num_slots in ((device_slots, self.num_blocks), (arena_slots, arena.num_slots)):
-            if slots and not 0 <= min(slots) <= max(slots) < num_slots:
-                raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
-        devices, slots = (torch.tensor(list(of), dtype=torch.int64) for of in (device_slots, arena_slots))
-        return zip(devices.split(_BATCH_BLOCKS), slots.split(_BATCH_BLOCKS), strict=True)
+
+def _batches(device_slots: Sequence[int], arena_slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Places on both sides, so many at a time."""
+    for start in range(0, len(arena_slots), _BATCH_BLOCKS):
+        batch = slice(start, start + _BATCH_BLOCKS)
+        yield torch.tensor(device_slots[batch]), torch.tensor(arena_slots[batch])

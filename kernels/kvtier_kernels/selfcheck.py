@@ -232,7 +232,7 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
     return "" if torch.equal(there.view(as_int).cpu(), kv) else "bits differ"
 
 
-def main(share: int = 0, num_shares: int = 1, write: Callable[[str], None] = print) -> int:
+def main(share: int = 0, num_shares: int = 1, *, write: Callable[[str], None] = print) -> int:
     """The exit status. `share` and `num_shares` are as in `run_checks`."""
     if not torch.cuda.is_available():
         write("no CUDA device: nothing was checked")
