@@ -69,7 +69,7 @@ class CudaKV:
     ) -> None:
         """Call it in the engine's thread: the stream that is current there is taken for the engine's.
 
-        Allocates `num_lanes * staging_bytes` on the device, and compiles the kernel: a second, the first time.
+        Allocates `num_lanes * staging_bytes` on the device, and compiles the kernels: a second or two, the first time.
 
         :param parts: of all blocks, e.g. one per layer, each uint8 `[num_blocks, part_bytes]` on the device, rows
             contiguous: views, nothing is copied. A block is its parts, one after the other.
@@ -104,7 +104,9 @@ class CudaKV:
         self._pinned: dict[Arena, Tensor] = {}  # guarded by _lock; all bytes of the arena as rows
         self._registered: list[int] = []  # guarded by _lock; addresses to give back
         with self._lane() as lane:
-            self._copy(lane.staging_rows[:1], lane, gather=True)
+            no_block = lane.staging_rows[:1] - 1
+            for gather in (True, False):
+                self._copy(no_block, lane, gather=gather)
 
     @property
     def num_blocks(self) -> int:

@@ -16,13 +16,14 @@ from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier_engine import devices, llama
-from kvtier_engine.assemble import engine_of
+from kvtier_engine.assemble import compile_for_long_sequences, engine_of
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.first_token import FirstToken, Prompts
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv, kv_namespace
 from kvtier_kernels import SharedPrefixes
 from kvtier_kernels.records import LossyCodec
+from kvtier_kernels.tiles import prefill_splits
 from kvtier_kernels_bench.part_ttft import random_weights
 
 CUDA = torch.device("cuda", 0)
@@ -156,6 +157,27 @@ def test_blocks_go_down_in_the_form_of_a_codec() -> None:
         device_kv(wide, num_copies=1, lossy_codec="int8_per_head"),
     ):
         pass
+
+
+def test_attention_of_all_kinds_is_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over runs of keys, and over shared blocks, too: in the middle of a step, each would take seconds."""
+    seen = set()
+
+    def attend(query: Tensor, *_: Tensor, max_seq_len: int, prefixes: SharedPrefixes | None, **__: Any) -> Tensor:
+        seen.add((query.size(0), max_seq_len, prefixes.num_seqs if prefixes is not None else None))
+        return torch.zeros_like(query)
+
+    def find(tables: Tensor, lens: Tensor, kv_layer: Tensor, _num_heads: int) -> SharedPrefixes | None:
+        found = SharedPrefixes.of(tables, lens, kv_layer.size(2))
+        return found if found.num_saved_keys else None
+
+    monkeypatch.setattr(llama, "paged_attention", attend)
+    monkeypatch.setattr(llama, "find_shared_prefixes", find)
+    kv = allocate_kv(CONFIG, 8, TOKENS_PER_BLOCK, torch.float32)
+    compile_for_long_sequences(tiny_model(), kv, CONFIG, max_running=3)
+    assert seen == {(16, 32, None), (1, 32, None), (3, 32, 3)}
+    num_kv_heads, num_multiprocessors = 8, 132
+    assert prefill_splits(num_kv_heads, 8192, num_multiprocessors) > 1
 
 
 @pytest.mark.parametrize("codec", LossyCodec)

@@ -18,6 +18,7 @@ from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
 from kvtier.transfer_quantised import QuantisedHostKV
+from kvtier_kernels import block_copy, part_copy, row_copy
 from kvtier_kernels.records import LossyCodec, RecordLayout
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 80
@@ -154,6 +155,25 @@ def test_blocks_in_parts(widths: tuple[int, ...]) -> None:
         either.scatter(memory, [9, 0, 5, 6, 1], [1, 2, 9, 0, 10])
     assert np.array_equal(arena.rows, expected.rows)
     assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+    kv.close()
+
+
+@pytest.mark.parametrize("widths", [(BLOCK_BYTES,), (16, 16)], ids=["one part", "two parts"])
+def test_both_ways_are_compiled_before_the_first_copy(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a byte copied: the memory may be in use."""
+    launched = []
+    original = row_copy.copy_rows
+
+    def copy_rows(paged: torch.Tensor, *args: Any, gather: bool, **options: Any) -> int:
+        launched.append((gather, paged.data_ptr()))
+        return original(paged, *args, gather=gather, **options)
+
+    for module in (block_copy, part_copy):
+        monkeypatch.setattr(module, "copy_rows", copy_rows)
+    parts = [random_rows(NUM_BLOCKS, width) for width in widths]
+    kv = CudaKV(*parts, cuda=Notes())
+    assert len(set(launched)) == len(launched) == 2
+    assert all(torch.equal(part, random_rows(NUM_BLOCKS, width)) for part, width in zip(parts, widths, strict=True))
     kv.close()
 
 
