@@ -93,7 +93,7 @@ def test_batches_are_what_they_say() -> None:
     for position in (0, 17, 44):
         block, offset = batch.block_tables[0, position // 16], position % 16
         assert torch.equal(key[0, :, position], batch.kv_layer[block, 0, offset])
-        assert torch.equal(value[0, :, position], unpaged(batch).kv_layer[0, 1, position])
+        assert torch.equal(value[0, :, position], unpaged(batch, 64).kv_layer[0, 1, position])
     together = paged(setting, TINY, num_seqs=3, new=1, cached=39, tokens_per_block=16, shared=32)
     tables = together.block_tables
     assert (tables[:, :2] == tables[0, :2]).all()
