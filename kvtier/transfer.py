@@ -114,6 +114,17 @@ class DeviceKV(Protocol):
         """Arena to device. On return the engine's next forward pass sees the bytes."""
 
 
+def check_slots(device: DeviceKV, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+    """Raises `InvalidInputError`: slots that are not there, more on one side, or too small."""
+    if device.block_bytes > arena.slot_bytes:
+        raise InvalidInputError(f"blocks of {device.block_bytes} bytes in slots of {arena.slot_bytes}")
+    if len(device_slots) != len(arena_slots):
+        raise InvalidInputError(f"{len(device_slots)} device slots and {len(arena_slots)} arena slots")
+    for slots, num_slots in ((device_slots, device.num_blocks), (arena_slots, arena.num_slots)):
+        if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+            raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
+
+
 class HostMemoryKV:
     """`DeviceKV` for engines whose KV lives in host memory (CPU inference, tests). Copies release the GIL."""
 
@@ -151,7 +162,7 @@ class HostMemoryKV:
         return self._block_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        self._check(device_slots, arena, arena_slots)
+        check_slots(self, device_slots, arena, arena_slots)
         pieces = list(_pieces(device_slots, arena_slots))
         if self._in_one_call(copy_from, pieces, device_slots, arena, arena_slots):
             return
@@ -163,7 +174,7 @@ class HostMemoryKV:
                     slots[:, target] = layers[:, source]
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self._check(device_slots, arena, arena_slots)
+        check_slots(self, device_slots, arena, arena_slots)
         pieces = list(_pieces(device_slots, arena_slots))
         with self._scattering:
             if self._in_one_call(copy_to, pieces, device_slots, arena, arena_slots):
@@ -202,16 +213,6 @@ class HostMemoryKV:
             columns = arena.rows[:, start:stop].reshape(arena.num_slots, num_parts, part_bytes)
             yield layers, columns.transpose(1, 0, 2)
             start = stop
-
-    def _check(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        """Raises `InvalidInputError`: slots that are not there, more on one side, or too small."""
-        if self.block_bytes > arena.slot_bytes:
-            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {arena.slot_bytes}")
-        if len(device_slots) != len(arena_slots):
-            raise InvalidInputError(f"{len(device_slots)} device slots and {len(arena_slots)} arena slots")
-        for slots, num_slots in ((device_slots, self.num_blocks), (arena_slots, arena.num_slots)):
-            if slots and not 0 <= min(slots) <= max(slots) < num_slots:
-                raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
 
 
 def _alike(parts: Sequence[Bytes2D]) -> Iterator[Bytes3D]:

@@ -20,6 +20,8 @@ from kvtier.errors import InvalidInputError
 from kvtier.transfer import Arena
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.part_copy import Parts, part_copy
+from kvtier_kernels.quantised_copy import quantised_copy
+from kvtier_kernels.records import RecordLayout
 
 _log = logging.getLogger(__name__)
 _HOST_REGISTER_PORTABLE = 1
@@ -58,14 +60,21 @@ class CudaKV:
     """
 
     def __init__(
-        self, *parts: Tensor, staging_bytes: int = 64 * 2**20, num_lanes: int = 3, cuda: Any = torch.cuda
+        self,
+        *parts: Tensor,
+        layout: RecordLayout | None = None,
+        staging_bytes: int = 64 * 2**20,
+        num_lanes: int = 3,
+        cuda: Any = torch.cuda,
     ) -> None:
         """Call it in the engine's thread: the stream that is current there is taken for the engine's.
 
-        Allocates `num_lanes * staging_bytes` on the device, and compiles the kernel: a second, the first time.
+        Allocates `num_lanes * staging_bytes` on the device, and compiles the kernels: a second or two, the first time.
 
         :param parts: of all blocks, e.g. one per layer, each uint8 `[num_blocks, part_bytes]` on the device, rows
             contiguous: views, nothing is copied. A block is its parts, one after the other.
+        :param layout: of each part and its record: blocks are quantised on their way down, and restored on their way
+            up. In the arena, a block is then the records of its parts. None moves them as they are.
         :param staging_bytes: of one lane; larger batches go in several parts. At least one block is taken.
         :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
@@ -81,9 +90,11 @@ class CudaKV:
                 f"KV in {len(parts)} parts of {[len(part) for part in parts]} blocks: "
                 "need the same of each, on one device"
             )
-        self._parts, self._cuda = _alike(parts), cuda
+        if layout is not None and {part.size(1) for part in parts} != {layout.page_bytes}:
+            raise InvalidInputError(f"KV in parts of {parts[0].size(1)} bytes: {layout} needs {layout.page_bytes}")
+        self._parts, self._layout, self._cuda = _alike(parts), layout, cuda
         self._num_blocks, self._device = parts[0].size(0), parts[0].device
-        self._block_bytes = sum(part.size(1) for part in parts)
+        self._block_bytes = sum(map(self._arena_bytes, self._parts))
         self._engine_stream = cuda.current_stream(self._device)
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()  # its own lock; holds those not in use
         rows = max(1, min(staging_bytes // self.block_bytes, self.num_blocks))
@@ -93,7 +104,9 @@ class CudaKV:
         self._pinned: dict[Arena, Tensor] = {}  # guarded by _lock; all bytes of the arena as rows
         self._registered: list[int] = []  # guarded by _lock; addresses to give back
         with self._lane() as lane:
-            self._copy(lane.staging_rows[:1], lane, gather=True)
+            no_block = lane.staging_rows[:1] - 1
+            for gather in (True, False):
+                self._copy(no_block, lane, gather=gather)
 
     @property
     def num_blocks(self) -> int:
@@ -101,6 +114,7 @@ class CudaKV:
 
     @property
     def block_bytes(self) -> int:
+        """Of a block in the arena."""
         return self._block_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
@@ -133,14 +147,20 @@ class CudaKV:
         """Between these blocks and the first rows of the lane's staging buffer, on its stream."""
         rows, start = lane.staging_rows[: device_slots.size(0)], 0
         for parts in self._parts:
-            staging = lane.staging[:, start : start + parts.block_bytes]
-            start += parts.block_bytes
-            if len(parts.tensors) > 1:
+            staging = lane.staging[:, start : start + self._arena_bytes(parts)]
+            start += self._arena_bytes(parts)
+            if self._layout is not None:
+                quantised_copy(parts, device_slots, staging, rows, layout=self._layout, gather=gather)
+            elif len(parts.tensors) > 1:
                 part_copy(parts, device_slots, staging, rows, gather=gather)
             elif gather:
                 block_copy(parts.tensors[0], device_slots, staging, rows)
             else:
                 block_copy(staging, rows, parts.tensors[0], device_slots)
+
+    def _arena_bytes(self, parts: Parts) -> int:
+        """Of what a block has in these parts, in the arena."""
+        return parts.block_bytes if self._layout is None else len(parts.tensors) * self._layout.record_bytes
 
     def _new_lane(self, rows: int) -> _Lane:
         return _Lane(

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import zipfile
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -92,7 +93,7 @@ def test_batches_are_what_they_say() -> None:
     for position in (0, 17, 44):
         block, offset = batch.block_tables[0, position // 16], position % 16
         assert torch.equal(key[0, :, position], batch.kv_layer[block, 0, offset])
-        assert torch.equal(value[0, :, position], unpaged(batch).kv_layer[0, 1, position])
+        assert torch.equal(value[0, :, position], unpaged(batch, 64).kv_layer[0, 1, position])
     together = paged(setting, TINY, num_seqs=3, new=1, cached=39, tokens_per_block=16, shared=32)
     tables = together.block_tables
     assert (tables[:, :2] == tables[0, :2]).all()
@@ -122,6 +123,7 @@ def test_time_to_first_token_in_tiny_size() -> None:
 
 CHILD = """
 import sys, time
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 part, rows = sys.argv[1], Path(sys.argv[2])
 line = Path(__file__).with_suffix(".row").read_text()
@@ -234,17 +236,29 @@ def test_memcheck_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_checks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(2)
+    together = threading.Barrier(part_checks._SHARES + 1)
+    shares = []
 
     def run(command: list[str], *_: object) -> tuple[int, str]:
+        if "kvtier_kernels.selfcheck" in command:
+            shares.append(command[-2:])
         together.wait(20)
-        return 0, "ok     all of it\n1 passed in 1s\n"
+        return 0, "ok     some of it\n1 passed in 1s\n"
 
     monkeypatch.setattr(part_checks, "_run", run)
     monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
     found = {case.name: case.detail for case in part_checks.measure(10.0)}
     assert found.keys() == {"selfcheck", "tests/test_kernels_cuda.py", "memcheck"}
-    assert found["selfcheck"] == "1 passed"
+    assert sorted(shares) == [[str(share), str(part_checks._SHARES)] for share in range(part_checks._SHARES)]
+    assert found["selfcheck"] == f"{part_checks._SHARES} passed"
+
+
+def test_a_share_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], *_: object) -> tuple[int, str]:
+        return (-11, "ok     some of it\n") if command[-2] == "1" else (0, "ok     some of it\n")
+
+    monkeypatch.setattr(part_checks, "_run", run)
+    assert part_checks.selfcheck(10.0).detail.startswith("FAILED: 8 passed, 0 failed, exit status -11")
 
 
 def test_a_check_that_hangs_is_stopped() -> None:
@@ -284,3 +298,13 @@ def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path, capsys: pytest.
     for _ in range(2):
         assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
     assert (tmp_path / "site" / "carried.py").read_text() == "VALUE = 7\n"
+
+
+def test_a_checkout_beside_unpacked_wheels_has_its_commands(wheels: ModuleType, tmp_path: Path) -> None:
+    """A pool is started by one."""
+    wheels.register(ROOT / "pyproject.toml", tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    there = {(entry.group, entry.name, entry.value) for entry in found.entry_points}
+    assert ("kvtier.commands", "pool", "kvtier_pool.cli:app") in there
+    installed = {(entry.group, entry.name, entry.value) for entry in distribution("kvtier").entry_points}
+    assert there == {entry for entry in installed if entry[0] != "console_scripts"}

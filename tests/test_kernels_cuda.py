@@ -9,6 +9,7 @@ from kvtier.transfer import Arena
 from kvtier_engine.devices import device_kv, weights_on
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv
+from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.selfcheck import run_checks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -17,6 +18,10 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 HELD_BACK_CYCLES = 200_000_000
 """About a tenth of a second: what the engine's stream holds is certainly not done when a copy is asked for."""
 SLOTS = [30, 2, 3, 4, 17, 0]
+
+if torch.cuda.is_available():
+    # Before any test begins: what the driver opens with a context stays as long as the process, and is no test's leak.
+    torch.ones(1).pin_memory().to(CUDA).cpu()
 
 
 def test_every_kernel_agrees_with_its_reference() -> None:
@@ -38,6 +43,21 @@ def test_blocks_come_back_as_they_went() -> None:
     expected = torch.zeros_like(before)
     expected[SLOTS] = before[SLOTS]
     assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("codec", LossyCodec)
+def test_blocks_in_the_form_of_a_codec_are_those_of_an_engine_on_cpu(codec: LossyCodec) -> None:
+    kv, on_cpu = (allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, device) for device in (CUDA, CPU))
+    kv.tensor.normal_()
+    on_cpu.tensor.copy_(kv.tensor)
+    arenas, arena_slots = [], [9, 10, 11, 3, 19, 0]
+    for of in (kv, on_cpu):
+        with device_kv(of, num_copies=1, lossy_codec=codec) as mover_side:
+            arenas.append(Arena(20, mover_side.block_bytes))
+            mover_side.gather(SLOTS, arenas[-1], arena_slots)
+            mover_side.scatter(arenas[-1], arena_slots, SLOTS)
+    assert np.array_equal(arenas[0].rows, arenas[1].rows)
+    assert torch.equal(kv.tensor.cpu(), on_cpu.tensor)
 
 
 def test_copies_wait_for_what_the_engine_has_under_way() -> None:

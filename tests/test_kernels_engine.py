@@ -1,23 +1,30 @@
 """What an engine on CUDA does otherwise, as far as a machine without one can tell."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
 from kvtier.config import parse_config
+from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
-from kvtier.transfer import HostMemoryKV
+from kvtier.transfer import Arena, HostMemoryKV
 from kvtier_engine import devices, llama
+from kvtier_engine.assemble import compile_for_long_sequences, engine_of
 from kvtier_engine.devices import device_kv, engine_device, weights_on
+from kvtier_engine.first_token import FirstToken, Prompts
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv, kv_namespace
 from kvtier_kernels import SharedPrefixes
+from kvtier_kernels.records import LossyCodec
+from kvtier_kernels.tiles import prefill_splits
+from kvtier_kernels_bench.part_ttft import random_weights
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -86,6 +93,15 @@ def test_engines_on_cpu_and_cuda_do_not_share() -> None:
     assert kv_namespace(CONFIG, bytes(32), torch.bfloat16).id in ids
 
 
+def test_engines_with_different_codecs_do_not_share() -> None:
+    codecs = ("", *LossyCodec)
+    ids = {kv_namespace(CONFIG, bytes(32), torch.bfloat16, lossy_codec=codec).id for codec in codecs}
+    assert len(ids) == 3
+    assert kv_namespace(CONFIG, bytes(32), torch.bfloat16).id in ids
+    annotation = EngineConfig.model_fields["lossy_codec"].annotation
+    assert set(get_args(annotation)) == {"none", *(str(codec) for codec in LossyCodec)}
+
+
 @pytest.mark.parametrize(
     "change", [{"rope_theta": 5e5}, {"rms_norm_eps": 1e-6}, {"qk_norm": True}, {"num_attention_heads": 8}]
 )
@@ -119,6 +135,76 @@ def test_the_device_is_configured() -> None:
     assert device("device=cuda") == "cuda"
     with pytest.raises(ConfigError, match=r"engine.device"):
         device("device=gpu")
+
+
+def test_blocks_go_down_in_the_form_of_a_codec() -> None:
+    kv = allocate_kv(CONFIG, 3, TOKENS_PER_BLOCK, torch.bfloat16)
+    kv.tensor.normal_(generator=torch.Generator().manual_seed(3))
+    before = kv.tensor.clone()
+    for codec in LossyCodec:
+        with device_kv(kv, num_copies=3, lossy_codec=codec) as mover_side:
+            assert mover_side.block_bytes < 0.8 * kv.block_bytes, "heads are of 8 elements, each with a scale"
+            arena = Arena(3, mover_side.block_bytes)
+            mover_side.gather([0, 2], arena, [1, 0])
+            mover_side.scatter(arena, [1, 0], [0, 2])
+        worst = (kv.tensor.float() - before.float()).abs().max().item()
+        assert 0 < worst < 0.3, "values of a normal distribution, to 3 bits"
+        assert torch.equal(kv.tensor[1], before[1])
+        kv.tensor.copy_(before)
+    wide = allocate_kv(CONFIG, 3, TOKENS_PER_BLOCK, torch.float32)
+    with (
+        pytest.raises(ConfigError, match=r'set engine\.dtype to "bfloat16"'),
+        device_kv(wide, num_copies=1, lossy_codec="int8_per_head"),
+    ):
+        pass
+
+
+def test_attention_of_all_kinds_is_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over runs of keys, and over shared blocks, too: in the middle of a step, each would take seconds."""
+    seen = set()
+
+    def attend(query: Tensor, *_: Tensor, max_seq_len: int, prefixes: SharedPrefixes | None, **__: Any) -> Tensor:
+        seen.add((query.size(0), max_seq_len, prefixes.num_seqs if prefixes is not None else None))
+        return torch.zeros_like(query)
+
+    def find(tables: Tensor, lens: Tensor, kv_layer: Tensor, _num_heads: int) -> SharedPrefixes | None:
+        found = SharedPrefixes.of(tables, lens, kv_layer.size(2))
+        return found if found.num_saved_keys else None
+
+    monkeypatch.setattr(llama, "paged_attention", attend)
+    monkeypatch.setattr(llama, "find_shared_prefixes", find)
+    kv = allocate_kv(CONFIG, 8, TOKENS_PER_BLOCK, torch.float32)
+    compile_for_long_sequences(tiny_model(), kv, CONFIG, max_running=3)
+    assert seen == {(16, 32, None), (1, 32, None), (3, 32, 3)}
+    num_kv_heads, num_multiprocessors = 8, 132
+    assert prefill_splits(num_kv_heads, 8192, num_multiprocessors) > 1
+
+
+@pytest.mark.parametrize("codec", LossyCodec)
+def test_an_engine_finds_what_its_device_forgot(codec: LossyCodec) -> None:
+    """In host memory, where a block takes as much as its record."""
+    settings = {
+        "tenant": "t",
+        "tenants": {"t": {"secret": "env:SECRET"}},
+        "host": {"capacity_bytes": 2**16},
+        "cache": {"tokens_per_block": TOKENS_PER_BLOCK, "fetch": "always"},
+    }
+    config = parse_config(settings, source="test", environ={"SECRET": "of a test, shared with nobody"})
+    kv = allocate_kv(CONFIG, 12, TOKENS_PER_BLOCK, torch.bfloat16)
+    model = LlamaModel(CONFIG, random_weights(CONFIG, torch.bfloat16, CPU))
+    namespace = kv_namespace(CONFIG, bytes(32), torch.bfloat16, lossy_codec=codec)
+    registry = CollectorRegistry()
+    document, other = (Prompts(VOCABULARY, prompt_tokens=length, new_tokens=4, seed=length) for length in (40, 47))
+    with engine_of(config, model, CONFIG, kv, namespace, registry) as engine:
+        first_token = FirstToken(engine, registry)
+        assert first_token.ask(document.fresh()) == {}
+        computed = kv.tensor.clone()
+        assert first_token.ask(other.fresh()) == {}, "in all blocks"
+        kv.tensor[:] = torch.nan
+        assert first_token.ask(document.follow_up()) == {"host": 36}
+    rows = kv.tensor.flatten(1).float().nan_to_num(torch.inf)
+    nearest = [((rows - block).abs().amax(1).min() / block.abs().max()).item() for block in computed.flatten(1).float()]
+    assert sum(0 < distance < 0.07 for distance in nearest) == 9, "rounded, at most to 3 bits"
 
 
 def test_blocks_in_host_memory_are_copied_by_numpy() -> None:

@@ -155,6 +155,13 @@ def test_block_ids_out_of_range_are_refused() -> None:
         paged_attention(*inputs.swapped(block_tables=tables), scale=0.125)
 
 
+@pytest.mark.parametrize(("block_id", "offset"), [(-1, 0), (2, 0), (0, -1), (0, 4)])
+def test_kv_write_refuses_places_that_do_not_exist(block_id: int, offset: int) -> None:
+    layer, rows = torch.zeros(2, 2, 4, 3, 8), torch.ones(2, 3, 8)
+    with pytest.raises(IndexError):
+        kv_write(layer, rows, rows, torch.tensor([1, block_id]), torch.tensor([1, offset]))
+
+
 def test_kv_write_refuses_what_does_not_fit() -> None:
     layer = torch.zeros(2, 2, 4, 3, 8)
     rows, index = torch.zeros(5, 3, 8), torch.arange(5)

@@ -59,6 +59,8 @@ def test_layers_move_in_wide_accesses(
 ) -> None:
     """As beside host memory: 16 warps of 64 registers leave half of a multiprocessor's registers to others."""
     monkeypatch.setattr(row_copy, "copy_tile", lambda unit, size, host: copy_tile(unit, size, host=True))
+    scope = "sys" if gather else "gpu"
+    monkeypatch.setattr(row_copy, "counter_scope", lambda *_, gather: scope)
     kv, staging = torch.empty((4, 3, part_bytes), dtype=torch.uint8), torch.empty((3, 5, part_bytes), dtype=torch.uint8)
     index, counters = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     ptx = compiled(
@@ -68,7 +70,6 @@ def test_layers_move_in_wide_accesses(
     )  # fmt: skip
     assert len(re.findall(WIDE_LOAD, ptx)) == len(re.findall(WIDE_STORE, ptx)) == 8
     assert not re.search(r"st\.global\.b(8|16|32) ", ptx), "all of it in wide accesses"
-    scope = "sys" if gather else "gpu"
     assert re.search(rf"st\.global.*bar\.sync.*(atom|red)\S*\.{scope}\.release\.add", ptx, re.DOTALL), (
         "stores before counts"
     )

@@ -4,7 +4,8 @@
     python kernels/gpu_env/wheels.py unpack [--into .gpu/site]       there, before `make gpu`
 
 `fetch` downloads what pyproject.toml names as dependencies of kvtier and its engine, and what those need, for CPython
-3.12 on Linux x86-64; `unpack` puts them where Python finds them, beside what the machine has. Both are safe to repeat.
+3.12 on Linux x86-64; `unpack` puts them where Python finds them, beside what the machine has, and makes the checkout's
+commands known there. Both are safe to repeat.
 """
 
 import argparse
@@ -70,6 +71,20 @@ def fetch(into: Path) -> int:
     return 0
 
 
+def register(pyproject: Path, into: Path) -> None:
+    """Lets Python find the checkout's commands as if it were installed: by them, services are started."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    name, version = project["name"], project["version"]
+    folder = into / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    groups = (
+        "\n".join([f"[{group}]", *(f"{command} = {where}" for command, where in commands.items()), ""])
+        for group, commands in project["entry-points"].items()
+    )
+    (folder / "entry_points.txt").write_text("\n".join(groups))
+
+
 def unpack(wheels: Path, into: Path) -> int:
     """The exit status."""
     found = sorted(map(str, wheels.glob("*.whl")))
@@ -77,7 +92,9 @@ def unpack(wheels: Path, into: Path) -> int:
         print(f"no wheels in {wheels}: fetch them first", file=sys.stderr)
         return 1
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(into)]
-    return subprocess.run([sys.executable, "-m", "pip", "install", *options, *found]).returncode
+    status = subprocess.run([sys.executable, "-m", "pip", "install", *options, *found]).returncode
+    register(_ROOT / "pyproject.toml", into)
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """Of KV whose values are what is stored times a scale."""
 KV_DTYPES = FLOAT_DTYPES + QUANTISED_DTYPES
 INDEX_DTYPES = (torch.int32, torch.int64)
+_MAX_WINDOW = 2**30
+"""Kernels count keys in 32 bits, also those that a window reaches before the first one."""
 
 
 def check_kv_layer(kv_layer: Tensor) -> None:
@@ -99,13 +101,18 @@ def check_attention(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    max_seq_len: int | None = None,
+    num_keys: int | None = None,
     lse: Tensor | None = None,
 ) -> None:
     """What all kinds of paged attention take fits together: groups of query heads, a table and a length a sequence."""
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}: needs to be positive")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: needs at least 1 key, or None")
+    if window is not None and not 1 <= window <= _MAX_WINDOW:
+        raise ValueError(f"window is {window}: needs 1 to {_MAX_WINDOW:,} keys, or None")
+    for name, hint in (("max_seq_len", max_seq_len), ("num_keys", num_keys)):
+        if hint is not None and hint < 0:
+            raise ValueError(f"{name} is {hint}: needs at least 0, or None")
     check_kv_layer(kv_layer)
     check_kv_scales(kv_scales, kv_layer)
     if lse is not None:

@@ -45,7 +45,7 @@ def paged_attention(
     :param scale: factor on the scores, usually `head_dim ** -0.5`; positive.
     :param kv_scales: float32 `[num_blocks, 2, tokens_per_block, num_kv_heads]`, a scale per token and head, of which
         only the block stride is free; int8 needs it. For float8_e4m3fn also `[2]`, one for keys and one for values,
-        or None, which stands for 1.
+        or None, which stands for 1. All are positive.
     :param window: a query sees this many keys, its own and those right before; all when None.
     :param max_seq_len: no sequence has more keys. Only a hint for how work is split; what `block_tables` has room for
         when None.
@@ -63,7 +63,10 @@ def paged_attention(
             scale=scale, kv_scales=kv_scales, window=window,
             max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes, lse=lse,
         )  # fmt: skip
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
+    check_attention(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
+    )  # fmt: skip
     check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
     return attend_on_cpu(
         query, kv_layer, block_tables, query_starts, seq_lens,

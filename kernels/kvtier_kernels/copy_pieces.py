@@ -76,9 +76,14 @@ def alignment(memory: Tensor) -> int:
 
 
 def counter_scope(staging: Tensor, counters: Tensor | None, *, gather: bool) -> str:
-    """Who must see all bytes of a part once its counter says so: kernels on the same device, or the host, too."""
-    on_device = staging.is_cuda and (counters is None or counters.is_cuda)
-    return "sys" if gather and not on_device else "gpu"
+    """Who must see all bytes of a part once its counter says so: kernels on the same device, or the host, too.
+
+    Without counters nobody looks, and kernels are not compiled twice.
+    """
+    if counters is None:
+        return "gpu"
+    host_looks = not counters.is_cuda or (gather and not staging.is_cuda)
+    return "sys" if host_looks else "gpu"
 
 
 @triton.jit

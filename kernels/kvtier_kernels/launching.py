@@ -2,13 +2,22 @@
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kvtier_kernels.tiles import MAX_GROUP, MAX_HEAD_DIM, MIN_DOT, Tile, padded_head_dim, shared_limit_bytes
+from kvtier_kernels.tiles import (
+    MAX_BLOCK_ELEMENTS,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    MIN_DOT,
+    Tile,
+    padded_head_dim,
+    shared_limit_bytes,
+)
 
 _INTERPRETED_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 4
@@ -28,11 +37,16 @@ def check_launchable(name: str, tensor: Tensor, kernel: Any) -> None:
 
 
 def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
-    """A tile can hold heads of this size, and groups this wide. Shapes have been checked before."""
+    """A tile can hold heads of this size, and groups this wide, and blocks are not too large for 32 bits.
+
+    Shapes have been checked before.
+    """
     if query.size(2) > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {query.size(2)}: at most {MAX_HEAD_DIM}")
     if query.size(1) // kv_layer.size(3) > MAX_GROUP:
         raise ValueError(f"{query.size(1)} query heads for {kv_layer.size(3)} KV heads: at most {MAX_GROUP} each")
+    if (block_elements := math.prod(kv_layer.shape[1:])) > MAX_BLOCK_ELEMENTS:
+        raise ValueError(f"kv_layer has blocks of {block_elements:,} elements: at most {MAX_BLOCK_ELEMENTS:,}")
 
 
 def check_block_ids(

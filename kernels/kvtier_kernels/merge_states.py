@@ -18,6 +18,13 @@ from kvtier_kernels.tiles import merge_rows, next_power_of_two
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+    """What `merge_states` takes as `parts` and `part_lse`, for each row of `query`, not written yet."""
+    num_rows, num_heads, head_dim = query.shape
+    parts = torch.empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32, device=query.device)
+    return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
+
+
 def merge_states(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
     """Merges the states of each row and head into `out`, and their log-sum-exps into `lse`; waits for nothing.
 

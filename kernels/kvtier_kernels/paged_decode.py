@@ -25,8 +25,8 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import merge_states
-from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim
 
 
@@ -60,7 +60,10 @@ def paged_decode(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
+    check_attention(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
+    )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs:
@@ -97,13 +100,6 @@ def paged_decode(
     )  # fmt: skip
     merge_states(parts, part_lse, out, lse)
     return out
-
-
-def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
-    """What `merge_states` takes for each row of `query`, not written yet."""
-    num_rows, num_heads, head_dim = query.shape
-    parts = torch.empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32, device=query.device)
-    return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
 
 
 def launch_decode(
@@ -194,42 +190,14 @@ def _decode_kernel(
     query_offsets = seq.to(tl.int64) * query_stride + (head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    head_kv = kv + kv_head * HEAD_DIM
-    head_scales = kv_scales
-    if PER_KEY_SCALES:
-        head_scales += kv_head
-    elif kv_scales is not None:
-        score_scale *= tl.load(kv_scales)
-    block_table = block_tables + seq.to(tl.int64) * table_width
     position = tl.zeros([ROWS], dtype=tl.int32) + (seq_len - 1)
-    weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    if WINDOW is not None:
-        weighted, total, peak = attend_run(
-            weighted, total, peak, q, head_kv, head_scales, block_table, first, whole_from, low, stop, position,
-            score_scale, block_stride, scales_stride,
-            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
-        )  # fmt: skip
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, whole_from, whole_to, low, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    attended, row_lse = attend_keys(
+        q, kv, kv_scales, kv_head, block_tables + seq.to(tl.int64) * table_width,
+        first, whole_from, whole_to, low, stop, position, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
-    # Once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are not there.
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, whole_to, stop, low, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
-    )  # fmt: skip
-    attended, row_lse = finish(weighted, total, peak)
-    if kv_scales is not None and not PER_KEY_SCALES:
-        attended *= tl.load(kv_scales + 1)
     out_rows = _state_rows(seq, head, split, first_state, num_states, NUM_KV_HEADS * GROUP)
-    out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
-    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=live_elements)
-    if lse is not None:
-        tl.store(lse + out_rows, row_lse, mask=live)
+    store_states(out, lse, out_rows, attended, row_lse, live, live, HEAD_DIM, COLUMNS)
 
 
 @triton.jit

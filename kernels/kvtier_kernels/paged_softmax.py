@@ -15,15 +15,78 @@ import triton.language as tl
 
 
 @triton.jit
-def attend_run(
+def attend_keys(
+    q, kv, kv_scales, kv_head, block_table, begin, all_from, all_to, low, stop, position,
+    score_scale, block_stride, scales_stride,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries over a run of keys: `[rows, COLUMNS]`, and its natural log-sum-exp, `[rows]`.
+
+    A row that saw no key gets 0 and -inf. `position`, `low` and `stop` are as in `_attend_tile`.
+
+    kv: at the first key of block 0. kv_scales: with PER_KEY_SCALES at the scale of that key, else one for keys and one
+    for values, or None.
+    begin: the first key of the run, a multiple of KEYS or the start of a block; `stop` ends it.
+    all_from, all_to: keys between these, whole tiles of them, are seen by every row, and need no mask. Without WINDOW,
+    `all_from` is `begin`.
+    """
+    kv += kv_head * HEAD_DIM
+    if PER_KEY_SCALES:
+        kv_scales += kv_head
+    elif kv_scales is not None:
+        score_scale *= tl.load(kv_scales)
+    weighted = tl.zeros([q.shape[0], COLUMNS], dtype=tl.float32)
+    total = tl.zeros([q.shape[0]], dtype=tl.float32)
+    peak = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    if WINDOW is not None:
+        weighted, total, peak = _attend_run(
+            weighted, total, peak, q, kv, kv_scales, block_table, begin, all_from, low, stop, position,
+            score_scale, block_stride, scales_stride,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+        )  # fmt: skip
+    weighted, total, peak = _attend_run(
+        weighted, total, peak, q, kv, kv_scales, block_table, all_from, all_to, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    )  # fmt: skip
+    # For one query, once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are
+    # not there.
+    weighted, total, peak = _attend_run(
+        weighted, total, peak, q, kv, kv_scales, block_table, all_to, stop, low, stop, position,
+        score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+    )  # fmt: skip
+    attended, lse = _finish(weighted, total, peak)
+    if kv_scales is not None and not PER_KEY_SCALES:
+        attended *= tl.load(kv_scales + 1)
+    return attended, lse
+
+
+@triton.jit
+def store_states(out, out_lse, rows, attended, lse, written, live, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """What `attend_keys` returns, into `out` where `written`, and into `out_lse`, which may be None, where `live`.
+
+    rows: int64 `[rows]`, the place of each row in `out`, HEAD_DIM elements each, and in `out_lse`.
+    """
+    column = tl.arange(0, COLUMNS)
+    offsets = (rows * HEAD_DIM)[:, None] + column[None, :]
+    mask = written[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out + offsets, attended.to(out.dtype.element_ty), mask=mask)
+    if out_lse is not None:
+        tl.store(out_lse + rows, lse, mask=live)
+
+
+@triton.jit
+def _attend_run(
     weighted, total, peak,
     q, kv, kv_scales, block_table, begin, end, low, stop, position, score_scale, block_stride, scales_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the tiles of keys that start at `begin` (a multiple of KEYS) and before `end` into the softmax.
+    """Takes the tiles of keys that start at `begin`, as in `attend_keys`, and before `end` into the softmax.
 
-    Returns the new (weighted, total, peak). The other arguments are those of `attend_tile`, and:
+    Returns the new (weighted, total, peak). The other arguments are those of `_attend_tile`, and:
 
     kv_scales: with PER_KEY_SCALES, at the scale of this KV head's first key in block 0.
 
@@ -41,7 +104,7 @@ def attend_run(
             kv_scales, next_blocks, next_key, low, stop, scales_stride,
             NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, PER_KEY_SCALES,
         )  # fmt: skip
-        weighted, total, peak = attend_tile(
+        weighted, total, peak = _attend_tile(
             weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position,
             score_scale, block_stride,
             HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, MASKED,
@@ -53,7 +116,7 @@ def attend_run(
 
 
 @triton.jit
-def attend_tile(
+def _attend_tile(
     weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position,
     score_scale, block_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
@@ -99,7 +162,7 @@ def attend_tile(
 
 
 @triton.jit
-def finish(weighted, total, peak):
+def _finish(weighted, total, peak):
     """The attention, and its natural log-sum-exp; 0 and -inf for a row that saw no key."""
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
@@ -118,7 +181,7 @@ def _exists(key, low, stop, WINDOW: tl.constexpr):
 def _blocks_of_tile(
     block_table, first_key, low, stop, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr
 ):
-    """What `attend_tile` takes as `blocks`. Entries whose keys are all before `low` or from `stop` on are not read."""
+    """What `_attend_tile` takes as `blocks`. Entries whose keys are all before `low` or from `stop` on are not read."""
     if TOKENS_PER_BLOCK % KEYS == 0:
         return tl.load(block_table + first_key // TOKENS_PER_BLOCK, mask=first_key < stop, other=0)
     else:  # noqa: RET505  # for Triton: the two differ in type
@@ -132,7 +195,7 @@ def _scales_of_tile(
     NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
     PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """What `attend_tile` takes as `key_scales` and `value_scales`."""
+    """What `_attend_tile` takes as `key_scales` and `value_scales`."""
     if PER_KEY_SCALES:
         key = first_key + tl.arange(0, KEYS)
         exists = _exists(key, low, stop, WINDOW)

@@ -31,7 +31,9 @@ class Parts:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Parts":
-        """Views are kept, nothing is copied. Raises `ValueError` for parts that differ in more than their address."""
+        """Views are kept, nothing is copied. Raises `ValueError` for none, or those that differ not only in address."""
+        if not tensors:
+            raise ValueError("there are no parts: needs at least one")
         first = tensors[0]
         for tensor in tensors:
             check_byte_rows("part", tensor)

@@ -95,7 +95,7 @@ def _plane_kernel(
         row_unit = row * row_units + part.to(tl.int64) * part_row_units
         in_page = paged + (block_unit * PAGE_UNIT)[:, None] + element[None, :]
         in_high = planes + (row_unit * PLANE_UNIT)[:, None] + element[None, :]
-        in_low = in_high + plane_units * PLANE_UNIT
+        in_low = in_high + plane_units.to(tl.int64) * PLANE_UNIT
         if GATHER:
             both = tl.load(in_page, mask=mask)
             tl.store(in_high, (both >> 8).to(tl.int8), mask=mask)

@@ -32,8 +32,8 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import merge_states
-from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
 
 
@@ -64,7 +64,10 @@ def prefix_prefill(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, window=window, lse=lse)
+    check_attention(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+    )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, table_width = block_tables.shape
     check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
@@ -72,8 +75,10 @@ def prefix_prefill(
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     group, chip = num_heads // num_kv_heads, capability(query.device)
+    if num_tokens < num_seqs or (num_tokens and not num_seqs):
+        raise ValueError(f"{num_tokens} queries for {num_seqs} sequences: needs at least one each")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_tokens == 0 or num_seqs == 0:
+    if num_tokens == 0:
         return out
     if tile is None:
         tile = prefill_tile(
@@ -91,10 +96,7 @@ def prefix_prefill(
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
     num_tiles = num_tokens // tile_tokens + num_seqs
     scales_stride = per_key_stride(kv_scales)
-    parts, part_lse = out, lse
-    if num_splits > 1:
-        parts = torch.empty((num_tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
-        part_lse = torch.empty((num_tokens, num_heads, num_splits), dtype=torch.float32, device=query.device)
+    parts, part_lse = (out, lse) if num_splits == 1 else empty_states(query, num_splits)
     with on_device_of(query):
         _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
             query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens, parts, part_lse,
@@ -105,7 +107,7 @@ def prefix_prefill(
             PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    if parts is not out and part_lse is not None:
+    if num_splits > 1 and part_lse is not None:
         merge_states(parts, part_lse, out, lse)
     return out
 
@@ -177,40 +179,12 @@ def _prefill_kernel(
     query_offsets = (index * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    head_kv = kv + kv_head * HEAD_DIM
-    head_scales = kv_scales
-    if PER_KEY_SCALES:
-        head_scales += kv_head
-    elif kv_scales is not None:
-        score_scale *= tl.load(kv_scales)
-    block_table = block_tables + seq.to(tl.int64) * table_width
-    position = before + token
-    weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    if WINDOW is not None:
-        weighted, total, peak = attend_run(
-            weighted, total, peak, q, head_kv, head_scales, block_table, begin, all_from, low, stop, position,
-            score_scale, block_stride, scales_stride,
-            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
-        )  # fmt: skip
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, all_from, all_to, low, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    attended, row_lse = attend_keys(
+        q, kv, kv_scales, kv_head, block_tables + seq.to(tl.int64) * table_width,
+        begin, all_from, all_to, low, stop, before + token, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, all_to, stop, low, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
-    )  # fmt: skip
-    attended, row_lse = finish(weighted, total, peak)
-    if kv_scales is not None and not PER_KEY_SCALES:
-        attended *= tl.load(kv_scales + 1)
     out_rows = (index * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-    out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
     # What an empty run leaves in its part counts nothing.
-    wanted = live_elements & ((num_splits == 1) | (begin < stop))
-    tl.store(out + out_offsets, attended.to(out.dtype.element_ty), mask=wanted)
-    if lse is not None:
-        tl.store(lse + out_rows, row_lse, mask=live)
+    written = live & ((num_splits == 1) | (begin < stop))
+    store_states(out, lse, out_rows, attended, row_lse, written, live, HEAD_DIM, COLUMNS)

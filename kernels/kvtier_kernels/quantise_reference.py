@@ -37,6 +37,23 @@ def dequantise_reference(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     return values.masked_fill(scales[..., None].isinf(), torch.nan)
 
 
+def to_records(pages: Tensor, layout: RecordLayout) -> Tensor:
+    """uint8 `[num_pages, layout.record_bytes]`, fresh, of uint8 `[num_pages, layout.page_bytes]`, rows contiguous."""
+    vectors = pages.view(layout.dtype).view(-1, layout.num_vectors, layout.head_dim)
+    stored, scales = quantise_reference(vectors, layout.codec.stored_dtype)
+    records = torch.zeros((len(pages), layout.record_bytes), dtype=torch.uint8, device=pages.device)
+    # As integers: torch does not copy float8 into a view of bytes.
+    layout.values(records).view(torch.int8).copy_(stored.view(torch.int8))
+    layout.scales(records).copy_(scales)
+    return records
+
+
+def from_records(records: Tensor, layout: RecordLayout) -> Tensor:
+    """The inverse but for what quantising has cost: fresh, contiguous. Records begin at multiples of 4 bytes."""
+    restored = dequantise_reference(layout.values(records), layout.scales(records), layout.dtype)
+    return restored.view(torch.uint8).view(len(records), layout.page_bytes)
+
+
 def quantised_copy_reference(
     parts: Sequence[Tensor],
     block_ids: Tensor,
@@ -46,20 +63,14 @@ def quantised_copy_reference(
     layout: RecordLayout,
     gather: bool,
 ) -> None:
-    """Page by page what `kvtier_kernels.quantised_copy.quantised_copy` does, counters aside."""
+    """Part by part what `kvtier_kernels.quantised_copy.quantised_copy` does, counters aside."""
     if staging.dim() == 2:
         staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
     for part, records in zip(parts, staging, strict=True):
-        for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
-            record, page = records[row], part[block].view(layout.dtype).view(layout.num_vectors, layout.head_dim)
-            if gather:
-                stored, scales = quantise_reference(page, layout.codec.stored_dtype)
-                record.zero_()
-                layout.values(record).view(torch.uint8).copy_(stored.view(torch.uint8))
-                layout.scales(record).copy_(scales)
-            else:
-                restored = dequantise_reference(layout.values(record), layout.scales(record), layout.dtype)
-                page.view(torch.int16).copy_(restored.view(torch.int16))
+        if gather:
+            records[staging_rows] = to_records(part[block_ids], layout)
+        else:
+            part[block_ids] = from_records(records[staging_rows], layout)
 
 
 def plane_copy_reference(

@@ -1,7 +1,8 @@
-"""Every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck`.
+"""Every Triton kernel against the reference on the GPU at hand: `python -m kvtier_kernels.selfcheck [SHARE OF]`.
 
 Prints a line per check. Exits with 0 when all pass, 1 when one fails, 2 when there is no GPU. Needs torch and triton
-and nothing else of kvtier. Takes about a minute, most of it compiling.
+and nothing else of kvtier. Takes some minutes, most of them compiling, on one core: processes that each take a share,
+`0 4` to `3 4` say, take as much less.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from kvtier_kernels.reference import (
     merge_states_reference,
     paged_attention_reference,
 )
-from kvtier_kernels.selfcheck_copies import copy_checks, random_bits
+from kvtier_kernels.selfcheck_copies import Check, copy_checks, random_bits
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,32 +55,44 @@ class _Batch:
         return self.query.to(device), _strided(self.kv_layer).to(device)[:, 1], tables, starts, lens
 
 
-def run_checks(device: torch.device, *, longest: int = 3000) -> Iterator[tuple[str, str]]:
+def run_checks(
+    device: torch.device, *, longest: int = 3000, share: int = 0, num_shares: int = 1
+) -> Iterator[tuple[str, str]]:
     """Name and failure of each check, the latter empty when it passed.
 
     :param device: CUDA; CPU where Triton interprets its kernels, which then takes minutes unless `longest` is small.
     :param longest: keys of the longest sequence.
+    :param share: only every `num_shares`-th check, from this one on.
     """
+    for name, check in itertools.islice(_checks(device, longest), share, None, num_shares):
+        yield name, check()
+
+
+def _checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]]:
     lengths = [longest, 1, longest // 3 + 1, 64, 65, 63]
     prefill = list(zip([longest // 10, 1, longest // 3 + 1, 7, 65, 1], lengths, strict=True))
     decode = [(1, length) for length in lengths]
     for dtype, (index, heads) in itertools.product(DTYPES, enumerate(HEADS)):
         tokens_per_block = BLOCK_SIZES[index % len(BLOCK_SIZES)]
         name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
-        yield f"prefix_prefill {name}", _check_prefill(_make(prefill, heads, tokens_per_block, dtype), device)
+        batch = _make(prefill, heads, tokens_per_block, dtype)
+        yield f"prefix_prefill {name}", partial(_check_prefill, batch, device)
         batch = _make(decode, heads, tokens_per_block, dtype)
-        yield f"shared_prefix_decode {name}", _check_shared(_sharing(batch), device)
-        yield f"merge_two_states {name}", _check_merge(heads, dtype, device)
+        yield f"shared_prefix_decode {name}", partial(_check_shared, _sharing(batch), device)
+        yield f"merge_two_states {name}", partial(_check_merge, heads, dtype, device)
         for num_splits in (1, 5, None):
-            yield f"paged_decode {name} splits {num_splits or 'auto'}", _check_decode(batch, num_splits, device)
-        yield f"kv_write {name}", _check_write(heads, tokens_per_block, dtype, device)
+            yield (
+                f"paged_decode {name} splits {num_splits or 'auto'}",
+                partial(_check_decode, batch, num_splits, device),
+            )
+        yield f"kv_write {name}", partial(_check_write, heads, tokens_per_block, dtype, device)
     for heads, tokens_per_block in zip(HEADS, (16, 64), strict=False):
         of_both = _make(prefill, heads, tokens_per_block, DTYPES[0]), _make(decode, heads, tokens_per_block, DTYPES[0])
         for variant, change in VARIANTS.items():
             name = f"{variant} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
             prefill_batch, decode_batch = map(change, of_both)
-            yield f"prefix_prefill {name} splits 4", _check_prefill(prefill_batch, device, 4)
-            yield f"paged_decode {name}", _check_decode(decode_batch, None, device)
+            yield f"prefix_prefill {name} splits 4", partial(_check_prefill, prefill_batch, device, 4)
+            yield f"paged_decode {name}", partial(_check_decode, decode_batch, None, device)
     yield from copy_checks(device)
 
 
@@ -218,8 +232,8 @@ def _check_write(heads: tuple[int, int, int], tokens_per_block: int, dtype: torc
     return "" if torch.equal(there.view(as_int).cpu(), kv) else "bits differ"
 
 
-def main(write: Callable[[str], None] = print) -> int:
-    """The exit status."""
+def main(share: int = 0, num_shares: int = 1, *, write: Callable[[str], None] = print) -> int:
+    """The exit status. `share` and `num_shares` are as in `run_checks`."""
     if not torch.cuda.is_available():
         write("no CUDA device: nothing was checked")
         return 2
@@ -227,7 +241,8 @@ def main(write: Callable[[str], None] = print) -> int:
 
     write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     num_failed = 0
-    for name, failure in run_checks(torch.device("cuda", torch.cuda.current_device())):
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name, failure in run_checks(device, share=share, num_shares=num_shares):
         write(f"{'FAILED' if failure else 'ok':6} {name}{': ' if failure else ''}{failure}")
         num_failed += bool(failure)
     write(f"{num_failed} failed" if num_failed else "all passed")
@@ -235,4 +250,4 @@ def main(write: Callable[[str], None] = print) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:3])))

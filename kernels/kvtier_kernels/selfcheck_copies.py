@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_co
 from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
 from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
 
+Check = Callable[[], str]
+"""Returns what is wrong; nothing, when all is right."""
+
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
 PLANES_BYTES = (50, 2**16 + 32)
 AWAITED_BYTES = 2**19
@@ -19,21 +23,24 @@ AWAITED_BYTES = 2**19
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 
 
-def copy_checks(device: torch.device) -> Iterator[tuple[str, str]]:
-    """As `selfcheck.run_checks`."""
+def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
+    """Name and check of each: `selfcheck` runs them."""
     for row_bytes in ROW_BYTES:
-        yield f"block_copy rows of {row_bytes} bytes", _check_blocks(row_bytes, device)
-        yield f"part_copy parts of {row_bytes} bytes", _check_parts(row_bytes, device)
-        yield f"part_copy layers of {row_bytes} bytes in host memory", _check_layers(row_bytes, device)
-    yield "wait_for_layer", _check_waiting(device)
+        yield f"block_copy rows of {row_bytes} bytes", partial(_check_blocks, row_bytes, device)
+        yield f"part_copy parts of {row_bytes} bytes", partial(_check_parts, row_bytes, device)
+        yield f"part_copy layers of {row_bytes} bytes in host memory", partial(_check_layers, row_bytes, device)
+    yield "wait_for_layer", partial(_check_waiting, device)
     for part_bytes in PLANES_BYTES:
-        yield f"plane_copy parts of {part_bytes} bytes", _check_planes(part_bytes, device)
+        yield f"plane_copy parts of {part_bytes} bytes", partial(_check_planes, part_bytes, device)
     for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
         layout = RecordLayout(codec, dtype, head_dim, num_vectors)
-        yield f"quantised_copy {codec} {_name(dtype)} {num_vectors}x{head_dim}", _check_quantised(layout, device)
+        yield (
+            f"quantised_copy {codec} {_name(dtype)} {num_vectors}x{head_dim}",
+            partial(_check_quantised, layout, device),
+        )
     for kv_dtype, given in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
         name = f"kv_write {_name(kv_dtype)}, {'given scales' if given else 'a scale per token and head'}"
-        yield name, _check_write(kv_dtype, device, given=given)
+        yield name, partial(_check_write, kv_dtype, device, given=given)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -26,9 +26,9 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import merge_states
-from kvtier_kernels.paged_decode import empty_states, launch_decode
-from kvtier_kernels.paged_softmax import attend_run, finish
+from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.paged_decode import launch_decode
+from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.prefix_prefill import sequence_of_tile
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim, shared_prefix_tile
@@ -185,31 +185,12 @@ def _shared_kernel(
     query_offsets = (seq * query_stride + head * HEAD_DIM)[:, None] + column[None, :]
     q = tl.load(query + query_offsets, mask=live_elements, other=0.0)
 
-    head_kv = kv + kv_head * HEAD_DIM
-    head_scales = kv_scales
-    if PER_KEY_SCALES:
-        head_scales += kv_head
-    elif kv_scales is not None:
-        score_scale *= tl.load(kv_scales)
     # Any member's will do.
     block_table = block_tables + tl.load(members + start).to(tl.int64) * table_width
     position = tl.zeros([ROWS], dtype=tl.int32) + num_keys
-    weighted = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, begin, whole, begin, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES, False,
+    attended, row_lse = attend_keys(
+        q, kv, kv_scales, kv_head, block_table,
+        begin, begin, whole, begin, stop, position, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
-    weighted, total, peak = attend_run(
-        weighted, total, peak, q, head_kv, head_scales, block_table, whole, stop, begin, stop, position,
-        score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES, True,
-    )  # fmt: skip
-    attended, row_lse = finish(weighted, total, peak)
-    if kv_scales is not None and not PER_KEY_SCALES:
-        attended *= tl.load(kv_scales + 1)
-    out_offsets = (out_rows * HEAD_DIM)[:, None] + column[None, :]
-    tl.store(parts + out_offsets, attended, mask=live_elements)
-    tl.store(part_lse + out_rows, row_lse, mask=live)
+    store_states(parts, part_lse, out_rows, attended, row_lse, live, live, HEAD_DIM, COLUMNS)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 256
+MAX_BLOCK_ELEMENTS = 2**31 - 1
+"""Places inside of a block are counted in 32 bits, blocks and what lies between them in 64."""
 MIN_DOT = 16
 """`tl.dot` takes no side below this."""
 MAX_SPLITS = 256

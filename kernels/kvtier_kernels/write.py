@@ -33,6 +33,9 @@ def kv_write(
     """
     check_write(kv_layer, key, value, block_ids, offsets, kv_scales)
     if kv_layer.device.type == "cpu":
+        for name, index in (("block_ids", block_ids), ("offsets", offsets)):
+            if index.numel() and (least := int(index.min())) < 0:  # torch would count from the end
+                raise IndexError(f"{name} has {least}: there is no such place")
         _write_on_cpu(kv_layer, key, value, (block_ids, offsets), kv_scales)
         return
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.

@@ -15,9 +15,9 @@ def prefilling(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Ten
         return _on_cpu(batch, heads)
     from kvtier_kernels.prefix_prefill import prefix_prefill
 
-    return lambda: prefix_prefill(
-        batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=heads.scale
-    )
+    arguments = (batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens)
+    longest = int(batch.seq_lens.max())
+    return lambda: prefix_prefill(*arguments, scale=heads.scale, max_seq_len=longest)
 
 
 def decoding(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Tensor]:

@@ -23,6 +23,8 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+_BLOCK_TOKENS = 2**17
+"""More than any sequence has."""
 _MATRIX = 8192
 
 
@@ -77,7 +79,8 @@ def matrix_product(setting: Setting) -> Run:
 
 def _subjects(setting: Setting, batch: Batch, heads: Heads) -> tuple[dict[str, Run], float]:
     """Ours, over paged keys and over keys in one block, and those of torch's backends that take it."""
-    ours = {"paged": prefilling(setting, batch, heads), "one block": prefilling(setting, unpaged(batch), heads)}
+    in_one = unpaged(batch, setting.size(_BLOCK_TOKENS, 32))
+    ours = {"paged": prefilling(setting, batch, heads), "one block": prefilling(setting, in_one, heads)}
     theirs = torch_attentions(*dense(batch), scale=heads.scale)
     expected = next(iter(theirs.values()))()[0].transpose(0, 1)
     difference = max((attend().float() - expected.float()).abs().max().item() for attend in ours.values())

@@ -69,11 +69,15 @@ def paged(
     )
 
 
-def unpaged(batch: Batch) -> Batch:
-    """The one sequence of a batch with all its keys in a single block."""
-    blocks, _, tokens_per_block, num_kv_heads, head_dim = batch.kv_layer.shape
-    in_order = batch.kv_layer[batch.block_tables[0].long()].transpose(0, 1)
-    whole = in_order.reshape(1, 2, blocks * tokens_per_block, num_kv_heads, head_dim)
+def unpaged(batch: Batch, block_tokens: int) -> Batch:
+    """The one sequence of a batch with all its keys in a single block.
+
+    :param block_tokens: of that block, at least as many as there are: kernels are compiled for a size of blocks.
+    """
+    _, _, _, num_kv_heads, head_dim = batch.kv_layer.shape
+    in_order = batch.kv_layer[batch.block_tables[0].long()].transpose(0, 1).flatten(1, 2)
+    whole = in_order.new_zeros((1, 2, block_tokens, num_kv_heads, head_dim))
+    whole[0, :, : in_order.size(1)] = in_order
     table = torch.zeros((1, 1), dtype=batch.block_tables.dtype, device=batch.query.device)
     return Batch(batch.query, whole, table, batch.query_starts, batch.seq_lens)
 
@@ -81,6 +85,6 @@ def unpaged(batch: Batch) -> Batch:
 def dense(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """The one sequence of a batch as torch takes it: query, key and value `[1, heads, tokens, head_dim]`."""
     num_keys = int(batch.seq_lens[0])
-    keys, values = unpaged(batch).kv_layer[0, :, :num_keys]
+    keys, values = batch.kv_layer[batch.block_tables[0].long()].transpose(0, 1).flatten(1, 2)[:, :num_keys]
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (batch.query, keys, values))
     return query, key, value

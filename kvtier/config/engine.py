@@ -61,6 +61,10 @@ class EngineConfig(Section):
     CPU and on CUDA do not share: their KV differs in the last bits."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
+    lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
+    """In whose form blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half as
+    many to move. Needs bfloat16. What comes back is rounded, so answers are not quite those of an engine without a
+    cache; int8 changes them the least. Engines with different codecs do not share."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of a forward pass; 0 takes one per core."""
     kv_bytes: Bytes = ByteSize(2**30)

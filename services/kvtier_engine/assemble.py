@@ -30,6 +30,9 @@ from kvtier_engine.weights import load_weights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
+_FOLLOW_UP_TOKENS = 16
+"""So few that their attention is cut into runs of keys, wherever that is ever done."""
+
 log = logging.getLogger(__name__)
 
 
@@ -62,7 +65,8 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
-    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device)
+    lossy_codec = "" if section.lossy_codec == "none" else section.lossy_codec
+    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec)
     with engine_of(config, model, folder.config, kv, namespace, registry) as engine:
         yield AssembledEngine(engine, folder, registry)
 
@@ -90,7 +94,9 @@ def engine_of(
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=stack.enter_context(device_kv(kv, num_copies=config.cache.load_threads + 2)),
+                    device=stack.enter_context(
+                        device_kv(kv, num_copies=config.cache.load_threads + 2, lossy_codec=namespace.lossy_codec)
+                    ),
                     namespace=namespace,
                     registry=registry,
                 )
@@ -107,7 +113,7 @@ def engine_of(
         )
         engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
         if device.type == "cuda":
-            _compile_for_long_sequences(model, kv, model_config)
+            compile_for_long_sequences(model, kv, model_config, section.max_running)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()
@@ -132,7 +138,14 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
 
 
-def _compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConfig) -> None:
-    """Attention to a long sequence takes kernels that `warm_up`, with its short one, does not meet: a second each."""
-    last = min(config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block) - 1
-    model.forward([Chunk([0], last, range(kv.num_blocks))], kv)
+def compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConfig, max_running: int) -> None:
+    """Attention to a long sequence takes kernels that `warm_up`, with its short one, does not meet: a second each.
+
+    A follow-up to a long prompt, a decode of one, and decodes of as many as may be, all of the same blocks: if it is
+    not worth while to read those once for all of them, it never is. Computes into blocks that nobody has.
+    """
+    length, table = min(config.max_position_embeddings, kv.num_blocks * kv.tokens_per_block), range(kv.num_blocks)
+    few = min(_FOLLOW_UP_TOKENS, length)
+    decode = Chunk([0], length - 1, table)
+    for chunks in ([Chunk([0] * few, length - few, table)], [decode], [decode] * max_running):
+        model.forward(chunks, kv)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.transfer import DeviceKV, HostMemoryKV
+from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.weights import LayerWeights, LlamaWeights
 
@@ -43,21 +44,23 @@ def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
 
 
 @contextlib.contextmanager
-def device_kv(kv: PagedKV, *, num_copies: int) -> Iterator[DeviceKV]:
+def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
     :param num_copies: at a time; more callers wait. Each takes up to 64 MiB of a CUDA device beside
         `engine.kv_bytes`, for staging.
-    :raises ConfigError: there is no room for that.
+    :param lossy_codec: in whose form blocks are in host memory, as the namespace has it; empty for as they are.
+    :raises ConfigError: there is no room for that, or the codec does not take KV of this dtype.
     """
+    layout = kv.record_layout(lossy_codec) if lossy_codec else None
     if kv.tensor.device.type == "cpu":
-        yield HostMemoryKV(kv.byte_rows().numpy())
+        yield HostMemoryKV(kv.byte_rows().numpy()) if layout is None else QuantisedHostKV(kv.byte_rows(), layout)
         return
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
     with _room_for("staging the copies of cache.load_threads", kv.tensor.device):
-        cuda_kv = CudaKV(kv.byte_rows(), num_lanes=num_copies)
+        cuda_kv = CudaKV(kv.byte_rows(), layout=layout, num_lanes=num_copies)
     try:
         yield cuda_kv
     finally:

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
 from kvtier_engine.model_config import ModelConfig
+from kvtier_kernels.records import DTYPES as RECORD_DTYPES
+from kvtier_kernels.records import LossyCodec, RecordLayout
 
 PHYSICAL_LAYOUT = "L2NHD"
 """Inside a block: layer, key or value, token, KV head, head dimension."""
@@ -39,12 +42,25 @@ class PagedKV:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: the payload of every tier."""
+        """Bytes of one block: the payload of every tier, unless a lossy codec makes it smaller."""
         return self.tensor.stride(0) * self.tensor.element_size()
 
     def layer(self, index: int) -> Tensor:
         """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
         return self.tensor[:, index]
+
+    def record_layout(self, lossy_codec: str) -> RecordLayout:
+        """Of a block, which is one page, in the form of this codec.
+
+        :raises ConfigError: it does not take KV of this dtype.
+        """
+        if self.tensor.dtype not in RECORD_DTYPES:
+            raise ConfigError(
+                f'engine.lossy_codec: "{lossy_codec}" takes KV of 16 bits: set engine.dtype to "bfloat16", '
+                'or engine.lossy_codec to "none"'
+            )
+        head_dim = self.tensor.size(-1)
+        return RecordLayout(LossyCodec(lossy_codec), self.tensor.dtype, head_dim, self.tensor[0].numel() // head_dim)
 
     def byte_rows(self) -> Tensor:
         """uint8 `[num_blocks, block_bytes]`, a view of the same memory: what movers copy."""
@@ -78,9 +94,17 @@ def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
 
 
 def kv_namespace(
-    config: ModelConfig, weights_digest: bytes, dtype: torch.dtype, device: torch.device = _CPU
+    config: ModelConfig,
+    weights_digest: bytes,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    *,
+    lossy_codec: str = "",
 ) -> Namespace:
-    """Which bytes the blocks of this engine hold."""
+    """Which bytes the blocks of this engine hold.
+
+    :param lossy_codec: in whose form they leave the device; empty for as they are.
+    """
     name = str(dtype).removeprefix("torch.")
     return Namespace(
         weights_digest=_model_digest(config, weights_digest),
@@ -91,4 +115,5 @@ def kv_namespace(
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        lossy_codec=lossy_codec,
     )

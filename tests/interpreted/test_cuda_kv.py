@@ -17,6 +17,9 @@ from kvtier import transfer_cuda
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
+from kvtier.transfer_quantised import QuantisedHostKV
+from kvtier_kernels import block_copy, part_copy, row_copy
+from kvtier_kernels.records import LossyCodec, RecordLayout
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 80
 
@@ -113,6 +116,33 @@ def test_copies_what_the_engine_on_cpu_copies(staged_blocks: int, slot_bytes: in
     kv.close()
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("codec", list(LossyCodec))
+def test_blocks_in_the_form_of_a_lossy_codec(codec: LossyCodec, num_parts: int) -> None:
+    """As the engine on CPU has them; where a block has several parts, their records follow one another."""
+    layout = RecordLayout(codec, torch.bfloat16, head_dim=10, num_vectors=5)
+    values = torch.randn(num_parts, NUM_BLOCKS, 50, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ours, theirs = (values.clone().view(torch.uint8).unbind() for _ in range(2))
+    block_bytes = num_parts * layout.record_bytes
+    kv = CudaKV(*ours, layout=layout, staging_bytes=3 * block_bytes, cuda=Notes())
+    arena, expected = filled_arena(10, block_bytes), filled_arena(10, block_bytes)
+    assert kv.block_bytes == block_bytes
+    kv.gather([7, 0, 11, 3, 4], arena, [5, 2, 3, 9, 4])
+    kv.scatter(arena, [9, 5, 2], [1, 2, 9])
+    for number, part in enumerate(theirs):
+        oracle, records = QuantisedHostKV(part, layout), Arena(10, layout.record_bytes)
+        here = expected.rows[:, number * layout.record_bytes :][:, : layout.record_bytes]
+        records.rows[:] = here
+        oracle.gather([7, 0, 11, 3, 4], records, [5, 2, 3, 9, 4])
+        oracle.scatter(records, [9, 5, 2], [1, 2, 9])
+        here[:] = records.rows
+    assert np.array_equal(arena.rows, expected.rows)
+    assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+    kv.close()
+    with pytest.raises(InvalidInputError, match=r"KV in parts of 80 bytes: .* needs 100"):
+        CudaKV(random_rows(4), layout=layout, cuda=Notes())
+
+
 @pytest.mark.parametrize("widths", [(16, 16, 16), (16, 24, 24, 8)], ids=["layers alike", "layers that differ"])
 def test_blocks_in_parts(widths: tuple[int, ...]) -> None:
     ours = [random_rows(NUM_BLOCKS, width + 8, seed)[:, :width] for seed, width in enumerate(widths)]
@@ -125,6 +155,25 @@ def test_blocks_in_parts(widths: tuple[int, ...]) -> None:
         either.scatter(memory, [9, 0, 5, 6, 1], [1, 2, 9, 0, 10])
     assert np.array_equal(arena.rows, expected.rows)
     assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+    kv.close()
+
+
+@pytest.mark.parametrize("widths", [(BLOCK_BYTES,), (16, 16)], ids=["one part", "two parts"])
+def test_both_ways_are_compiled_before_the_first_copy(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a byte copied: the memory may be in use."""
+    launched = []
+    original = row_copy.copy_rows
+
+    def copy_rows(paged: torch.Tensor, *args: Any, gather: bool, **options: Any) -> int:
+        launched.append((gather, paged.data_ptr()))
+        return original(paged, *args, gather=gather, **options)
+
+    for module in (block_copy, part_copy):
+        monkeypatch.setattr(module, "copy_rows", copy_rows)
+    parts = [random_rows(NUM_BLOCKS, width) for width in widths]
+    kv = CudaKV(*parts, cuda=Notes())
+    assert len(set(launched)) == len(launched) == 2
+    assert all(torch.equal(part, random_rows(NUM_BLOCKS, width)) for part, width in zip(parts, widths, strict=True))
     kv.close()
 
 

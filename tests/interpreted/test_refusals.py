@@ -16,6 +16,7 @@ from kvtier_kernels.prefix_prefill import prefix_prefill
 from kvtier_kernels.slot_write import write_slots
 from kvtier_kernels.tiles import Tile
 from kvtier_kernels.write import kv_write
+from memory_rig import sparse
 
 
 def refuses(words: str, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -54,7 +55,14 @@ def test_prefill() -> None:
     refuses("tile of them may need .* bytes of shared memory", prefix_prefill, *good.args(), scale=0.125, tile=huge)
     for scale in (0.0, -1.0, math.inf, math.nan):
         refuses("scale is", prefix_prefill, *good.args(), scale=scale)
-    refuses("window is 0", prefix_prefill, *good.args(), scale=0.125, window=0)
+    for window in (-1, 0, 2**30 + 1):
+        refuses(f"window is {window}", prefix_prefill, *good.args(), scale=0.125, window=window)
+    refuses("max_seq_len is -1", prefix_prefill, *good.args(), scale=0.125, max_seq_len=-1)
+    no_seqs = good.swapped(
+        block_tables=good.block_tables[:0], query_starts=good.query_starts[:1], seq_lens=good.seq_lens[:0]
+    )
+    refuses("75 queries for 0 sequences", prefix_prefill, *no_seqs, scale=0.125)
+    refuses("3 queries for 4 sequences", prefix_prefill, *good.swapped(query=good.query[:3]), scale=0.125)
     for num_splits in (0, 1025):
         refuses("num_splits is", prefix_prefill, *good.args(), scale=0.125, num_splits=num_splits)
 
@@ -112,11 +120,25 @@ def test_decode() -> None:
         refuses("num_splits is", paged_decode, query, kv_layer, tables, lens, scale=1.0, num_splits=num_splits)
 
 
+def test_hints_that_cannot_be() -> None:
+    good = make_inputs(CASES["decode"], torch.float32)
+    query, kv_layer, tables, _, lens = good.args()
+    for hint in ("max_seq_len", "num_keys"):
+        refuses(f"{hint} is -1", paged_decode, query, kv_layer, tables, lens, scale=1.0, **{hint: -1})
+        refuses(f"{hint} is -1", paged_attention, *good.args(), scale=1.0, **{hint: -1})
+
+
 def test_what_no_tile_can_hold() -> None:
     tables, lens = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     wide = torch.zeros(1, 2, 4, 1, 264)
     refuses("head_dim is 264: at most 256", paged_decode, torch.zeros(1, 1, 264), wide, tables, lens, scale=1.0)
     narrow = torch.zeros(1, 2, 4, 1, 16)
+    large = sparse(2**31).view(1, 2, 2**26, 1, 16).view(torch.int8)
+    scales = sparse(2**29).view(torch.float32).view(1, 2, 2**26, 1)
+    narrow_query = torch.zeros(1, 1, 16)
+    refuses(
+        "blocks of 2,147,483,648 elements", paged_decode, narrow_query, large, tables, lens, scale=1.0, kv_scales=scales
+    )
     refuses("257 query heads for 1", paged_decode, torch.zeros(1, 257, 16), narrow, tables, lens, scale=1.0)
 
 

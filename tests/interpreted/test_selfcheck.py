@@ -40,6 +40,13 @@ def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(checks.values()) == {""}
 
 
+def test_shares_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [(str(number), lambda: "") for number in range(10)]
+    monkeypatch.setattr(selfcheck, "_checks", lambda *_: iter(checks))
+    names = [[name for name, _ in selfcheck.run_checks(CPU, share=share, num_shares=3)] for share in range(3)]
+    assert names == [["0", "3", "6", "9"], ["1", "4", "7"], ["2", "5", "8"]]
+
+
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     right = prefix_prefill.prefix_prefill
     monkeypatch.setattr(
@@ -69,7 +76,7 @@ def test_layers_that_do_not_come_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck_copies, "ROW_BYTES", (50,))
     monkeypatch.setattr(part_copy, "part_copy", lambda *args, **options: right(*args, **options) + 1)
     monkeypatch.setattr(part_counters, "wait_for_layer", partial(part_counters.wait_for_layer, max_polls=2))
-    failures = dict(itertools.islice(selfcheck_copies.copy_checks(CPU), 4))
+    failures = {name: check() for name, check in itertools.islice(selfcheck_copies.copy_checks(CPU), 4)}
     assert failures["wait_for_layer"] == "2 layers did not come"
     assert failures["part_copy layers of 50 bytes in host memory"].startswith("counters are [")
 
@@ -85,5 +92,5 @@ def test_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines: list[str] = []
-    assert selfcheck.main(lines.append) == 2
+    assert selfcheck.main(write=lines.append) == 2
     assert lines == ["no CUDA device: nothing was checked"]

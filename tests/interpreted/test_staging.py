@@ -1,6 +1,7 @@
 """Staging part by part, counters of parts, few programs, host memory: `part_copy`, `block_copy`, `wait_for_layer`."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from kvtier_kernels import block_copy_reference, part_copy_reference, row_copy
 from kvtier_kernels.arguments import check_counters, check_reachable
 from kvtier_kernels.block_copy import block_copy
-from kvtier_kernels.copy_pieces import Pieces, cut
+from kvtier_kernels.copy_pieces import Pieces, counter_scope, cut
 from kvtier_kernels.copy_tiles import CopyTile
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.part_counters import wait_for_layer
@@ -96,6 +97,29 @@ def test_a_part_is_complete_when_its_counter_says_so(
         assert complete == [0, 1, 2, 3], "parts go in order"
 
 
+@pytest.mark.parametrize(
+    ("staging", "counters", "gather", "scope"),
+    [
+        ("cuda", "cuda", True, "gpu"),
+        ("cuda", "cuda", False, "gpu"),
+        ("cpu", "cuda", True, "sys"),
+        ("cpu", "cuda", False, "gpu"),
+        ("cuda", "cpu", True, "sys"),
+        ("cpu", "cpu", False, "sys"),
+        ("cpu", None, True, "gpu"),
+    ],
+)
+def test_whoever_looks_at_counters_sees_what_they_stand_for(
+    staging: str, counters: str | None, gather: bool, scope: str
+) -> None:
+    """A layer in host memory, or counters there: then it is the host, too."""
+
+    def memory(device: str) -> Any:
+        return SimpleNamespace(is_cuda=device == "cuda")
+
+    assert counter_scope(memory(staging), counters and memory(counters), gather=gather) == scope
+
+
 def test_copies_of_nothing_count_nothing() -> None:
     counters, none = torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
     staging = torch.zeros(2, 3, 16, dtype=torch.uint8)
@@ -150,6 +174,8 @@ def test_host_memory_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are no parts"):
+        Parts.of([])
     parts, index = Parts.of(pages(3, 16)), torch.zeros(2, dtype=torch.int64)
     good = torch.zeros(3, 4, 16, dtype=torch.uint8)
     for words, staging in (
