@@ -20,7 +20,9 @@ from kvtier.errors import ClosedError, InvariantError
 from kvtier.events import Event, EventKind
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload
+from kvtier.testing.leaks import Holdings, require_nothing_beyond
 from kvtier.tiers.aside import AsideTier, ProcessSettings, SharedMemory, TierProcess
+from kvtier.tiers.aside.child import ChildProcess
 from kvtier.tiers.aside.forgetting import OpeningInventory, Owed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.transfer import Arena
@@ -180,3 +182,22 @@ def test_secrets_in_the_environment_stay_out_of_the_process(tmp_path: Path, monk
         environ = _tier_process().environ()
     assert environ["OTHER"] == "inherited"
     assert not {"SECRET", "TOKEN"} & environ.keys()
+
+
+def test_a_process_that_dies_while_it_is_closed_keeps_no_memory_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records of the log live as long as a test, or as whoever collects them likes."""
+    close = ChildProcess.close
+
+    def kill_and_close(child: ChildProcess, timeout_s: float) -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        close(child, timeout_s)
+
+    monkeypatch.setattr(ChildProcess, "close", kill_and_close)
+    device = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
+    before = Holdings.now()
+    with build(tmp_path, device, disk={"directory": "blocks", "capacity_bytes": "16MiB"}):
+        pass
+    assert "what was not written yet is forgotten" in caplog.text
+    require_nothing_beyond(before)

@@ -102,7 +102,7 @@ class HostPools:
         try:
             self.add(name, host_pool)
         except ConfigError as error:
-            _log.error("nothing is found that needs host pool %s: %s", name, error)
+            _log.error("nothing is found that needs host pool %s: %s", name, str(error))
 
     def flat_kind(self, nbytes: int) -> PageKind:
         """Of copies of whole pages of KV, that long."""

@@ -82,8 +82,8 @@ def bench_fetch(
         )
     kept = beside_copies[-rounds:]
     notes.append(
-        f"Beside a process that only copies memory the loop keeps {median(kept):.1%} "
-        f"({min(kept):.1%} .. {max(kept):.1%}): what this machine takes for any such neighbour."
+        f"copies: beside a process that only copies memory the loop keeps {median(kept):.1%} of its speed "
+        f"({min(kept):.1%} .. {max(kept):.1%}), which is what this machine takes for any such neighbour."
     )
     report("Fetch from the pool to the device", cases, as_json=json, notes=notes)
 

@@ -74,7 +74,7 @@ class RemoteCalls:
         except KvtierError as error:
             self._metrics.io_errors.labels(self._name, op, type(error).__name__).inc()
             if self._breaker.failure():
-                self._log.warning("tier %s: left alone for now, everything misses: %s", self._name, error)
+                self._log.warning("tier %s: left alone for now, everything misses: %s", self._name, str(error))
             return False
         if self._breaker.success():
             self._log.warning("tier %s: answers again", self._name)

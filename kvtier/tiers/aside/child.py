@@ -144,7 +144,8 @@ class ChildProcess:
             self.call(Verb.NEWS, {}, MONOTONIC() + min(timeout_s, _SIGN_OF_LIFE_S))
             self.call(Verb.CLOSE, {}, MONOTONIC() + timeout_s)
         except KvtierError as error:
-            _log.warning("%s; what was not written yet is forgotten", error)
+            # As text: whoever keeps log records would keep all that the error has passed, and the memory with it.
+            _log.warning("%s; what was not written yet is forgotten", str(error))
         with self._lock:
             if not self._ended.is_set():
                 self._control.shut_down()

@@ -197,7 +197,7 @@ class TierProcess:
                 return self._start()
             except (OSError, KvtierError) as error:
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                _log.error("no tier process, next try in %.1f s: %s", pause_s, error)
+                _log.error("no tier process, next try in %.1f s: %s", pause_s, str(error))
         return None
 
     def _start(self) -> ChildProcess:

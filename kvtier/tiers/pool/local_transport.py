@@ -68,7 +68,7 @@ class LocalTransport:
                         corrupt.append(keys[i])
                     yield i, error
             except OSError as error:
-                _log.debug("the pool did not answer: %s", error)
+                _log.debug("the pool did not answer: %s", str(error))
             except KvtierError as error:
                 self._note_failure(error)
             finally:
@@ -89,7 +89,7 @@ class LocalTransport:
             try:
                 statuses = self._memory.write(items, deadline)
             except OSError as error:
-                _log.debug("the pool did not answer: %s", error)
+                _log.debug("the pool did not answer: %s", str(error))
             except KvtierError as error:
                 self._note_failure(error)
         stored = [i for i, status in enumerate(statuses) if status is WriteStatus.STORED]
