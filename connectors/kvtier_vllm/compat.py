@@ -86,12 +86,21 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     sizes = {int(spec.block_size) for spec in specs}
     if len(sizes) != 1:
         raise ConfigError(f"KV groups with blocks of {sorted(sizes)} tokens: kvtier needs the same in all of them")
+    size = sizes.pop()
+    if config.cache_config.prefix_match_unit not in (None, size):
+        raise ConfigError("kvtier was not tried with hits that end within a block: leave out --prefix-match-unit")
+    if config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
+        # Before the connector hears of the step: a save under way would copy zeros under a valid key.
+        raise ConfigError(
+            "vLLM's second model runner clears blocks of a KV cache of several precisions before it says so: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or use one --kv-cache-dtype for all layers"
+        )
     if config.speculative_config is not None:
         raise ConfigError("kvtier was not tried with speculative decoding: leave out speculative_config")
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
-    return sizes.pop()
+    return size
 
 
 def require_safe_hashes(config: VllmConfig) -> None:

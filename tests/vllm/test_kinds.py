@@ -95,6 +95,26 @@ def test_context_parallelism_is_refused(config: VllmConfig, kind: str) -> None:
         tokens_per_block(config, _groups(MLA))
 
 
+def test_hits_that_end_within_a_block_are_refused(config: VllmConfig) -> None:
+    config.cache_config.prefix_match_unit = SIZE
+    assert tokens_per_block(config, _groups(FULL)) == SIZE
+    config.cache_config.prefix_match_unit = SIZE // 2
+    with pytest.raises(ConfigError, match="prefix-match-unit"):
+        tokens_per_block(config, _groups(FULL))
+
+
+def test_a_runner_that_clears_blocks_too_soon_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are cleared where KV is of several precisions: a save under way would copy the zeros."""
+    of_two = _groups(FULL, FullAttentionSpec(**DENSE | {"dtype": torch.float32}))
+    assert of_two.needs_kv_cache_zeroing
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    assert tokens_per_block(config, of_two) == SIZE
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    assert tokens_per_block(config, _groups(FULL)) == SIZE
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        tokens_per_block(config, of_two)
+
+
 def test_below_native_offloading_the_same_is_refused(config: VllmConfig) -> None:
     config.cache_config.cache_dtype = "fp8"
     require_usable(config)
