@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,12 @@ if not collect_ignore_glob:
         """A cache pool for the tenants of `TOKENS`, with a Unix socket and a TCP port."""
         with CachePool(tmp_path, TOKENS) as running:
             yield running
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+        """The process that engines of all modules share is there before a module's check looks what there is."""
+        if fixturedef.argname == "_module_leaves_nothing_behind":
+            request.getfixturevalue("lab").keep_a_process()
 
     def pytest_unconfigure() -> None:
         if _litter is not None:

@@ -306,8 +306,7 @@ class Lab:
         is_shared = not (own_process or processes or environ is not None)
         child, self._idle = (self._idle, None) if is_shared else (None, self._idle)
         if child is None:
-            apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
-            child = self._child(apart | dict(environ or {}))
+            child = self._child(processes, environ or {})
         try:
             engine = Engine(child, model or self.model)
             engine.start(connector, async_scheduling=async_scheduling, **options)
@@ -321,13 +320,19 @@ class Lab:
         else:
             child.end()
 
+    def keep_a_process(self) -> None:
+        """There is one for the next engine: of no module that it would seem to be left behind by."""
+        if self._idle is None:
+            self._idle = self._child(False, {})
+
     def close(self) -> None:
         """Ends what has no engine."""
         if self._idle is not None:
             self._idle.end()
 
-    def _child(self, environ: Mapping[str, str]) -> Child:
+    def _child(self, processes: bool, environ: Mapping[str, str]) -> Child:
         """To be ended or killed."""
+        environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))} | dict(environ)
         read_end, write_end = os.pipe()
         log = self.home / f"engine-{next(self._numbers)}.log"
         with contextlib.ExitStack() as stack:
