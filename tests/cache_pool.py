@@ -1,8 +1,6 @@
 """A cache pool in a process of its own, for the tests of real engines. Every wait has a bound."""
 
 import hashlib
-import os
-import signal
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -10,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.processes import Service
+from suspending import resume, suspend
 
 WAIT_S = 120.0
 """Bound on everything that is waited for; never reached when the code works."""
@@ -57,11 +56,10 @@ class CachePool:
 
     def suspend(self) -> None:
         """SIGSTOP: connections stay, and nobody answers from now on."""
-        self._service.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._service.process.pid, os.WSTOPPED | os.WNOWAIT)
+        suspend(self._service.process.pid)
 
     def resume(self) -> None:
-        self._service.process.send_signal(signal.SIGCONT)
+        resume(self._service.process.pid)
 
     def num_written(self) -> int:
         """Blocks that engines have stored here."""

@@ -2,9 +2,7 @@
 
 import contextlib
 import importlib.metadata
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -21,6 +19,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
+from suspending import suspended
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -97,11 +96,8 @@ class RedisServer:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """SIGSTOP, and SIGCONT at the end."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        try:
+        with suspended(self.process.pid):
             yield
-        finally:
-            os.kill(self.process.pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvtier.processes import Service
 from pool_rig import MIB, TENANTS, TOKENS
 from soak_client import ClientPlan, command
+from suspending import suspend
 
 MEMORY_BYTES = 48 * MIB
 DISK_BYTES = 128 * MIB
@@ -133,7 +134,7 @@ class Clients:
         awake = [client for client in self.running if client.stopped_until_s is None]
         if awake:
             victim = self._rng.choice(awake)
-            victim.process.send_signal(signal.SIGSTOP)
+            suspend(victim.process.pid)
             victim.stopped_until_s = time.monotonic() + seconds
 
     def go_on(self, *, everybody: bool = False) -> None:

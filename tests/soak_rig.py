@@ -1,9 +1,7 @@
 """One run of the soak: faults by plan, samples of the pool, and what may not be found at the end."""
 
 import math
-import os
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.base import WriteStatus
 from pool_rig import MIB, connect
 from soak_processes import MEMORY_BYTES, SETTLED_S, Clients, Pool, Sample
+from suspending import resume, suspend
 
 PATHS = ("shm", "unix", "tcp", "grpc")
 _NUM_CLIENTS = 6
@@ -142,9 +141,9 @@ class Soak:
         self._pool.start()
 
     def _freeze_pool(self, clients: Clients) -> None:
-        os.kill(self._pool.pid, signal.SIGSTOP)
+        suspend(self._pool.pid)
         time.sleep(self._rng.uniform(0.2, 3.0))
-        os.kill(self._pool.pid, signal.SIGCONT)
+        resume(self._pool.pid)
 
     def _end_pool(self) -> None:
         try:

@@ -22,6 +22,7 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.aside import AsideTier, TierProcess
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.transfer import Arena
+from suspending import suspend
 
 KEY = make_key("a")
 
@@ -121,7 +122,7 @@ def test_close_while_there_is_no_process(tmp_path: Path, arena: Arena) -> None:
     folder = tmp_path / "disk"
     process = start(arena, "disk", json.dumps([str(folder), MIB]))
     pid = pid_of(process)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     (folder.rename(tmp_path / "away"), folder.write_text("not a folder"))
     os.kill(pid, signal.SIGKILL)
     until(lambda: process.pid is None, "the death was noticed")

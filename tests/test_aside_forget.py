@@ -26,6 +26,7 @@ from kvtier.tiers.aside.child import ChildProcess
 from kvtier.tiers.aside.forgetting import OpeningInventory, Owed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.transfer import Arena
+from suspending import suspend
 
 KEYS = [make_key(i) for i in range(8)]
 SIGNALS = pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -63,7 +64,7 @@ def test_what_nobody_can_name_is_forgotten_by_its_prefix(tmp_path: Path) -> None
     """The folder is away, so that there is no process for a while."""
     arena, heard, folder = Arena(16, BLOCK_BYTES, shared=True), Heard(), tmp_path / "disk"
     process, tier, pid = filled(folder, arena, heard)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     (folder.rename(tmp_path / "away"), folder.write_text("not a folder"))
     os.kill(pid, signal.SIGKILL)
     until(lambda: EventKind.CLEARED in [event.kind for event in heard.events], "all was taken back")
@@ -90,7 +91,7 @@ def test_a_hung_process_does_not_get_the_time_of_a_busy_one(tmp_path: Path) -> N
     process = TierProcess(SharedMemory(arena.descriptor, arena.memory), settings, metrics=Metrics())
     pid = process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     with ThreadPoolExecutor(1) as thread:
         try:
             thread.submit(process.close).result(PATIENCE_S)
@@ -153,7 +154,7 @@ def test_a_reset_reaches_the_folder(state: str, tmp_path: Path) -> None:
         assert not result(cache.hierarchy, cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])).failed
         until(lambda: num_blocks(folder) == len(hashes), "all are on disk")
         pid = _tier_process().pid
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
         if state != "hangs":
             if state != "has just died":
                 (folder.rename(away), folder.write_text("not a folder"))

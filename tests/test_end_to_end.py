@@ -1,8 +1,6 @@
 """The whole path with real processes and the real model: a pool, engines, and a pool that dies in the middle."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from kvtier.processes import Service
 from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.runs import Stage
 from kvtier_engine.demo_model import demo_model_path
+from suspending import suspended
 
 
 @pytest.fixture
@@ -116,11 +115,8 @@ def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool:
     address = pool.ready()["block"]
     with stage.engine("a", tenant="red", pool_address=address) as engine:
         url = engine.ready()["url"]
-        os.kill(pool.process.pid, signal.SIGSTOP)
-        try:
+        with suspended(pool.process.pid):
             answer = post(f"{url}/v1/completions", {"prompt": "word " * 64, "max_tokens": 2, "temperature": 0})
-        finally:
-            os.kill(pool.process.pid, signal.SIGCONT)
         assert len(answer["kvtier"]["token_ids"]) == 2
         assert metric(url, "kvtier_deadlines_missed_total") + metric(url, "kvtier_io_errors_total") >= 1
 

@@ -20,6 +20,7 @@ from kvtier.errors import ClosedError
 from kvtier.tiers.base import Tier
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.request import Completion, Sampling
+from suspending import suspend
 
 TOKENS = prompt(41)
 
@@ -136,12 +137,12 @@ def test_disk_forgets_although_its_process_hangs_and_the_stop_does_not_wait_for_
         assert _cached(engine.complete(**WORDS)) == 0
         until_true(lambda: num_blocks(tmp_path / "blocks") > 4)
         hung = _tier_process(engine.process.pid)
-        hung.send_signal(signal.SIGSTOP)
+        suspend(hung.pid)
         engine.post("/v1/cache/reset", {})
         until_true(lambda: num_blocks(tmp_path / "blocks") == 0)
         assert _cached(engine.complete(**WORDS)) == 0
         until_true(lambda: _tier_process(engine.process.pid).pid != hung.pid)
-        _tier_process(engine.process.pid).send_signal(signal.SIGSTOP)
+        suspend(_tier_process(engine.process.pid).pid)
         engine.process.send_signal(signal.SIGTERM)
         assert engine.process.wait(PROCESS_PATIENCE_S) == 0
 
@@ -149,7 +150,7 @@ def test_disk_forgets_although_its_process_hangs_and_the_stop_does_not_wait_for_
 def test_a_second_signal_ends_a_stop_at_once(tmp_path: Path) -> None:
     with engine_process(tmp_path, KVTIER__DISK__DIRECTORY=str(tmp_path / "blocks"), **ON_DISK) as engine:
         child = _tier_process(engine.process.pid)
-        child.send_signal(signal.SIGSTOP)
+        suspend(child.pid)
         engine.process.send_signal(signal.SIGTERM)
         until_true(lambda: not _listens(engine.client))
         os.kill(engine.process.pid, signal.SIGTERM)

@@ -2,9 +2,7 @@
 
 import contextlib
 import errno
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -47,6 +45,7 @@ from pool_rig import (
     running_pool,
     until,
 )
+from suspending import resume, suspend
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 PAYLOADS = payloads(range(16))
@@ -325,7 +324,7 @@ def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(
     with pool_process(listen=f"unix:{tmp_path}/pool.sock", memory="64MiB") as pool, local(pool.block) as tier:
         tier.write(items(range(100)))
         with holding_client(pool.block) as client:
-            os.kill(client.pid, signal.SIGSTOP)
+            suspend(client.pid)
             for start in range(1000, 4000, 100):  # three times the memory
                 batch = items(range(start, start + 100))
                 stored = [item for item, status in zip(batch, tier.write(batch), strict=True) if not status]
@@ -335,7 +334,7 @@ def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(
                 assert read_blocks(tier, [key for key, _ in leased], BLOCK_BYTES) == [p for _, p in leased]
             assert held_bytes(pool) >= 100 * BLOCK_BYTES
             assert tier.lookup([make_key(("new", i)) for i in range(100)]) == [Status.PENDING] * 100
-            os.kill(client.pid, signal.SIGCONT)
+            resume(client.pid)
 
 
 def test_kill_minus_9_of_the_pool_is_misses_heals_by_itself_and_leaves_no_memory(tmp_path: Path) -> None:

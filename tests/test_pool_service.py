@@ -1,6 +1,5 @@
 """The pool service as a process: its command line, its endpoints, its ends, and what clients see of them."""
 
-import os
 import re
 import signal
 import socket
@@ -23,6 +22,7 @@ from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings
 from pool_grpc_rig import PAYLOADS, connect, items, running
 from pool_rig import BLOCK_BYTES, BLUE, MIB, TENANTS, WAIT_S, PoolProcess, failed_calls, pool_process, until
+from suspending import suspended
 
 
 def test_kill_minus_9_during_reads_is_misses_and_heals_by_itself() -> None:
@@ -68,8 +68,7 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
         patient = connect(pool.grpc)
         assert patient.write(items(2)) == [WriteStatus.STORED] * 2
         patient.close()
-        os.kill(pool.process.pid, signal.SIGSTOP)
-        try:
+        with suspended(pool.process.pid):
             for _ in range(5):
                 assert read_blocks(tier, [make_key(0)], BLOCK_BYTES) == [None]
             assert tier.write(items(4)) == [WriteStatus.FAILED] * 4
@@ -79,8 +78,6 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
             now[0] = 10.0  # one probe, which fails
             assert tier.lookup([make_key(0)]) == tier.lookup([make_key(0)]) == [Status.MISS]
             assert failed_calls(metrics, op="lookup", error="UnavailableError") == 1
-        finally:
-            os.kill(pool.process.pid, signal.SIGCONT)
         assert tier.lookup([make_key(0)]) == [Status.MISS]
 
         def probe_reads() -> bool:

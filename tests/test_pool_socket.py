@@ -1,8 +1,6 @@
 """The block protocol between a real client and a real pool, in this process and in its own."""
 
 import contextlib
-import os
-import signal
 import socket
 import threading
 import time
@@ -39,6 +37,7 @@ from pool_rig import (
     running_pool,
     until,
 )
+from suspending import suspended
 from transfers_rig import kill_during_transfers
 
 KEYS, PAYLOADS = keys(range(16)), payloads(range(16))
@@ -253,8 +252,7 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
         transport = SocketTransport(pool.block, TOKENS["red"], RED)
         blocks = transport.read(keys, into, 1.0)
         next(blocks)
-        os.kill(pool.process.pid, signal.SIGSTOP)
-        try:
+        with suspended(pool.process.pid):
             with pytest.raises(UnavailableError, match="in time"):
                 list(blocks)
             assert into[63] == bytes(MIB), "stopped in the middle"
@@ -263,8 +261,6 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
             assert tier.write([(key, payload) for key in keys]) == [WriteStatus.FAILED] * 64
             assert failed_calls(metrics, op="read", error="UnavailableError") == 1
             assert failed_calls(metrics, op="write", error="UnavailableError") == 1
-        finally:
-            os.kill(pool.process.pid, signal.SIGCONT)
         until(lambda: read_blocks(tier, keys[:2], MIB) == [payload] * 2)
         assert [bytes(buffer) for buffer in into] == before
         tier.close()

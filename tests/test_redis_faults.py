@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import threading
 import time
@@ -36,6 +34,7 @@ from redis_rig import (
     poll,
     running_redis,
 )
+from suspending import resume, suspend
 from transfers_rig import kill_during_transfers
 
 
@@ -113,7 +112,7 @@ def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
 
     def stop_after_some() -> None:
         poll(lambda: into[1][-1] != 0)
-        os.kill(server.process.pid, signal.SIGSTOP)
+        suspend(server.process.pid)
 
     with ThreadPoolExecutor(1) as executor:
         stopping = executor.submit(stop_after_some)
@@ -122,7 +121,7 @@ def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
             stopping.result(WAIT_S)
         finally:
             before = [bytes(buffer) for buffer in into]
-            os.kill(server.process.pid, signal.SIGCONT)
+            resume(server.process.pid)
     assert statuses[0] is Status.HIT
     assert all(status is Status.MISS or into[i] == payload for i, status in enumerate(statuses))
     poll(lambda: read_blocks(tier, keys[:2], 2 * MIB) == [payload] * 2)

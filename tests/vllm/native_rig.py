@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from vllm_rig import ENVIRON, TOKENS
 import kvtier_vllm.secondary_tier
 from kvtier.processes import Service
 from kvtier.testing.blocks import make_payload
+from suspending import resume, suspend
 
 PATIENCE = {"call_timeout_s": 0.5, "breaker_open_s": 0.2}
 ROW_BYTES = 64 * 1024
@@ -226,10 +226,10 @@ class ListeningPool:
         self.service.kill()
 
     def suspend(self) -> None:
-        self.service.process.send_signal(signal.SIGSTOP)
+        suspend(self.service.process.pid)
 
     def resume(self) -> None:
-        self.service.process.send_signal(signal.SIGCONT)
+        resume(self.service.process.pid)
 
 
 @contextlib.contextmanager
