@@ -29,7 +29,10 @@ if not collect_ignore_glob:
         os.environ["VLLM_CACHE_ROOT"] = f"{_litter}/vllm"
 
     import tiny_llama
-    from vllm_rig import CROWD_TOKENS, TOKENS, Answer, CachePool, Lab, make_crowd, make_prompts
+    from engine_lab import Lab
+    from vllm_rig import CROWD_TOKENS, TOKENS, Answer, make_crowd, make_prompts
+
+    from cache_pool import CachePool
 
     @pytest.fixture(scope="session")
     def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:

@@ -6,21 +6,11 @@ from pathlib import Path
 
 import pytest
 import tiny_llama
+from engine_lab import Lab
 from vllm.lora.request import LoRARequest
-from vllm_rig import (
-    Answer,
-    CachePool,
-    Lab,
-    all_hit,
-    cached_of,
-    make_prompts,
-    none_hit,
-    settings,
-    tokens_of,
-    transfer,
-    until,
-)
+from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
 
+from cache_pool import CachePool, until
 from kvtier_vllm.adapters import Adapters
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_rig import Lab
+from engine_lab import Lab
 
 from kvtier.errors import KvtierError
 from kvtier.wire.block import Verb

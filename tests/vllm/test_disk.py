@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from engine_lab import Lab
 from vllm_rig import (
     BLOCK,
     Answer,
-    Lab,
     all_hit,
     cached_of,
     make_prompts,

@@ -2,20 +2,10 @@
 
 import time
 
-from vllm_rig import (
-    Answer,
-    CachePool,
-    Lab,
-    all_hit,
-    cached_of,
-    make_prompts,
-    none_hit,
-    num_blocks,
-    settings,
-    tokens_of,
-    transfer,
-    until,
-)
+from engine_lab import Lab
+from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
+
+from cache_pool import CachePool, until
 
 PROMPTS = make_prompts()
 PATIENCE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}

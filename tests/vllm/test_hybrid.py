@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import tiny_llama
+from engine_lab import Lab
 from vllm_rig import (
     CROWD_TOKENS,
     Answer,
-    CachePool,
-    Lab,
     all_hit,
     cached_of,
     continued,
@@ -19,6 +18,8 @@ from vllm_rig import (
     tokens_of,
     transfer,
 )
+
+from cache_pool import CachePool
 
 WINDOW = 80
 """Tokens: 3 of the 10 blocks that a prompt has."""

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import tiny_paddleocr
+from engine_lab import Engine, Lab
 from tiny_paddleocr import END, IMAGE, START, TOKEN_PIXELS
-from vllm_rig import BLOCK, CachePool, Engine, Lab, Picture, cached_of, settings, tokens_of, transfer
+from vllm_rig import BLOCK, Picture, cached_of, settings, tokens_of, transfer
+
+from cache_pool import CachePool
 
 Prompt = tuple[list[int], list[Picture]]
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_lab import Lab
 from native_rig import engine_config
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -23,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
-from vllm_rig import Lab
 
 from kvtier.errors import ConfigError
 from kvtier.transfer import Arena

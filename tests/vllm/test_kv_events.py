@@ -9,9 +9,12 @@ import msgspec
 import pytest
 import tiny_llama
 import zmq
+from engine_lab import Engine, Lab
 from kv_events_rig import CPU, GPU, Router
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
-from vllm_rig import BLOCK, WAIT_S, Answer, Engine, Lab, cached_of, make_prompts, settings, transfer, until
+from vllm_rig import BLOCK, Answer, cached_of, make_prompts, settings, transfer
+
+from cache_pool import WAIT_S, until
 
 WINDOW = 80
 GROUPS = 2

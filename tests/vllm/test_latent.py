@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 import tiny_deepseek
-from vllm_rig import (
-    Answer,
-    CachePool,
-    Engine,
-    Lab,
-    all_hit,
-    cached_of,
-    make_prompts,
-    none_hit,
-    num_blocks,
-    settings,
-    tokens_of,
-    transfer,
-)
+from engine_lab import Engine, Lab
+from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
+
+from cache_pool import CachePool
 
 PROMPTS = make_prompts()
 SIZE = 16

@@ -19,8 +19,8 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm_rig import until
 
+from cache_pool import until
 from kvtier_vllm import compat
 from kvtier_vllm.media import Media
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+from engine_lab import Lab
 from vllm_rig import (
     BLOCK,
     CROWD_TOKENS,
     Answer,
-    Lab,
     all_hit,
     cached_of,
     continued,

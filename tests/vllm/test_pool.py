@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import tiny_llama
+from engine_lab import Lab
 from vllm_rig import (
     BLOCK,
     NUM_TOKENS,
     TOKENS,
     Answer,
-    CachePool,
-    Lab,
     all_hit,
     cached_of,
     continued,
@@ -23,8 +22,9 @@ from vllm_rig import (
     settings,
     tokens_of,
     transfer,
-    until,
 )
+
+from cache_pool import CachePool, until
 
 PROMPTS = make_prompts()
 

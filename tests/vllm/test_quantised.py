@@ -3,7 +3,10 @@
 import pytest
 import tiny_llama
 import torch
-from vllm_rig import Answer, CachePool, Lab, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
+from engine_lab import Lab
+from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
+
+from cache_pool import CachePool
 
 PROMPTS = make_prompts()
 

@@ -1,18 +1,9 @@
 """Tensor parallelism: each rank writes its part of a block, and a hit is what all of them have."""
 
-from vllm_rig import (
-    BLOCK,
-    CachePool,
-    Lab,
-    all_hit,
-    cached_of,
-    make_prompts,
-    none_hit,
-    num_blocks,
-    settings,
-    tokens_of,
-    transfer,
-)
+from engine_lab import Lab
+from vllm_rig import BLOCK, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
+
+from cache_pool import CachePool
 
 PROMPTS = make_prompts()
 NUM_RANKS = 2

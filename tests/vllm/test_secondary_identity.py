@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_llama
+from engine_lab import Lab
 from native_rig import (
     ListeningPool,
     Native,
@@ -19,7 +20,6 @@ from native_rig import (
 )
 from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-from vllm_rig import Lab
 from vllm_rig import settings as common
 
 from kvtier.errors import ConfigError

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_lab import Lab
 from native_rig import (
     ListeningPool,
     Native,
@@ -19,9 +20,10 @@ from native_rig import (
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm_rig import BLOCK, Answer, CachePool, Lab, cached_of, make_prompts, none_hit, tokens_of
+from vllm_rig import BLOCK, Answer, cached_of, make_prompts, none_hit, tokens_of
 
 import kvtier_vllm.secondary_tier
+from cache_pool import CachePool
 from garbling_proxy import GarblingProxy
 
 CHUNKS = range(6)

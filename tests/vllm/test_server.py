@@ -3,20 +3,10 @@
 from typing import Any
 
 import httpx
-from vllm_rig import (
-    NUM_TOKENS,
-    Answer,
-    CachePool,
-    Lab,
-    all_hit,
-    cached_of,
-    make_prompts,
-    none_hit,
-    settings,
-    tokens_of,
-    transfer,
-    until,
-)
+from engine_lab import Lab
+from vllm_rig import NUM_TOKENS, Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
+
+from cache_pool import CachePool, until
 
 PROMPTS = make_prompts(2)
 WHOSE = [("red", None), ("red", "one"), ("red", "blue"), ("blue", None), ("blue", "one")]

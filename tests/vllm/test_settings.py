@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_rig import EngineError, Lab, settings, transfer
+from engine_lab import EngineError, Lab
+from vllm_rig import settings, transfer
 
 from kvtier.errors import ConfigError
 from kvtier_vllm.settings import load_settings, of_worker

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
-from vllm_rig import BLOCK, CachePool, Lab, cached_of, settings, tokens_of, transfer
+from engine_lab import Lab
+from vllm_rig import BLOCK, cached_of, settings, tokens_of, transfer
 
+from cache_pool import CachePool
 from kvtier_engine.demo_model import demo_model_path
 from kvtier_engine.gguf_import import import_gguf
 

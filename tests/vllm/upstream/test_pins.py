@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from stepping_rig import BLOCK, Engine
-from vllm_rig import CachePool, until
+
+from cache_pool import CachePool, until
 
 Start = Callable[..., Engine]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from stepping_rig import BLOCK, Engine
-from vllm_rig import CachePool
 
+from cache_pool import CachePool
 from kvtier.errors import ConfigError
 
 Start = Callable[..., Engine]

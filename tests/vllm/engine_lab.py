@@ -1,0 +1,335 @@
+"""vLLM engines and its OpenAI server, each in processes of their own. Every wait has a bound."""
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from vllm_rig import BLOCK, ENVIRON, NUM_TOKENS, Answer, Picture
+
+from cache_pool import WAIT_S, until
+
+CHILD = Path(__file__).with_name("engine_child.py")
+STOP_S = 60.0
+KV_BYTES = 256 << 20
+"""Of an engine's device, which it fills with zeros at its start."""
+
+
+class EngineError(AssertionError):
+    """The engine answered with an error, or has ended."""
+
+
+class Child:
+    """A running `engine_child.py`. One command at a time."""
+
+    def __init__(self, process: "subprocess.Popen[str]", answers: int, log: Path, stack: contextlib.ExitStack) -> None:
+        """
+        :param answers: the descriptor to read them from.
+        :param stack: what kills the process, and closes that.
+        """
+        self._process, self._answers, self._log, self._stack = process, answers, log, stack
+        self._received = b""
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Raises `EngineError`."""
+        self.send(name, **arguments)
+        return self.answer()
+
+    def send(self, name: str, **arguments: Any) -> None:
+        """Does not wait for the answer."""
+        assert self._process.stdin is not None
+        print(json.dumps({"call": name, **arguments}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The next one. Raises `EngineError`."""
+        deadline = time.monotonic() + WAIT_S
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise EngineError(f"no answer within {WAIT_S:.0f} s; {_tail(self._log)}")
+            received = os.read(self._answers, 1 << 16)
+            if not received:
+                raise EngineError(f"the engine has ended; {_tail(self._log)}")
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise EngineError(answer["error"])
+        return answer
+
+    def output(self) -> bytes:
+        """What it has printed so far."""
+        return self._log.read_bytes()
+
+    def end(self) -> None:
+        """In good order, without an engine."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            code = self._process.wait(STOP_S)
+            assert code == 0, f"exit code {code}; {_tail(self._log)}"
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """The process and all that it has started are gone at the end."""
+        self._stack.close()
+
+
+class Engine:
+    """A running `LLM`. One command at a time."""
+
+    def __init__(self, child: Child, model: Path) -> None:
+        """:param child: without an engine."""
+        self._child, self._model = child, model
+        self._begun_at = 0
+        """Its start, in what the child prints."""
+        self.facts: dict[str, Any] = {}
+        """What the engine said of itself at its start."""
+
+    def start(self, connector: Mapping[str, Any] | None, *, async_scheduling: bool = False, **options: Any) -> None:
+        """Raises `EngineError`.
+
+        :param connector: as for `Lab.engine`, and so are the others.
+        """
+        self._begun_at = len(self._child.output())
+        whole = _options(self._model, options)
+        self.facts = self._child.call("start", options=whole, transfer=connector, async_scheduling=async_scheduling)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int = NUM_TOKENS,
+        salt: str | None = None,
+        adapter: Path | None = None,
+        params: Mapping[str, Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Answer]:
+        """:param pictures: of each prompt, if any have some."""
+        self.begin_generate(
+            prompts, num_tokens=num_tokens, salt=salt, adapter=adapter, params=params, pictures=pictures
+        )
+        return self.end_generate()
+
+    def begin_generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int = NUM_TOKENS,
+        salt: str | None = None,
+        adapter: Path | None = None,
+        params: Mapping[str, Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> None:
+        """Does not wait for the answers: `end_generate` does."""
+        folder = None if adapter is None else str(adapter)
+        how = {"max_tokens": num_tokens, "salt": salt, "adapter": folder, "params": params, "pictures": pictures}
+        self._child.send("generate", prompts=prompts, **how)
+
+    def end_generate(self) -> list[Answer]:
+        return [Answer(**each) for each in self._child.answer()]
+
+    def restart(self, connector: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Ends this engine in good order and starts another one of its model in its process.
+
+        :param connector: as for `Lab.engine`, and so are options.
+        """
+        self.stop()
+        self.start(connector, **options)
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Empties vLLM's prefix cache, and with `connector` also what this engine's connector holds.
+
+        vLLM refuses as long as blocks are in use, which those of a load or save under way may be.
+        """
+        until(lambda: bool(self._child.call("reset", connector=connector)), "vLLM's prefix cache could be reset")
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's."""
+        return int(self._child.call("counters").get(name, 0))
+
+    def output(self) -> str:
+        """What it has printed since its start."""
+        return self._child.output()[self._begun_at :].decode(errors="replace")
+
+    def stop(self) -> None:
+        """Ends in good order: what was saved is stored."""
+        self._child.call("stop")
+
+
+@dataclass
+class Lab:
+    """Where engines run: with a home of their own, so that nothing of whoever works here is used or changed."""
+
+    home: Path
+    model: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _idle: Child | None = None
+    """Without an engine, for the next one."""
+
+    @contextlib.contextmanager
+    def engine(
+        self,
+        connector: Mapping[str, Any] | None = None,
+        *,
+        model: Path | None = None,
+        own_process: bool = False,
+        processes: bool = False,
+        async_scheduling: bool = False,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Iterator[Engine]:
+        """A started engine; leaving the context stops it, and fails when it does not end well.
+
+        :param connector: see `transfer`; None for none.
+        :param own_process: not one that had other engines before, which starts sooner.
+        :param processes: scheduler and worker apart, instead of both in one process. They are its own, too.
+        :param environ: of a process of its own.
+        :param options: of `LLM`.
+        """
+        is_shared = not (own_process or processes or environ is not None)
+        child, self._idle = (self._idle, None) if is_shared else (None, self._idle)
+        if child is None:
+            child = self._child(processes, environ or {})
+        try:
+            engine = Engine(child, model or self.model)
+            engine.start(connector, async_scheduling=async_scheduling, **options)
+            yield engine
+            engine.stop()
+        except BaseException:
+            child.kill()
+            raise
+        if is_shared and self._idle is None:
+            self._idle = child
+        else:
+            child.end()
+
+    def keep_a_process(self) -> None:
+        """There is one for the next engine: of no module that it would seem to be left behind by."""
+        if self._idle is None:
+            self._idle = self._child(False, {})
+
+    def close(self) -> None:
+        """Ends what has no engine."""
+        if self._idle is not None:
+            self._idle.end()
+
+    def _child(self, processes: bool, environ: Mapping[str, str]) -> Child:
+        """To be ended or killed."""
+        environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))} | dict(environ)
+        read_end, write_end = os.pipe()
+        log = self.home / f"engine-{next(self._numbers)}.log"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(os.fdopen(read_end, "rb"))
+            command = [sys.executable, str(CHILD), str(write_end)]
+            process = stack.enter_context(self._running(command, log, environ, pass_fds=[write_end]))
+            os.close(write_end)
+            return Child(process, read_end, log, stack.pop_all())
+
+    @contextlib.contextmanager
+    def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:
+        """vLLM's OpenAI server, when it is healthy."""
+        port = _free_port()
+        flags = _shared_options(self.model, options) | {
+            "host": "127.0.0.1",
+            "port": port,
+            "kv_transfer_config": dict(connector),
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(flags)]
+        log = self.home / f"server-{next(self._numbers)}.log"
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with (
+            self._running(command, log, {}) as process,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, limits=limits) as client,
+        ):
+
+            def healthy() -> bool:
+                assert process.poll() is None, f"the server has ended; {_tail(log)}"
+                with contextlib.suppress(httpx.TransportError):
+                    return client.get("/health").status_code == 200
+                return False
+
+            until(healthy, f"the server is healthy; {log}")
+            yield client
+            process.terminate()
+            process.wait(STOP_S)
+
+    @contextlib.contextmanager
+    def _running(
+        self, command: list[str], log: Path, environ: Mapping[str, str], **how: Any
+    ) -> Iterator["subprocess.Popen[str]"]:
+        """A process in a session of its own; it and all that it has started are gone at the end."""
+        whole = os.environ | ENVIRON | {"HOME": str(self.home)} | dict(environ)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=whole,
+                text=True,
+                start_new_session=True,
+                **how,
+            )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_S)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM`."""
+    return _shared_options(model, options) | {"disable_log_stats": False}
+
+
+def _shared_options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM` and of the server."""
+    return {
+        "model": str(model),
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "block_size": BLOCK,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": KV_BYTES,
+        **options,
+    }
+
+
+def _as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Options of `LLM` as the server's command line takes them."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [flag] if value else [f"--no-{flag[2:]}"]
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return flags
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _tail(log: Path) -> str:
+    return f"{log}: ...{log.read_text(errors='replace')[-3000:]}"
