@@ -154,3 +154,19 @@ def test_calls_of_strangers_that_send_no_message_keep_nobody_out(verb: str, monk
                 assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
         finally:
             may_end.set()
+
+
+def test_health_checks_that_never_say_what_they_ask_keep_two_threads_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.health._REQUEST_S", 3600.0)
+    may_end = threading.Event()
+    with running_pool(num_threads=5) as pool, grpc.insecure_channel(pool.grpc[0]) as channel:
+        silent_check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        try:
+            calls = [silent_check(iter(may_end.wait, True)) for _ in range(8)]
+            until(lambda: sum(call.is_active() for call in calls) == 2)
+            with contextlib.closing(GrpcTransport(pool.grpc[0], TOKENS["red"])) as engine:
+                assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            may_end.set()

@@ -1,6 +1,8 @@
 """Health checks over gRPC, for whoever asks: probes have no credentials."""
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import grpc
@@ -9,6 +11,8 @@ from grpc_health.v1 import health_pb2
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REQUEST_S = 5.0
 """How long a stranger may keep a thread without saying what he asks."""
+_MAX_WAITING = 2
+"""Threads that such strangers may keep. Who comes next ends the oldest: probes say at once what they ask."""
 
 
 class HealthServicer:
@@ -20,6 +24,9 @@ class HealthServicer:
     def __init__(self, *services: str) -> None:
         """:param services: that it knows besides the pool as a whole."""
         self._known = frozenset(("", *services))
+        self._waiting: deque[grpc.ServicerContext] = deque()
+        """Calls whose request has not come, oldest first."""
+        self._lock = threading.Lock()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """A stream of requests, of which there is one: grpc would wait for it on our thread, however long."""
@@ -33,13 +40,26 @@ class HealthServicer:
     def _check(
         self, requests: Iterator[health_pb2.HealthCheckRequest], context: grpc.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        late = threading.Timer(_REQUEST_S, context.cancel)
-        late.daemon = True
-        late.start()
-        try:
+        with self._bounded_wait(context):
             request = next(requests, health_pb2.HealthCheckRequest())
-        finally:
-            late.cancel()
         if request.service not in self._known:
             context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    @contextlib.contextmanager
+    def _bounded_wait(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Cancels the call when its request takes too long, or too many others wait."""
+        late = threading.Timer(_REQUEST_S, context.cancel)
+        late.daemon = True
+        late.start()
+        with self._lock:
+            self._waiting.append(context)
+            oldest = self._waiting.popleft() if len(self._waiting) > _MAX_WAITING else None
+        if oldest is not None:
+            oldest.cancel()
+        try:
+            yield
+        finally:
+            late.cancel()
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting.remove(context)
