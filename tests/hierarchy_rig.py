@@ -21,9 +21,10 @@ from kvtier.hierarchy import (
     Mover,
 )
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
+from wrapped_tier import WrappedTier
 
 BLOCK_BYTES = 512
 TENANT = tenant_id("red")
@@ -48,11 +49,11 @@ def pool_tier() -> Iterator[HostTier]:
     tier.close()
 
 
-class Held:
+class Held(WrappedTier):
     """A tier whose reads and writes wait for `gate`, and whose reads of `broken` keys miss."""
 
     def __init__(self, inner: Tier) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -60,36 +61,20 @@ class Held:
         self.lookup_gate.set()
         self.broken: set[bytes] = set()
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         assert self.lookup_gate.wait(PATIENCE_S)
-        return self.inner.lookup(keys)
+        return super().lookup(keys)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        statuses = self.inner.read(keys, into)
+        statuses = super().read(keys, into)
         return [Status.MISS if (k[:16] + k[32:]) in self.broken else s for k, s in zip(keys, statuses, strict=True)]
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        return self.inner.write(items)
-
-    def discard(self, keys: Sequence[StoreKey]) -> int:
-        return self.inner.discard(keys)
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().write(items)
 
 
 class Rig:

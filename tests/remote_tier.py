@@ -4,18 +4,17 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.keys import StoreKey
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus
+from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
 from kvtier.tiers.host import HostTier
 from pool_rig import MIB, WAIT_S, items
+from wrapped_tier import WrappedTier
 
 
-class RemoteTier:
+class RemoteTier(WrappedTier):
     """Outlives the pools over it, as a Redis does. It can fail, and its writes hang unless `may_write` is set."""
 
-    name = "redis"
-
     def __init__(self) -> None:
-        self.inner = HostTier(64 * MIB, name="redis")
+        super().__init__(HostTier(64 * MIB, name="redis"))
         self.fails = False
         self.may_write = threading.Event()
         self.may_write.set()
@@ -24,23 +23,14 @@ class RemoteTier:
         self.inner.write(items(labels))
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        return [Status.MISS] * len(keys) if self.fails else self.inner.lookup(keys)
+        return [Status.MISS] * len(keys) if self.fails else super().lookup(keys)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        return [Status.MISS] * len(keys) if self.fails else self.inner.read(keys, into)
+        return [Status.MISS] * len(keys) if self.fails else super().read(keys, into)
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         assert self.may_write.wait(WAIT_S)
-        return [WriteStatus.FAILED] * len(items) if self.fails else self.inner.write(items)
-
-    def discard(self, keys: Sequence[StoreKey]) -> int:
-        return self.inner.discard(keys)
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def check(self) -> None:
-        self.inner.check()
+        return [WriteStatus.FAILED] * len(items) if self.fails else super().write(items)
 
     def close(self) -> None:
         """The pool's end is not the server's."""
