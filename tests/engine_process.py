@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 
 from kvtier_engine.demo_model import demo_model_path
 
@@ -104,3 +105,9 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.01)
+
+
+def official_client(url: str) -> openai.OpenAI:
+    """OpenAI's own client, for the caller to close."""
+    http = openai.DefaultHttpxClient(limits=NO_KEEP_ALIVE, timeout=PATIENCE_S)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none needed", max_retries=0, http_client=http)
