@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
@@ -37,6 +37,10 @@ _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 MEDIA = frozenset(("image", "video", "audio", "vision_chunk"))
 """What vLLM calls them; it also carries `prompt_embeds` in their way."""
 _TRIED = frozenset((KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR))
+_DRAFTERS = frozenset(("draft_model", "eagle", "eagle3", "mtp"))
+"""Of speculative decoding, what keeps KV of its own beside the model's."""
+_GUESSERS = frozenset(("ngram",))
+"""What keeps none."""
 
 
 def log_as_vllm_does() -> None:
@@ -95,8 +99,7 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
             "vLLM's second model runner clears blocks of a KV cache of several precisions before it says so: set "
             "VLLM_USE_V2_MODEL_RUNNER=0, or use one --kv-cache-dtype for all layers"
         )
-    if config.speculative_config is not None:
-        raise ConfigError("kvtier was not tried with speculative decoding: leave out speculative_config")
+    require_tried_speculation(config)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
@@ -180,6 +183,31 @@ def require_tried(modes: Iterable[KVQuantMode]) -> None:
     untried = sorted({mode.name.lower() for mode in modes} - {mode.name.lower() for mode in _TRIED})
     if untried:
         raise ConfigError(f"kvtier was not tried with KV in {', '.join(untried)}: use --kv-cache-dtype fp8, or auto")
+
+
+def require_tried_speculation(config: VllmConfig) -> None:
+    """Raises `ConfigError` for ways of drafting tokens that this connector was not tried with."""
+    speculation = config.speculative_config
+    tried = sorted(_DRAFTERS | _GUESSERS)
+    if speculation is not None and speculation.method not in tried:
+        raise ConfigError(
+            f"kvtier was not tried with speculative decoding by {speculation.method}: use one of {', '.join(tried)}, "
+            "or leave out --speculative-config"
+        )
+
+
+def drafter(config: VllmConfig) -> tuple[str, ModelConfig, LoadConfig] | None:
+    """What drafts tokens and has KV of its own in every block: by which method, which model, and how it is loaded."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.method not in _DRAFTERS:
+        return None
+    return speculation.method, speculation.draft_model_config, speculation.draft_load_config or config.load_config
+
+
+def num_volatile_blocks(config: VllmConfig) -> int:
+    """Blocks at the end of a hit to be computed again: a drafter's KV of their last token depends on the next one."""
+    speculation = config.speculative_config
+    return int(speculation is not None and speculation.use_eagle_block_drop())
 
 
 def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:

@@ -69,7 +69,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         if is_scheduler:
             contents = Contents.of(vllm_config)
-            self._scheduler = SchedulerSide(config, tokens_per_block, groups, contents=contents, events=events)
+            self._scheduler = SchedulerSide(
+                config,
+                tokens_per_block,
+                groups,
+                num_volatile_blocks=compat.num_volatile_blocks(vllm_config),
+                contents=contents,
+                events=events,
+            )
         self._worker = None if is_scheduler else WorkerSide(vllm_config, kv_cache_config, config)
 
     @property

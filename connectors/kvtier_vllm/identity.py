@@ -9,18 +9,20 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
 from kvtier.weights_digest import weights_digest
+from kvtier_vllm.compat import drafter
 from kvtier_vllm.paged_kv import pages_of
 
 DIGESTS = Path("~/.cache/kvtier").expanduser()
 """Where digests of weights are remembered."""
 _LABEL = b"kvtier.vllm.model.v1"
+_DRAFT_LABEL = b"kvtier.vllm.draft.v1"
 _LENGTH_MATTERS = "longrope"
 """How rotary embeddings call themselves that are others in engines with another `max_model_len`."""
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))
@@ -109,19 +111,28 @@ def _layout(groups: Sequence[Mapping[str, Tensor]], num_blocks: int) -> str:
 
 
 def model_digest(config: VllmConfig, digests: Path) -> bytes:
-    """Of the weights' content, and of all that says how they are used."""
-    folder = Path(config.model_config.model)
+    """Of the weights' content, and of all that says how they are used. With those of a model that drafts tokens."""
+    digest = _model_digest(config.model_config, config.load_config, digests)
+    drafting = drafter(config)
+    if drafting is None:
+        return digest
+    method, model, load = drafting
+    return hashlib.sha256(_DRAFT_LABEL + digest + method.encode() + _model_digest(model, load, digests)).digest()
+
+
+def _model_digest(model: ModelConfig, load: LoadConfig, digests: Path) -> bytes:
+    folder = Path(model.model)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"{folder}: no *.safetensors there, and KV is kept by the content of the weights: "
             "give vLLM a local folder (`hf download MODEL` says where it is)"
         )
-    used: dict[str, Any] = json.loads(config.model_config.hf_config.to_json_string(use_diff=False))
+    used: dict[str, Any] = json.loads(model.hf_config.to_json_string(use_diff=False))
     arithmetic = {name: value for name, value in used.items() if name not in _SAYS_NOTHING}
-    arithmetic["vllm.quantization"] = config.model_config.quantization
+    arithmetic["vllm.quantization"] = model.quantization
     if _LENGTH_MATTERS in json.dumps(used):
-        arithmetic["vllm.max_model_len"] = config.model_config.max_model_len
-    arithmetic["vllm.load_format"] = str(config.load_config.load_format)
+        arithmetic["vllm.max_model_len"] = model.max_model_len
+    arithmetic["vllm.load_format"] = str(load.load_format)
     packed = json.dumps(arithmetic, sort_keys=True).encode()
     return hashlib.sha256(_LABEL + weights_digest(files, digests) + packed).digest()

@@ -19,12 +19,17 @@ class RequestLookups:
         groups: KVGroups,
         *,
         tokens_per_block: int,
+        num_volatile_blocks: int,
         patience_s: float,
         clock: Clock,
     ) -> None:
-        """:param patience_s: how long a request waits for blocks that are on their way to a tier."""
+        """
+        :param num_volatile_blocks: at the end of a hit, which are computed again.
+        :param patience_s: how long a request waits for blocks that are on their way to a tier.
+        """
         self._directory, self._planner, self._groups = directory, planner, groups
-        self._size, self._patience_s, self._clock = tokens_per_block, patience_s, clock
+        self._size, self._num_volatile = tokens_per_block, num_volatile_blocks
+        self._patience_s, self._clock = patience_s, clock
 
     def match(self, known: KnownRequest, num_computed_tokens: int) -> int | None:
         """Blocks beyond the computed ones that are worth loading; None: ask again."""
@@ -52,7 +57,7 @@ class RequestLookups:
                 lookup.asked = range(0)
                 return None
             # A hit is what all groups have.
-            num_hits //= self._groups.num_groups
+            num_hits = max(0, num_hits // self._groups.num_groups - self._num_volatile)
             lookup.tiers = [status.tier for status in statuses[:: self._groups.num_groups][:num_hits]]
         return len(lookup.tiers or ())
 

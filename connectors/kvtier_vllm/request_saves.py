@@ -81,7 +81,7 @@ class RequestSaves:
         """Blocks of a request that have all their KV once the first `num_tokens` tokens are computed, the next few."""
         if known.params.no_store or self._kv is None:
             return []
-        # Under asynchronous scheduling, tokens are computed before anybody here knows them.
+        # Under asynchronous scheduling, tokens are computed before anybody here knows them; drafted ones may not stay.
         num_full = self._num_to_keep(known.request, min(num_tokens, known.request.num_tokens))
         num_full = min(num_full, known.num_saved + limit)
         if num_full <= known.num_saved:

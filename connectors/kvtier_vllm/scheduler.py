@@ -64,16 +64,18 @@ class SchedulerSide:
         tokens_per_block: int,
         groups: KVGroups,
         *,
+        num_volatile_blocks: int,
         contents: Contents,
         events: KVEvents | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
+        :param num_volatile_blocks: at the end of a hit, which are computed again.
         :param contents: taken over, and closed with this.
         :param events: None when nobody listens.
         """
         self._config, self._events = config, events
-        self._size, self._groups = tokens_per_block, groups
+        self._size, self._groups, self._num_volatile = tokens_per_block, groups, num_volatile_blocks
         self._tenants = Tenants(config)
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
         self._stack = contextlib.ExitStack()
@@ -122,6 +124,7 @@ class SchedulerSide:
             planner(self._config, half.directory),
             self._groups,
             tokens_per_block=self._size,
+            num_volatile_blocks=self._num_volatile,
             patience_s=self._config.cache.lookup_deadline_s,
             clock=self._clock,
         )

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Requests of this step, and how many of their tokens are computed after it."""
+    """Requests of this step, and how many of their tokens are computed after it, drafted ones included."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
     cached = output.scheduled_cached_reqs

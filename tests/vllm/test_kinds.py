@@ -1,5 +1,6 @@
 """Which kinds of KV are kept, in which namespaces, and what is said of the others. No engine runs here."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,16 @@ def test_a_runner_that_clears_blocks_too_soon_is_refused(config: VllmConfig, mon
     assert tokens_per_block(config, _groups(FULL)) == SIZE
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         tokens_per_block(config, of_two)
+
+
+def test_other_ways_of_drafting_tokens_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method="ngram"))
+    assert tokens_per_block(config, _groups(FULL)) == SIZE
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method="medusa"))
+    with pytest.raises(ConfigError, match="by medusa: use one of draft_model, eagle, eagle3"):
+        tokens_per_block(config, _groups(FULL))
+    with pytest.raises(ConfigError, match="leave out speculative_config"):
+        require_usable(config)
 
 
 def test_below_native_offloading_the_same_is_refused(config: VllmConfig) -> None:

@@ -2,29 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_deepseek
 from engine_lab import Engine, Lab
+from tiny_deepseek import BLOCK, OPTIONS
 from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
 
 from cache_pool import CachePool
 
 PROMPTS = make_prompts()
-SIZE = 16
-"""Tokens of a block: vLLM's kernel on the CPU has no other."""
-ALL_HIT = all_hit(PROMPTS, block_size=SIZE)
-NUM_BLOCKS = num_blocks(PROMPTS, block_size=SIZE)
+ALL_HIT = all_hit(PROMPTS, block_size=BLOCK)
+NUM_BLOCKS = num_blocks(PROMPTS, block_size=BLOCK)
 NUM_RANKS = 2
-OPTIONS: dict[str, Any] = {
-    "block_size": SIZE,
-    "attention_backend": "CPU_MLA",
-    # What is left of a prompt after a hit is computed in another way than all of it.
-    "dtype": "float32",
-    # vLLM 0.32's own kernel for it takes the heads of these queries to lie where they do not.
-    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +44,18 @@ def test_tokens_are_equal_and_all_hit(engine: Engine, computed: list[Answer], po
         assert cached_of(answers) == hits
 
 
+def test_a_layer_of_the_model_that_drafts(engine: Engine, computed: list[Answer]) -> None:
+    """Its KV of a block's last token depends on the next one: the last block of a hit is computed again."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    engine.restart(transfer(settings()), speculative_config=speculation, **OPTIONS)
+    for hits in (none_hit(PROMPTS), [hit - BLOCK for hit in ALL_HIT]):
+        answers = engine.generate(PROMPTS)
+        assert tokens_of(answers) == tokens_of(computed)
+        assert cached_of(answers) == hits
+        engine.reset()
+    assert engine.counter("vllm:spec_decode_num_draft_tokens") > 0
+
+
 def test_two_ranks_keep_one_copy(engine: Engine, computed: list[Answer], pool: CachePool) -> None:
     connector = transfer(settings(pool={"address": pool.address}))
     engine.restart(connector, tensor_parallel_size=NUM_RANKS, distributed_executor_backend="mp", **OPTIONS)
@@ -64,4 +66,4 @@ def test_two_ranks_keep_one_copy(engine: Engine, computed: list[Answer], pool: C
         pool.await_written(NUM_BLOCKS)
         engine.reset(connector=True)
     assert pool.num_written() == NUM_BLOCKS
-    assert pool.num_read() == NUM_RANKS * sum(ALL_HIT) // SIZE
+    assert pool.num_read() == NUM_RANKS * sum(ALL_HIT) // BLOCK

@@ -21,8 +21,8 @@ def make(folder: Path, *, seed: int, window: int | None = None, kv_scale: float 
     :param kv_scale: what keys are divided by before they become fp8, and values by twice as much.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(seed) | _scales(kv_scale), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_configuration() | _sliding(window) | _quantisation(kv_scale)))
+    save_file(make_weights(seed) | _scales(kv_scale), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(configuration() | _sliding(window) | _quantisation(kv_scale)))
     write_tokenizer(folder)
 
 
@@ -51,7 +51,7 @@ def make_adapter(folder: Path, *, seed: int, alpha: int = 8) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(NUM_LAYERS):
@@ -96,7 +96,7 @@ def _sliding(window: int | None) -> dict[str, object]:
     return {"layer_types": kinds, "sliding_window": window}
 
 
-def _configuration() -> dict[str, object]:
+def configuration() -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
