@@ -120,7 +120,7 @@ class _Prefix:
         self._stream = torch.cuda.Stream(setting.device) if setting.on_cuda else None  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """As the engine does: all is there on return."""
+        """By what the engine loads with: all is there on return."""
         self._mover.scatter(self._arena, self._slots, self._blocks)
 
     def load_by_layer(self) -> PagedKV:

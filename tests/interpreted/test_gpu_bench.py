@@ -72,23 +72,29 @@ def test_a_prefix_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.op for case in found["layer by layer"]] == ["8 new tokens after 64", "24 new tokens after 64"]
     assert {case.floor for cases in found.values() for case in cases} == {"load, then compute"}
     assert all(case.gb_per_s for case in found["load"] + found["load by layer"])
-    assert [layer for layer, _, _ in waited] == [0, 1] * (len(waited) // 2)
+    num_forwards = 2 * (1 + 1 + setting().rounds)
+    assert [layer for layer, _, _ in waited] == [0, 1] * num_forwards, "compared, warmed up, timed; of both lengths"
     assert all(counters == [expected] * 2 for _, counters, expected in waited), "of this load, not of all"
 
 
-@pytest.mark.parametrize("wrong", ["a layer", "the count"])
-def test_a_prefix_that_does_not_come_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"), [("all", "other logits"), ("a layer", "other logits"), ("a count", "layers did not come")]
+)
+def test_a_prefix_that_does_not_come_is_noticed(wrong: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = part_layers.part_copy
 
     def copy(parts: Parts, *args: Any, counters: Tensor, **options: Any) -> int:
+        if wrong == "all":
+            counters += 1
+            return 1
         expected = original(parts, *args, counters=counters, **options)
         if wrong == "a layer":
-            parts.tensors[1][:] = 0xFF
-        return expected + (wrong == "the count")
+            parts.tensors[1].fill_(0xFF)
+        return expected + (wrong == "a count")
 
     monkeypatch.setattr(part_layers, "part_copy", copy)
     monkeypatch.setattr(part_layers, "wait_for_layer", partial(part_layers.wait_for_layer, max_polls=3))
-    with pytest.raises(KvtierError, match="other logits" if wrong == "a layer" else "layers did not come"):
+    with pytest.raises(KvtierError, match=words):
         list(part_layers.measure(setting()))
 
 
