@@ -25,17 +25,19 @@ _STEP = 32 * 1024
 def pack(payload: Buffer) -> memoryview | None:
     """What `unpack_into` turns back into `payload`; None for one without planes or of 4 GiB.
 
-    Holds half of the payload twice meanwhile. About 0.4 GB/s of bf16 KV.
+    Holds half of the payload twice meanwhile. About 0.6 GB/s of bf16 KV.
     """
     if len(payload) % 2 or not payload:
         return None
-    values = np.frombuffer(payload, np.uint8)
-    chunk = _KIND.pack(np.ascontiguousarray(values[1::2]).data)
+    values = np.frombuffer(payload, "<u2")
+    high = np.empty(len(values), np.uint8)
+    np.right_shift(values, 8, out=high, casting="unsafe")
+    chunk = _KIND.pack(high.data)
     if chunk is None:
         return None
-    packed = np.empty(len(chunk) + len(payload) // 2, np.uint8)
+    packed = np.empty(len(chunk) + len(values), np.uint8)
     packed[: len(chunk)] = np.frombuffer(chunk, np.uint8)
-    packed[len(chunk) :] = values[::2]
+    np.copyto(packed[len(chunk) :], values, casting="unsafe")  # leaves their low bytes
     return packed.data
 
 

@@ -1,5 +1,6 @@
 """Helper modules beside the tests are imported by name. No test and no module leaves anything behind."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,13 @@ import pytest
 from kvtier.testing.leaks import Holdings, leaving_no_shared_memory, require_nothing_beyond
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+with contextlib.suppress(ModuleNotFoundError):  # environments of the plug-ins' tests are without it
+    from hypothesis import settings
+
+    # An example that took long says that the machine was busy.
+    settings.register_profile("no deadline", settings.default, deadline=None)
+    settings.load_profile("no deadline")
 
 _failed = pytest.StashKey[bool]()
 

@@ -109,6 +109,17 @@ def test_planes_meet_where_they_are_spread(num_values: int) -> None:
     assert around == b"\xa5" + payload + b"\xa5"
 
 
+def test_planes_of_values_at_an_odd_address() -> None:
+    """Of either sign, with all low bytes; the low plane is stored as it is."""
+    payload = b"".join(bytes((low, 0x3C | sign << 7)) for low in range(256) for sign in (0, 1, 1, 0, 1))
+    packed = planes.pack(memoryview(b"\xa5" + payload)[1:])
+    assert packed is not None
+    assert packed[-len(payload) // 2 :] == payload[::2]
+    into = bytearray(len(payload))
+    planes.unpack_into(packed, memoryview(into))
+    assert into == payload
+
+
 @given(st.integers(min_value=0, max_value=2**32))
 def test_hostile_planes_unpack_to_anything_but_nowhere_else(seed: int) -> None:
     rng = random.Random(seed)

@@ -24,7 +24,7 @@ from kvtier_engine.paged_kv import allocate_kv, kv_namespace
 from kvtier_kernels import SharedPrefixes
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.tiles import prefill_splits
-from kvtier_kernels_bench.part_ttft import random_weights
+from kvtier_kernels_bench.models import random_weights
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

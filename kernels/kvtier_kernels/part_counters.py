@@ -1,7 +1,7 @@
 """Waiting, on a stream, until one layer of a copy that is still under way on another stream is there.
 
-A copy with `counters` makes parts complete one after the other. The engine's stream waits for the first layer, computes
-it while the others are on their way, waits for the next one, and so on.
+A copy with `counters` makes parts complete one after the other. An engine's stream waits for the first layer, computes
+it while the others are on their way, waits for the next one, and so on. Ours does not: decision 17 in `docs/adr`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"

@@ -43,6 +43,10 @@ def _measure(part: str) -> Callable[..., Iterator[Case]]:
             from kvtier_kernels_bench import part_spill
 
             return part_spill.measure
+        case "layers":
+            from kvtier_kernels_bench import part_layers
+
+            return part_layers.measure
         case "ttft":
             from kvtier_kernels_bench import part_ttft
 

@@ -1,18 +1,13 @@
-"""Time to first token of the engine over a long cached document: on the device, in pinned host memory, in the pool.
-
-The model is as large as Llama 3 8B and random, so that nothing has to be downloaded: times are those of any weights.
-"""
+"""Time to first token of the engine over a long cached document: on the device, in pinned host memory, in the pool."""
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
 from kvtier.bench.blocks import TENANT
 from kvtier.bench.pool_process import PoolProcess, pool_process
@@ -22,10 +17,9 @@ from kvtier.config import Config, parse_config
 from kvtier.errors import KvtierError
 from kvtier_engine.assemble import engine_of
 from kvtier_engine.first_token import FirstToken, Prompts
-from kvtier_engine.llama import LlamaModel
 from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.paged_kv import allocate_kv, bytes_per_block, kv_namespace
-from kvtier_engine.weights import LayerWeights, LlamaWeights
+from kvtier_kernels_bench.models import model_of
 from kvtier_kernels_bench.rows import median_s, row
 from kvtier_kernels_bench.setting import Setting
 from kvtier_kernels_bench.timing import DeviceClock
@@ -37,63 +31,6 @@ _DOCUMENTS_IN_HOST = 4
 """Both, the one that was forgotten last, and room for copies on their way."""
 _LEAST_SHARE = 0.95
 """Of the cached tokens, that must come from where they are meant to."""
-
-
-def llama_8b() -> ModelConfig:
-    """The geometry of Llama 3 8B."""
-    return ModelConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        eos_token_ids=(),
-    )
-
-
-def tiny_llama() -> ModelConfig:
-    """Enough to run."""
-    return replace(
-        llama_8b(),
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-    )
-
-
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Of a size that keeps activations near 1."""
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
-
-    hidden, wide = config.hidden_size, config.intermediate_size
-    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    ones = torch.ones(hidden, dtype=dtype, device=device)
-    layers = tuple(
-        LayerWeights(
-            input_norm=ones,
-            qkv=random((heads + 2 * kv_heads) * head_dim, hidden),
-            attention_output=random(hidden, heads * head_dim),
-            post_attention_norm=ones,
-            gate_up=random(2 * wide, hidden),
-            down=random(hidden, wide),
-        )
-        for _ in range(config.num_hidden_layers)
-    )
-    return LlamaWeights(random(config.vocab_size, hidden), layers, ones, random(config.vocab_size, hidden))
 
 
 def measure(setting: Setting) -> Iterator[Case]:
@@ -162,8 +99,7 @@ def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> It
 
 @contextlib.contextmanager
 def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToken, ModelConfig]]:
-    config = tiny_llama() if setting.tiny else llama_8b()
-    model = LlamaModel(config, random_weights(config, setting.dtype, setting.device))
+    model, config = model_of(setting)
     num_blocks = -(-(prompt_tokens + 1) // _TOKENS_PER_BLOCK) + _SPARE_BLOCKS
     kv = allocate_kv(config, num_blocks, _TOKENS_PER_BLOCK, setting.dtype, setting.device)
     namespace = kv_namespace(config, bytes(32), setting.dtype, setting.device)

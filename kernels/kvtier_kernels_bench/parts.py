@@ -20,8 +20,9 @@ PARTS = (
     Part("decode", 20),
     Part("shared-decode", 20),
     Part("spill", 30),
+    Part("layers", 35),
     Part("ttft", 90),
-    Part("sweep", 60),
+    Part("sweep", 30),
 )
 """What is right first, then what was asked for, then what time is left for."""
 TOTAL_S = 470.0

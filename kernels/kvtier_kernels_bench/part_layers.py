@@ -1,0 +1,176 @@
+"""A forward pass over a prefix in pinned host memory: after all of it has come, and while it comes layer by layer.
+
+The engine loads between steps and computes when everything is there. What it would gain by the other way is measured
+here with its model, its paged KV and what moves its blocks, without its scheduler.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvtier.bench.report import Case
+from kvtier.bench.rounds import Samples
+from kvtier.errors import KvtierError
+from kvtier.transfer import Arena, DeviceKV
+from kvtier_engine.llama import Chunk
+from kvtier_engine.paged_kv import PagedKV, allocate_kv
+from kvtier_kernels.part_copy import Parts, part_copy
+from kvtier_kernels.part_counters import wait_for_layer
+from kvtier_kernels.reference import part_copy_reference
+from kvtier_kernels_bench.models import model_of
+from kvtier_kernels_bench.part_copies import moved_by
+from kvtier_kernels_bench.rows import median_s, row
+from kvtier_kernels_bench.setting import Run, Setting
+from kvtier_kernels_bench.timing import DeviceClock, in_turns
+
+_TOKENS_PER_BLOCK = 16
+_WHOLE, _BY_LAYER = "load, then compute", "layer by layer"
+_NO_NUMBER = 0xFF
+"""In every byte: no float of any size."""
+
+
+def measure(setting: Setting) -> Iterator[Case]:
+    """64 and 2,048 new tokens after 16,384, whose 1,024 blocks lie anywhere on the device. By the wall.
+
+    Both ways must first give the logits of a prefix that has never left, and its bytes: bit for bit.
+    """
+    model, config = model_of(setting)
+    cached, lengths = setting.size(16_384, 64), (setting.size(64, 8), setting.size(2048, 24))
+    num_cached, num_new = cached // _TOKENS_PER_BLOCK, -(-max(lengths) // _TOKENS_PER_BLOCK)
+    kv = allocate_kv(config, num_cached + num_new, _TOKENS_PER_BLOCK, setting.dtype, setting.device)
+    kv.tensor.normal_()
+    table = torch.randperm(kv.num_blocks).tolist()
+    arena = Arena(num_cached, kv.block_bytes)
+    with contextlib.closing(arena), moved_by(setting, kv.byte_rows()) as mover:
+        prefix = _Prefix(setting, kv, table[:num_cached], arena, mover)
+        for length in lengths:
+            chunk = Chunk(torch.randint(config.vocab_size, (length,)).tolist(), cached, table)
+            samples = _timed(setting, prefix, partial(model.forward, [chunk]))
+            yield from _rows(f"{length:,} new tokens after {cached:,}", samples, num_cached * kv.block_bytes)
+
+
+def _timed(setting: Setting, prefix: "_Prefix", forward: Callable[[PagedKV], Tensor]) -> dict[str, Samples]:
+    """Loading alone, computing alone, and both, in turns."""
+
+    def load_then_compute() -> Tensor:
+        prefix.load()
+        return forward(prefix.kv)
+
+    def layer_by_layer() -> Tensor:
+        return forward(prefix.load_by_layer())
+
+    ways = {_WHOLE: load_then_compute, _BY_LAYER: layer_by_layer}
+    prefix.require_alike(forward(prefix.kv), ways)
+    subjects: dict[str, Run] = {
+        "load": prefix.load,
+        "load by layer": prefix.load_by_layer,
+        "compute": lambda: forward(prefix.kv),
+        **ways,
+    }
+    samples = in_turns(subjects, setting, DeviceClock(setting).wall_s)
+    prefix.require_all_came()
+    return samples
+
+
+def _rows(op: str, samples: Mapping[str, Samples], nbytes: int) -> Iterator[Case]:
+    longer_s = max(median_s(samples["load"]), median_s(samples["compute"]))
+    for name, of in samples.items():
+        both = name in (_WHOLE, _BY_LAYER)
+        yield row(
+            name,
+            op,
+            of,
+            floor=(_WHOLE, samples[_WHOLE]),
+            figures={"x the longer of load and compute": median_s(of) / longer_s} if both else {},
+            round_bytes=nbytes if name.startswith("load") and not both else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _AwaitedKV(PagedKV):
+    """KV whose layers may still be on their way."""
+
+    wait: Callable[[int], None]
+
+    def layer(self, index: int) -> Tensor:
+        self.wait(index)
+        return PagedKV.layer(self, index)
+
+
+class _Prefix:
+    """Blocks of KV that are in an arena, and the ways in which they come to the device. One thread."""
+
+    def __init__(self, setting: Setting, kv: PagedKV, blocks: Sequence[int], arena: Arena, mover: DeviceKV) -> None:
+        """Copies them to the arena's slots, in this order.
+
+        :param mover: of `kv`; it pins the arena.
+        """
+        self._setting, self.kv, self._arena, self._mover = setting, kv, arena, mover
+        self._blocks, self._slots = list(blocks), list(range(len(blocks)))
+        mover.gather(self._blocks, arena, self._slots)
+        self._pinned, pages = torch.from_numpy(arena.rows), kv.tensor.flatten(2).view(torch.uint8)
+        self._parts = Parts.of(pages.unbind(1))
+        self._index = [torch.tensor(places).to(setting.device) for places in (self._blocks, self._slots)]
+        self._counters = torch.zeros(pages.size(1), dtype=torch.int32, device=setting.device)
+        self._missed = torch.zeros(1, dtype=torch.int32, device=setting.device)
+        self._stream = torch.cuda.Stream(setting.device) if setting.on_cuda else None  # type: ignore[no-untyped-call]
+
+    def load(self) -> None:
+        """By what the engine loads with: all is there on return."""
+        self._mover.scatter(self._arena, self._slots, self._blocks)
+
+    def load_by_layer(self) -> PagedKV:
+        """Begins; a kernel reads host memory. The KV to compute with meanwhile, on the current stream."""
+        block_ids, slots = self._index
+        if not self._setting.launches:
+            part_copy_reference(self._parts.tensors, block_ids, self._pinned, slots, gather=False)
+            return self.kv
+        # On the stream that waits: it must not see the counters of the load before, nor zero those.
+        self._wait_for_load_before()
+        self._counters.zero_()
+        with self._beside():
+            expected = part_copy(self._parts, block_ids, self._pinned, slots, gather=False, counters=self._counters)
+
+        def wait(layer: int) -> None:
+            wait_for_layer(self._counters, layer, expected, self._missed)
+
+        return _AwaitedKV(self.kv.tensor, wait)
+
+    def require_alike(self, expected: Tensor, ways: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Each of them gives the logits `expected`, and leaves on the device what is in the arena.
+
+        :raises KvtierError: one does not.
+        """
+        for name, run in ways.items():
+            rows = self.kv.byte_rows()
+            rows[self._blocks] = _NO_NUMBER
+            logits = run()
+            self.require_all_came()
+            if not torch.equal(logits, expected):
+                raise KvtierError(f"{name}: other logits than without loading anything")
+            if not torch.equal(rows[self._blocks].cpu(), self._pinned):
+                raise KvtierError(f"{name}: other bytes on the device than in host memory")
+
+    def require_all_came(self) -> None:
+        """:raises KvtierError: something was computed with a layer that had not come."""
+        if self._missed.item():
+            raise KvtierError(f"{self._missed.item()} layers did not come in time")
+
+    def _wait_for_load_before(self) -> None:
+        """On the current stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._setting.device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """A stream of its own, behind what the current one holds now."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._setting.device))
+        with torch.cuda.stream(self._stream):
+            yield
