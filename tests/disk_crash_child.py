@@ -18,6 +18,7 @@ from kvtier.keys import TenantId, tenant_id
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk_log import spares
 from kvtier.tiers.files import OsFiles, supports_direct
 
 CAPACITY_BYTES = 1 << 20
@@ -62,6 +63,17 @@ class DyingFiles(OsFiles):
         super().truncate(fd, nbytes)
         if self._is_last():
             die()
+
+    def zero(self, fd: int, nbytes: int) -> None:
+        super().zero(fd, nbytes)
+        if self._is_last():
+            die()
+
+    def rename(self, path: str, new_path: str) -> None:
+        if self._is_last():
+            os.link(path, new_path)
+            die()
+        super().rename(path, new_path)
 
     def remove(self, path: str) -> None:
         super().remove(path)
@@ -129,6 +141,7 @@ def open_tier(folder: str, files: OsFiles | None = None) -> DiskTier:
 
 if __name__ == "__main__":
     folder, seed, round_name, dies_at = sys.argv[1:]
+    spares._LEAST_BYTES = SEGMENT_BYTES // 2
     say("start")
     tier = open_tier(folder, DyingFiles(int(dies_at), direct=supports_direct(os.path.dirname(folder))))
     say("open")

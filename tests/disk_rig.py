@@ -89,5 +89,6 @@ def num_blocks(folder: Path) -> int:
 
 
 def used_bytes(folder: Path) -> int:
-    """Disk space of all segments."""
-    return sum(path.stat().st_size for path in segments(folder))
+    """Disk space of all segments; once of a file that has two names for a moment."""
+    stats = [path.stat() for path in segments(folder)]
+    return sum({stat.st_ino: stat.st_size for stat in stats}.values())

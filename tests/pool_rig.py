@@ -109,6 +109,12 @@ class GatedFiles:
     def truncate(self, fd: int, nbytes: int) -> None:
         self._inner.truncate(fd, nbytes)
 
+    def zero(self, fd: int, nbytes: int) -> None:
+        self._inner.zero(fd, nbytes)
+
+    def rename(self, path: str, new_path: str) -> None:
+        self._inner.rename(path, new_path)
+
     def sync(self, fd: int) -> None:
         self._inner.sync(fd)
 

@@ -73,7 +73,7 @@ class SegmentLog:
                     del self._opening[tenant]
                 mine.set_result(extent is not None)
             if extent is not None:
-                self._room.evict_ahead(extent.segment.num_pages * PAGE)
+                self._room.evict_ahead(extent.segment.num_pages)
             return extent
 
     def write(
@@ -116,6 +116,7 @@ class SegmentLog:
         if self._sealer is not None:
             self._sealer.shutdown()
         self.retire_all()
+        self._room.close()
 
     def retire_all(self) -> None:
         """Seals what can be sealed of what is open."""
@@ -151,12 +152,12 @@ class SegmentLog:
         self.seal(to_seal)
         if not payload_pages:
             pages = segment_pages(SMALLEST_SEGMENT_BYTES, num_entries, 0)
-            if pages is not None and self._room.set_aside_for_forgets(pages * PAGE):
-                return self._room.make(tenant, pages, num_entries, 0, epoch)
+            place = self._room.set_aside_for_forgets(pages) if pages is not None else None
+            if place is not None:
+                return self._room.make(tenant, place, num_entries, 0, epoch)
         for wanted in (max(SMALLEST_SEGMENT_BYTES, min(self.segment_bytes, wanted_bytes)), 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
-            if pages is not None and self._room.set_aside(pages * PAGE):
-                break
-        else:
-            return None
-        return self._room.make(tenant, pages, num_entries, payload_pages, epoch)
+            place = self._room.set_aside(pages) if pages is not None else None
+            if place is not None:
+                return self._room.make(tenant, place, num_entries, payload_pages, epoch)
+        return None

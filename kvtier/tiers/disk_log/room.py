@@ -14,6 +14,7 @@ from kvtier.tiers.disk_log.format import NO_ENTRIES, NONCE_BYTES, PAGE, Entries,
 from kvtier.tiers.disk_log.moving import Mover
 from kvtier.tiers.disk_log.segment_files import SegmentFiles
 from kvtier.tiers.disk_log.segments import Extent, Segment
+from kvtier.tiers.disk_log.spares import Place, Spares
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.outbox import Outbox
 
@@ -42,40 +43,45 @@ class Room:
         self._mover = mover
         self._outbox = outbox
         self._trouble = trouble
+        self._spares = Spares(books, files)
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
         """Of the capacity, for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
-    def set_aside(self, nbytes: int) -> bool:
-        """Counts room for a file as used, evicting what must go; False when there is not enough. `OSError`."""
+    def set_aside(self, num_pages: int) -> Place | None:
+        """Room for a file, evicting what must go; None when there is not enough. `OSError`."""
         num_stuck = 0
         while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
             with self._books.lock:
-                limit, segments = self._limit(free_bytes), self._books.segments
-                if nbytes > limit:
-                    return self._no_room(nbytes, limit)
-                if segments.used_bytes + nbytes <= limit:
-                    segments.set_aside(nbytes)
-                    return True
+                limit = self._limit(free_bytes)
+                if num_pages * PAGE > limit:
+                    self._warn_of_no_room(num_pages * PAGE, limit)
+                    return None
+                place = self._spares.place(num_pages, limit)
+            if place is not None:
+                return place
+            if self._spares.drop():
+                continue
+            with self._books.lock:
                 victim = self._victim()
             if victim is not None:
                 num_stuck += not self._give_up(victim)
             elif not self._drop_all_dead():
-                return False
+                return None
         # A failed write like others: a file system that has become read-only is left alone before all is hidden.
         raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
 
-    def set_aside_for_forgets(self, nbytes: int) -> bool:
+    def set_aside_for_forgets(self, num_pages: int) -> Place | None:
         """Likewise, without evicting anything: there is always some room that only tombstones may take."""
         with self._books.lock:
-            if self._books.segments.used_bytes + nbytes > self._capacity_bytes:
-                return False
-            self._books.segments.set_aside(nbytes)
-            return True
+            if self._books.segments.used_bytes + num_pages * PAGE > self._capacity_bytes:
+                return None
+            self._books.segments.set_aside(num_pages * PAGE)
+            return Place(num_pages)
 
-    def evict_ahead(self, nbytes: int) -> None:
+    def evict_ahead(self, num_pages: int) -> None:
         """Makes room for the next file while the open segments have room for what is worth keeping. Raises nothing."""
         while True:
             try:
@@ -84,9 +90,12 @@ class Room:
                 self._trouble.note("free_bytes", error)
                 return
             with self._books.lock:
-                limit, segments = self._limit(free_bytes), self._books.segments
-                if segments.used_bytes + nbytes <= limit or nbytes > limit:
+                limit = self._limit(free_bytes)
+                if self._spares.place(num_pages, limit, take=False) is not None or num_pages * PAGE > limit:
                     return
+            if self._spares.drop():
+                continue
+            with self._books.lock:
                 victim = self._victim()
             if victim is None or not self._give_up(victim, keep=True):
                 return
@@ -107,8 +116,8 @@ class Room:
                 surplus,
             )
 
-    def make(self, tenant: TenantId, num_pages: int, num_entries: int, payload_pages: int, epoch: int) -> Extent:
-        """The first extent of a new segment, the tenant's open one, whose room was set aside.
+    def make(self, tenant: TenantId, place: Place, num_entries: int, payload_pages: int, epoch: int) -> Extent:
+        """The first extent of a new segment, the tenant's open one, in room that was set aside.
 
         After an `OSError` that room is given back.
         """
@@ -118,16 +127,16 @@ class Room:
             while made is None:
                 with books.lock:
                     number, now = books.segments.next_number(), books.epoch
-                segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), num_pages)
+                segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), place.num_pages)
                 try:
-                    self._files.make(segment, now)
+                    self._files.make(segment, now, place.spare)
                 except FileExistsError:  # somebody else's, with a name like ours
                     continue
                 made = segment
         finally:
             with books.lock:
                 if made is None:
-                    books.segments.set_aside(-num_pages * PAGE)
+                    books.segments.set_aside(-place.num_pages * PAGE)
                 else:
                     books.segments.add(made, from_aside=True)
                     extent = books.segments.extend(made, num_entries, payload_pages, epoch)
@@ -148,6 +157,10 @@ class Room:
         gone = self._remove(segment) if needed is not None and not len(needed) else self._compact(segment, needed)
         self.drop_dead(segment.id.tenant)
         return gone
+
+    def close(self) -> None:
+        """Removes what was kept for later. Nobody writes any more."""
+        self._spares.close()
 
     def finish(self, segment: Segment) -> None:
         """Seals a segment that `Books.to_seal` gave, or removes it if something in it must not come back."""
@@ -201,13 +214,11 @@ class Room:
         used = self._books.segments.used_bytes
         return min(self._capacity_bytes - self._forget_bytes, used + free_bytes - self._reserve_bytes)
 
-    def _no_room(self, nbytes: int, limit: int) -> bool:
-        """False, and a warning."""
+    def _warn_of_no_room(self, nbytes: int, limit: int) -> None:
         self._trouble.warn(
             f"no room for {nbytes:,} bytes: the capacity is {self._capacity_bytes:,}, of which {limit:,} can be had, "
             f"since {self._reserve_bytes:,} bytes of the file system are left to others"
         )
-        return False
 
     def _victim(self) -> Segment | None:
         """Under the lock: what is to give room, for `_give_up`."""
@@ -268,7 +279,20 @@ class Room:
             self._trouble.warn(f"segment {segment.number} stays: tombstones in it are needed, and cannot be kept alone")
         return num_pages > 0
 
+    def _keep(self, segment: Segment) -> bool:
+        """Makes a spare of a marked segment; False when it is to be removed."""
+        try:
+            free_bytes = self._files.free_bytes()
+        except OSError as error:
+            self._trouble.note("free_bytes", error)
+            return False
+        with self._books.lock:
+            limit = self._limit(free_bytes)
+        return self._spares.keep(segment, limit)
+
     def _remove(self, segment: Segment) -> bool:
+        if self._keep(segment):
+            return True
         try:
             gone = self._files.remove(segment)
         except OSError:  # counted and logged

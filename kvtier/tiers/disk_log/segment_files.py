@@ -1,6 +1,7 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
 import enum
+import errno
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from kvtier.tiers.disk_log.segments import Extent, Segment, concatenated
 from kvtier.tiers.disk_log.trouble import Trouble
 from kvtier.tiers.files import FileLayer
 from kvtier.tiers.memory import copy_bytes
+
+_CANNOT_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class SyncPolicy(enum.Enum):
@@ -62,6 +65,8 @@ class SegmentFiles:
         self._trouble = trouble
         self._sync = sync
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-sync")
+        self._can_empty = True
+        """Whether it may work. Any thread sets it."""
         self.descriptors = Descriptors(files)
         self.reader = SegmentReader(files, buffers)
 
@@ -72,17 +77,13 @@ class SegmentFiles:
         """What others leave on the file system."""
         return self._files.free_bytes(self._folder.path)
 
-    def make(self, segment: Segment, epoch: int) -> None:
-        """A file with its header. After an error there is none, or its space is counted."""
-        path = self.path(segment)
-        try:
-            fd = self._files.create(path, segment.num_pages * PAGE)
-        except FileExistsError:  # somebody else's
-            raise
-        except OSError:
-            if os.path.lexists(path):
-                self.drop(segment.number)
-            raise
+    def make(self, segment: Segment, epoch: int, spare: int | None = None) -> None:
+        """A file with its header. After an error there is none, or its space is counted.
+
+        :param spare: number of a file that `empty` has left, to be this one. There is no such file afterwards, but for
+            a `FileExistsError`.
+        """
+        fd = self._create(segment) if spare is None or not self._rename(spare, segment) else self._open_spare(segment)
         try:
             with self._buffers.lend(PAGE) as page:
                 copy_bytes(page, pack_header(segment.id, epoch))
@@ -198,6 +199,26 @@ class SegmentFiles:
         """
         return self._take_away(segment.number)
 
+    def empty(self, segment: Segment) -> bool:
+        """Leaves the file as if it had just been made, for `make`; False when that does not work, for `remove`.
+
+        Nobody writes to it; who reads it misses: what it held is found out by its checksums.
+        """
+        if not self._can_empty:
+            return False
+        try:
+            with self.descriptors.use(segment.number, self.path(segment)) as fd:
+                self._files.zero(fd, segment.num_pages * PAGE)
+                if self._sync is not SyncPolicy.NONE:  # before its space is written to
+                    self._files.sync(fd)
+        except OSError as error:
+            self._can_empty = error.errno not in _CANNOT_ERRNOS
+            if self._can_empty:
+                self._trouble.note("empty", error)
+            return False
+        self.descriptors.forget(segment.number)
+        return True
+
     def drop(self, number: int) -> None:
         """Removes a file that is no segment of the books; what cannot be is counted as used. Raises nothing."""
         try:
@@ -210,6 +231,43 @@ class SegmentFiles:
                 return
             with self._books.lock:
                 self._books.segments.set_aside(pages_of(nbytes) * PAGE)
+
+    def _create(self, segment: Segment) -> int:
+        path = self.path(segment)
+        try:
+            return self._files.create(path, segment.num_pages * PAGE)
+        except FileExistsError:  # somebody else's
+            raise
+        except OSError:
+            if os.path.lexists(path):
+                self.drop(segment.number)
+            raise
+
+    def _rename(self, spare: int, segment: Segment) -> bool:
+        try:
+            self._files.rename(self._folder.segment_path(spare), self.path(segment))
+        except FileExistsError:  # somebody else's
+            raise
+        except OSError as error:  # a file system without links
+            self._trouble.note("rename", error)
+            self._can_empty = False
+            self.drop(spare)
+            return False
+        return True
+
+    def _open_spare(self, segment: Segment) -> int:
+        """It was cut when it was sealed."""
+        try:
+            fd = self._files.open(self.path(segment))
+            try:
+                self._files.zero(fd, segment.num_pages * PAGE)
+            except OSError:
+                self._files.close(fd)
+                raise
+        except OSError:
+            self.drop(segment.number)
+            raise
+        return fd
 
     def _take_away(self, number: int) -> bool:
         path, is_cut = self._folder.segment_path(number), False
