@@ -58,9 +58,10 @@ def bench_tiers(
     """Read and write 64 blocks in turn in host memory, on disk, in a Redis and in a pool process, all verified.
 
     The disk's floor is a bare loop over one preallocated file, past the page cache, with as many blocks at a time: it
-    is filled in order and read at random, and so is LMCache's disk backend, where it is prepared. CPU time is this
-    process's and that of the servers it started. What the kernel does for a disk afterwards is not in it, nor is a
-    drive's own cache switched off, nor is anything synced.
+    is filled in order and read at random, and so is LMCache's disk backend, where it is prepared. The floor's file is
+    made anew before each round of writes; the tier uses files of earlier rounds again. CPU time is this process's and
+    that of the servers it started. What the kernel does for a disk afterwards is not in it, nor is a drive's own cache
+    switched off, nor is anything synced.
     """
     keep_freed_memory()
     rotation = Rotation(payload_bytes, max(NUM_SLOTS, batch))

@@ -22,11 +22,12 @@ _ZERO_RANGE = 0x10
 
 
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """The C library's, which Python has without its modes; offsets are 64 bits on 64-bit machines."""
+    """The C library's: Python has it without modes. None where there is none, or its offsets are not of 64 bits."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return None
-    call = ctypes.CDLL(None, use_errno=True).fallocate
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return call
 
 
@@ -62,10 +63,9 @@ class FileLayer(Protocol):
         """Cuts the file's end off and gives its space back."""
 
     def zero(self, fd: int, nbytes: int) -> None:
-        """The file is `nbytes` of zeros, as if just made, on the disk space that it has and what it lacks.
+        """A file that is no longer than `nbytes` has so many zeros, on the disk space that it has and what it lacks.
 
-        It is no longer than that. After an error any part of it may be zeros. Fast, where the file system can do it:
-        many cannot.
+        After an error any part of it may be zeros. Fast; some file systems cannot do it.
         """
 
     def rename(self, path: str, new_path: str) -> None:
@@ -137,9 +137,10 @@ class OsFiles:
     def zero(self, fd: int, nbytes: int) -> None:
         if _FALLOCATE is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        if _FALLOCATE(fd, _ZERO_RANGE, 0, nbytes):
+        while _FALLOCATE(fd, _ZERO_RANGE, 0, nbytes):
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
 
     def rename(self, path: str, new_path: str) -> None:
         os.link(path, new_path, follow_symlinks=False)  # os.rename would replace what is there

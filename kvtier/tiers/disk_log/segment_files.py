@@ -31,6 +31,7 @@ from kvtier.tiers.files import FileLayer
 from kvtier.tiers.memory import copy_bytes
 
 _CANNOT_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Of a file system, or a sandbox, that does not do it for any file."""
 
 
 class SyncPolicy(enum.Enum):
@@ -66,7 +67,7 @@ class SegmentFiles:
         self._sync = sync
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-sync")
         self._can_empty = True
-        """Whether it may work. Any thread sets it."""
+        """False once the file system was found not to do it. Any thread."""
         self.descriptors = Descriptors(files)
         self.reader = SegmentReader(files, buffers)
 
@@ -256,7 +257,7 @@ class SegmentFiles:
         return True
 
     def _open_spare(self, segment: Segment) -> int:
-        """It was cut when it was sealed."""
+        """As long as it is to be: it was cut when it was sealed."""
         try:
             fd = self._files.open(self.path(segment))
             try:

@@ -27,7 +27,7 @@ class Place:
 
 
 class Spares:
-    """They count as used, and go before anything is evicted. Any thread; raises nothing."""
+    """Files that count as used, and go before anything is evicted. Any thread; raises nothing."""
 
     def __init__(self, books: Books, files: SegmentFiles) -> None:
         self._books = books
@@ -48,7 +48,8 @@ class Spares:
             return None
         if take:
             segments.set_aside(missing * PAGE)
-            self._kept = {n: pages for n, pages in self._kept.items() if n != spare}
+            if spare is not None:
+                del self._kept[spare]
         return Place(num_pages, spare)
 
     def keep(self, segment: Segment, limit_bytes: int) -> bool:
