@@ -2,7 +2,8 @@
 
 import errno
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.files import OsFiles
+from kvtier.tiers.holds import Lease
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.host_slots import WriteSlot
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, GatedFiles, core_rig, until
 
@@ -74,6 +77,23 @@ def test_blocks_survive_a_restart_on_disk_and_are_promoted_to_memory(tmp_path: P
             assert rig.load(keys(20)) == [make_payload(i, BLOCK_BYTES) for i in range(20)]
             assert rig.count("kvtier_pool_read_blocks_total", source=source) == 20
         assert rig.files.read_bytes == 20 * BLOCK_BYTES
+
+
+def test_what_a_drain_has_waited_for_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = HostTier.release
+
+    def release_late(memory: HostTier, leases: Iterable[Lease | None]) -> None:
+        given_back = list(leases)
+        if given_back:  # by the thread that has written the block down: the drain may be over before it goes on
+            time.sleep(0.3)
+        release(memory, given_back)
+
+    monkeypatch.setattr(HostTier, "release", release_late)
+    with core_rig(tmp_path) as rig:
+        assert rig.store("a") is WriteStatus.STORED
+        (report,) = rig.core.drain(WAIT_S)
+        assert report.num_memory_only == 0
+        assert rig.count("kvtier_pool_written_down_blocks_total", tier="disk", result="stored") == 1
 
 
 def test_a_writer_hears_throttled_while_too_much_waits_for_the_disk(tmp_path: Path) -> None:

@@ -121,6 +121,10 @@ class WriteWorkers:
     def _finish(self, batch: Mapping[StoreKey, Lease | None], answers: _Answers) -> None:
         """:param answers: for all of `batch` that memory still had."""
         waiting = self._waiting
+        # Before anybody hears that they are done: who has waited for a drain finds them counted.
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
+        for answer in answers.values():
+            self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[answer]).inc()
         with waiting.changed:
             if given := [answer for answer in answers.values() if answer is not None]:
                 waiting.works = any(answer in _TAKEN for answer in given)
@@ -133,6 +137,3 @@ class WriteWorkers:
                     waiting.put_off(key)
             waiting.changed.notify_all()
         self._memory.release(batch.values())
-        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
-        for answer in answers.values():
-            self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[answer]).inc()
