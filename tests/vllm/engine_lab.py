@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -241,18 +240,14 @@ class Lab:
     @contextlib.contextmanager
     def server(self, connector: Mapping[str, Any], **options: Any) -> Iterator[httpx.Client]:
         """vLLM's OpenAI server, when it is healthy."""
-        port = _free_port()
-        flags = _shared_options(self.model, options) | {
-            "host": "127.0.0.1",
-            "port": port,
-            "kv_transfer_config": dict(connector),
-        }
+        number = next(self._numbers)
+        address, log = self.home / f"server-{number}.sock", self.home / f"server-{number}.log"
+        flags = _shared_options(self.model, options) | {"uds": address, "kv_transfer_config": dict(connector)}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(flags)]
-        log = self.home / f"server-{next(self._numbers)}.log"
-        limits = httpx.Limits(max_keepalive_connections=0)
+        connect = httpx.HTTPTransport(uds=str(address), limits=httpx.Limits(max_keepalive_connections=0))
         with (
             self._running(command, log, {}) as process,
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, limits=limits) as client,
+            httpx.Client(base_url="http://vllm", timeout=WAIT_S, transport=connect) as client,
         ):
 
             def healthy() -> bool:
@@ -324,11 +319,6 @@ def _as_flags(options: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return flags
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _tail(log: Path) -> str:

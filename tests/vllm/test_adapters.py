@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_llama
-from engine_lab import Lab
+from engine_lab import Engine, Lab
 from vllm.lora.request import LoRARequest
 from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
 
@@ -84,6 +84,16 @@ def test_what_cannot_be_told_by_its_content_is_left_alone(tmp_path: Path, what: 
     adapters.close()
 
 
+def _await_kept(engine: Engine, adapter: Path) -> None:
+    """Until the engine keeps what it computes with this adapter: nothing is kept before its content is known."""
+
+    def hits() -> bool:
+        engine.reset()
+        return cached_of(engine.generate(make_prompts(1, seed=1), num_tokens=1, adapter=adapter)) != [0]
+
+    until(hits, f"a prompt with {adapter} is kept")
+
+
 def test_engines_share_adapters_by_content(lab: Lab, pool: CachePool, expected: list[Answer]) -> None:
     one, moved, other = (lab.home / name for name in ("adapter-one", "adapter-moved", "adapter-other"))
     tiny_llama.make_adapter(one, seed=1)
@@ -93,13 +103,13 @@ def test_engines_share_adapters_by_content(lab: Lab, pool: CachePool, expected: 
         wanted = [tokens_of(engine.generate(PROMPTS, adapter=adapter)) for adapter in (one, other)]
     assert wanted[0] != wanted[1] != tokens_of(expected)[:3]
     with lab.engine(connector, **LORA) as engine:
-        engine.generate(make_prompts(1, seed=1), num_tokens=1, adapter=one)  # the digest is made meanwhile
+        _await_kept(engine, one)
         assert tokens_of(engine.generate(PROMPTS, adapter=one)) == wanted[0]
         assert tokens_of(engine.generate(PROMPTS)) == tokens_of(expected)[:3]
     one.rename(moved)
     with lab.engine(connector, **LORA) as engine:
         for adapter in (moved, other):
-            engine.generate(make_prompts(1, seed=1), num_tokens=1, adapter=adapter)
+            _await_kept(engine, adapter)
         again, theirs = engine.generate(PROMPTS, adapter=moved), engine.generate(PROMPTS, adapter=other)
         base = engine.generate(PROMPTS)
     assert (tokens_of(again), cached_of(again)) == (wanted[0], all_hit(PROMPTS))

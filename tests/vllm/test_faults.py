@@ -8,17 +8,13 @@ from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blo
 from cache_pool import CachePool, until
 
 PROMPTS = make_prompts()
-PATIENCE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}
+HASTE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}
+HASTY_CACHE = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0}
 HANGS_AFTER_S = (0, 0.002, 0.005, 0.01, 0.02, 0.04)
 
 
-def _sharing(pool: CachePool) -> dict[str, object]:
-    deadlines = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0}
-    return transfer(settings(pool={"address": [pool.address], **PATIENCE}, cache=deadlines))
-
-
 def test_a_pool_that_is_killed_between_runs(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
-    with lab.engine(_sharing(pool)) as engine:
+    with lab.engine(transfer(settings(pool={"address": [pool.address]}))) as engine:
         engine.generate(PROMPTS)
         pool.await_written(num_blocks(PROMPTS))
         pool.kill()
@@ -34,9 +30,7 @@ def test_a_pool_that_is_killed_between_runs(lab: Lab, expected: list[Answer], po
 
 def test_a_pool_that_hangs_during_a_run(lab: Lab, expected: list[Answer], pool: CachePool) -> None:
     """From before the requests come to the middle of their loads, or after. It is used again as soon as it is back."""
-    with lab.engine(_sharing(pool)) as engine:
-        engine.generate(PROMPTS)
-        pool.await_written(num_blocks(PROMPTS))
+    with lab.engine(transfer(settings(pool={"address": [pool.address], **HASTE}, cache=HASTY_CACHE))) as engine:
 
         def hits() -> bool:
             engine.reset(connector=True)
@@ -44,6 +38,7 @@ def test_a_pool_that_hangs_during_a_run(lab: Lab, expected: list[Answer], pool: 
             assert tokens_of(answers) == tokens_of(expected)
             return cached_of(answers) == all_hit(PROMPTS)
 
+        until(hits, "the pool has all blocks")
         for after_s in HANGS_AFTER_S:
             engine.reset(connector=True)
             if after_s == 0:

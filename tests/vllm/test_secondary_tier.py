@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engine_lab import Lab
 from native_rig import (
+    HASTE,
     ListeningPool,
     Native,
     content,
@@ -132,7 +133,7 @@ def test_a_pool_that_is_killed_before_a_load(engine: VllmConfig, server: Listeni
 
 def test_a_pool_that_stops_before_a_load(engine: VllmConfig, server: ListeningPool) -> None:
     """The job fails, its request computes, and the next one hits when the pool is back."""
-    with Native(engine, settings(server.address)) as native:
+    with Native(engine, settings(server.address, client=HASTE)) as native:
         native.store(CHUNKS)
         native.empty()
         request = native.begin()
@@ -149,7 +150,7 @@ def test_a_pool_that_stops_before_a_load(engine: VllmConfig, server: ListeningPo
 @pytest.mark.parametrize("server", ["unix"], indirect=True)
 def test_a_pool_that_stops_before_stores(engine: VllmConfig, server: ListeningPool) -> None:
     """Half of the primary tier may wait for it; what is beyond is dropped, so that loads have room."""
-    with Native(engine, settings(server.address)) as native:
+    with Native(engine, settings(server.address, client=HASTE)) as native:
         native.store([0])
         server.suspend()
         assert all(native.begin_store([number]) for number in range(1, 15))
@@ -163,7 +164,7 @@ def test_a_pool_that_stops_before_stores(engine: VllmConfig, server: ListeningPo
 
 @pytest.mark.parametrize("server", ["tcp"], indirect=True)
 def test_draining_in_the_middle_of_loads(engine: VllmConfig, server: ListeningPool) -> None:
-    with Native(engine, settings(server.address)) as native:
+    with Native(engine, settings(server.address, client=HASTE)) as native:
         native.store(CHUNKS)
         native.empty()
         asked = [(native.begin(), [start, start + 1]) for start in range(0, len(CHUNKS), 2)]
@@ -180,7 +181,7 @@ def test_draining_in_the_middle_of_loads(engine: VllmConfig, server: ListeningPo
 
 @pytest.mark.parametrize("server", ["unix"], indirect=True)
 def test_shutting_down_in_the_middle_of_jobs(engine: VllmConfig, server: ListeningPool) -> None:
-    with Native(engine, settings(server.address)) as native:
+    with Native(engine, settings(server.address, client=HASTE)) as native:
         native.store(CHUNKS)
         native.empty()
         native.await_promotion((native.begin(), CHUNKS))
@@ -223,7 +224,8 @@ def native(pool: CachePool) -> dict[str, Any]:
         "spec_name": "HostTieringSpec",
         "spec_module_path": "kvtier_vllm_bench.native_tiering",
         "cpu_bytes_to_use": 64 << 20,
-        "secondary_tiers": [named(settings(pool.address))],
+        # Once the pool is away, it does not come back.
+        "secondary_tiers": [named(settings(pool.address, client=HASTE | {"breaker_open_s": 600.0}))],
     }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 

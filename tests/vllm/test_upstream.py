@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent / "upstream"
 PAGE = ROOT / "docs" / "vllm-upstream-tests.md"
 RUNS = "runs"
-TIMEOUT_S = 200.0
+TIMEOUT_S = 280.0
 
 sys.path.insert(0, str(HERE))
 

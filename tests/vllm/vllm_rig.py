@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cache_pool import TOKENS
+from cache_pool import TOKENS, WAIT_S
 
 BLOCK = 32
 """Tokens of a block; vLLM on the CPU wants multiples of 32."""
@@ -13,6 +13,9 @@ NUM_TOKENS = 40
 CROWD_TOKENS = 120
 """Generated per request of the crowd: then it needs more than 30 blocks, into which its prompts fit."""
 VOCABULARY = 2000
+PATIENT_POOL = {"connect_timeout_s": 30.0, "call_timeout_s": 30.0}
+PATIENT_CACHE = {"lookup_deadline_s": WAIT_S, "load_deadline_s": WAIT_S}
+"""Deadlines that no machine is too slow for: what misses them, an engine computes, and no test would see why."""
 ENVIRON = {
     "TORCH_COMPILE_DISABLE": "1",  # of helpers that vLLM compiles in eager mode too, 3 s at every engine's first step
     "OMP_NUM_THREADS": "1",  # where cores are shared, threads that wait for each other in a loop take for ever
@@ -91,13 +94,16 @@ def settings(tenant: str | None = "red", *, gateway: Sequence[str] = (), **table
     """What users give as `kv_connector_extra_config`. All tenants share a secret: only their names part them.
 
     :param gateway: tenants that requests may name.
+    :param tables: deadlines that they do not set are `PATIENT_POOL` and `PATIENT_CACHE`.
     """
     names = [*([tenant] if tenant is not None else []), *gateway]
     tenants = {name: {"secret": "env:KV_SECRET", "token": f"env:{name.upper()}_TOKEN"} for name in names}
     named = {"tenant": tenant} if tenant is not None else {}
     allowed = {"gateway_tenants": list(gateway)} if gateway else {}
     # With a model this small, computing may be faster than fetching.
-    cache = {"fetch": "always", **tables.pop("cache", {})}
+    cache = {"fetch": "always", **PATIENT_CACHE, **tables.pop("cache", {})}
+    if "pool" in tables:
+        tables["pool"] = {**PATIENT_POOL, **tables["pool"]}
     return {**named, **allowed, "tenants": tenants, "host": {"capacity_bytes": "64MiB"}, "cache": cache, **tables}
 
 

@@ -32,7 +32,7 @@ from kvtier_vllm.request_keys import RequestKeys
 _NAMESPACE = NamespaceId(b"vLLM's own tests")
 _NUM_DEVICE_BLOCKS = 10_000
 BLOCK_BYTES = 64
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 Offer = tuple[int | None, bool]
 REMOTE: list[Request] = []
 """Requests whose prefix another engine has, as their test says: all of it that can be loaded is here."""

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import pickle
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +30,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import kvtier_vllm.worker
+from cache_pool import WAIT_S
 from hierarchy_rig import Held
 from kvtier.namespace import Namespace
 from kvtier.transfer import Arena, DeviceKV
 from kvtier_vllm.request_keys import RequestKeys
 
 BLOCK = 16
-MAX_STEPS = 3000
-"""Far more than any test takes: who needs them goes round in circles."""
 
 
 def load_helpers() -> ModuleType:
@@ -254,11 +254,10 @@ class Engine:
         return output
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        for _ in range(MAX_STEPS):
-            if condition():
-                return
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"in vain: {what}"
             self.step()
-        raise AssertionError(f"in vain for {MAX_STEPS} steps: {what}")
 
     def finish(self) -> None:
         """Until vLLM would stop stepping."""

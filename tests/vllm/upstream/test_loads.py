@@ -86,7 +86,8 @@ def test_a_prefix_that_is_on_its_way_already_is_not_computed(start: Start) -> No
 def test_nobody_waits_for_a_lookup_but_who_asked(start: Start) -> None:
     """A pool that takes connections and never answers: the request is asked about in every step, and then computed."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        engine = start(pool=f"127.0.0.1:{silent.getsockname()[1]}")
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        engine = start(pool=address, client={"call_timeout_s": 4.0}, lookup_deadline_s=3.0)
         looking = engine.ask(1, 100)
         engine.step()
         assert engine.requests[looking].status == RequestStatus.WAITING

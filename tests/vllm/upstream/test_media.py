@@ -19,6 +19,7 @@ from vllm.multimodal.inputs import (
 )
 
 import kvtier_vllm.media
+from cache_pool import WAIT_S
 
 Start = Callable[..., Engine]
 NUM_TOKENS = 100
@@ -83,7 +84,7 @@ def is_waiting(engine: Engine, request_id: str) -> bool:
 def lose_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for media has waited for too long."""
     waiting = engine.connector._scheduler._media  # type: ignore[attr-defined]
-    monkeypatch.setattr(waiting, "_clock", lambda: time.monotonic() + 60)
+    monkeypatch.setattr(waiting, "_clock", lambda: time.monotonic() + 2 * WAIT_S)
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
