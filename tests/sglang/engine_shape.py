@@ -1,8 +1,10 @@
 """What engines are in these tests: their shapes, the tokens that they are asked, and the storages that they have."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import not_reached  # noqa: F401  (before SGLang)
 import torch
@@ -10,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 from cache_pool import TOKENS, CachePool
+from kvtier_sglang import settings
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 PAGE_SIZES = (1, 4, 16, 64)
@@ -17,6 +20,16 @@ ENVIRON = {
     "KV_SECRET": "a secret of more than sixteen bytes",
     **{f"{name.upper()}_TOKEN": token for name, token in TOKENS.items()},
 }
+PATIENT_POOL = {"connect_timeout_s": 30.0, "call_timeout_s": 30.0}
+PATIENT_CACHE = {"lookup_deadline_s": 30.0}
+"""Deadlines that no machine is too slow for: what misses them is a miss, and no test would see why."""
+
+
+@contextlib.contextmanager
+def deadlines_of_any_length() -> Iterator[None]:
+    """While it lasts, storages are made also with deadlines that SGLang would not wait for at its end."""
+    with mock.patch.object(settings, "_MOST_S", float("inf")):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +46,14 @@ def kvtier(pool: CachePool, /, tenant: str = "red", *, copying: bool = False, **
     """Ours, over a pool. All tenants share a secret: only their names part them.
 
     :param copying: without SGLang's interface that hands over addresses.
+    :param tables: of the configuration; `pool` and `cache` have deadlines of their own.
     """
     interface = {} if copying else {"interface_v1": 1}
     named = {"backend_name": "kvtier", "module_path": "kvtier_sglang", "class_name": "KvtierStorage", **interface}
     tenants = {tenant: {"secret": "env:KV_SECRET", "token": f"env:{tenant.upper()}_TOKEN"}}
-    ours = {"tenant": tenant, "tenants": tenants, "model_revision": "tiny", "pool": {"address": [pool.address]}}
-    return Storage("dynamic", {**named, **ours, **tables})
+    ours = {"tenant": tenant, "tenants": tenants, "model_revision": "tiny"}
+    patient = {"pool": {"address": [pool.address], **PATIENT_POOL}, "cache": PATIENT_CACHE}
+    return Storage("dynamic", {**named, **ours, **patient, **tables})
 
 
 @dataclass(frozen=True, slots=True)

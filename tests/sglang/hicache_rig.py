@@ -17,7 +17,7 @@ from unittest import mock
 import not_reached  # noqa: F401  (before SGLang)
 import torch
 from cpu_copies import on_the_cpu
-from engine_shape import Shape, Storage
+from engine_shape import Shape, Storage, deadlines_of_any_length
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -82,7 +82,7 @@ class Kit(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         arguments._mamba_cache_chunk_size = max(CHUNK_SIZE, shape.page_size)
         set_global_server_args_for_scheduler(arguments)
         self._stack.enter_context(get_parallel().override(pp_rank=0, pp_size=1, **shape.tensor_parallel()))
-        with host_memory_budget_scope(_HOST_BYTES):
+        with host_memory_budget_scope(_HOST_BYTES), deadlines_of_any_length():
             cache.init_hicache(arguments, cache.cache_init_params)
         drop_hicache_atexit_pin(cache)
         controller = cache.cache_controller

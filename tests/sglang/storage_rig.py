@@ -7,6 +7,7 @@ from typing import Any
 
 import not_reached  # noqa: F401  (before SGLang)
 import torch
+from engine_shape import PATIENT_CACHE, PATIENT_POOL, deadlines_of_any_length
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
@@ -104,10 +105,12 @@ def storage(
 ) -> Iterator[KvtierStorage]:
     """One with the first of these host pools for KV, the others by name; closed at the end.
 
-    :param client: of the table `pool`.
+    :param client: of the table `pool`. Deadlines that it and `cache` do not set are long ones.
     """
-    table = {"address": [pool if isinstance(pool, str) else pool.address], **(client or {})}
-    made = KvtierStorage(replace(config, extra_config=extra(pool=table, **more)), {})
+    table = {"address": [pool if isinstance(pool, str) else pool.address], **PATIENT_POOL, **(client or {})}
+    cache = {**PATIENT_CACHE, **more.pop("cache", {})}
+    with deadlines_of_any_length():
+        made = KvtierStorage(replace(config, extra_config=extra(pool=table, cache=cache, **more)), {})
     try:
         for place, each in enumerate(registered):
             if place == 0:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_shape import Shape, Storage, kvtier, pages
+from engine_shape import PATIENT_POOL, Shape, Storage, kvtier, pages
 from hicache_rig import Engine, engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 from cache_pool import TOKENS, CachePool, until
 from garbling_proxy import GarblingProxy
 
-PATIENCE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}
+HASTE = {"call_timeout_s": 1.0, "breaker_open_s": 0.5}
 NUM_PAGES = 32
 MOMENTS_S = (None, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 """At which a pool fails after an operation has begun; None: before."""
@@ -43,8 +43,7 @@ def _no_exception_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def hasty(pool: CachePool) -> Storage:
-    address = {"address": [pool.address], **PATIENCE}
-    return kvtier(pool, pool=address, cache={"lookup_deadline_s": 0.5})
+    return kvtier(pool, pool={"address": [pool.address], **HASTE}, cache={"lookup_deadline_s": 0.5})
 
 
 def at(moment_s: float | None, begin: Callable[[], object], fault: Callable[[], object]) -> None:
@@ -105,7 +104,7 @@ def test_a_pool_that_fails_while_pages_are_read(fault: Fault, own_pool: CachePoo
 @each_fault
 def test_deadlines_that_nobody_has_set(fault: Fault, own_pool: CachePool) -> None:
     """10 s are enough for each step also with the configuration's defaults, and for an engine's end."""
-    with engine(SHAPE, kvtier(own_pool)) as running:
+    with engine(SHAPE, kvtier(own_pool, pool={"address": [own_pool.address]}, cache={})) as running:
         tokens = pages(SHAPE, 1, NUM_PAGES)
         running.compute(tokens)
         fault.begin(own_pool)
@@ -120,7 +119,7 @@ def test_a_flush_in_the_middle_of_a_long_prompt_while_the_pool_hangs(own_pool: C
     has set, and whatever the breaker does."""
     shape = Shape(1, num_pages=4 * STORAGE_BATCH_SIZE)
     stubborn = {"address": [own_pool.address], "breaker_failures": 100}
-    with engine(shape, kvtier(own_pool, pool=stubborn)) as running:
+    with engine(shape, kvtier(own_pool, pool=stubborn, cache={})) as running:
         tokens, after = pages(shape, 1, 4 * STORAGE_BATCH_SIZE), pages(shape, 2, 1)
         running.compute(tokens)
         own_pool.suspend()
@@ -144,7 +143,7 @@ def test_a_pool_that_is_not_there_yet(tmp_path: Path) -> None:
         assert running.prefetch(pages(SHAPE, 100, 2)) == 0
         with pool:
             await_stored(running, tokens)
-            with engine(SHAPE, hasty(pool)) as consumer:
+            with engine(SHAPE, kvtier(pool)) as consumer:
                 assert consumer.fetch(tokens) == len(tokens)
 
 
@@ -154,7 +153,10 @@ def test_a_flipped_bit_on_the_way(own_pool: CachePool) -> None:
         producer.compute(tokens)
         producer.store(tokens)
     proxy = GarblingProxy(own_pool.tcp)
-    with proxy.running() as address, engine(SHAPE, kvtier(own_pool, pool={"address": [address]})) as consumer:
+    with (
+        proxy.running() as address,
+        engine(SHAPE, kvtier(own_pool, pool={"address": [address], **PATIENT_POOL})) as consumer,
+    ):
         assert consumer.num_stored(tokens) == len(tokens)
         proxy.garbles.set()
         assert consumer.fetch(tokens) < len(tokens)
