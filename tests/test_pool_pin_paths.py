@@ -44,7 +44,7 @@ NOISE = 64 * MIB // BLOCK_BYTES
 def pool_at(path: str, tmp_path: Path, *arguments: str) -> Iterator[PoolProcess]:
     if path == "shm" and not memfd.available():
         pytest.skip("shared memory needs Linux")
-    listen = f"unix:{tmp_path}/pool.sock" if path in ("shm", "unix") else "127.0.0.1:0"
+    listen = f"unix:{tmp_path}/pool.sock" if path in ("shm", "unix") else ""
     with pool_process(*arguments, listen=listen, memory="16MiB") as pool:
         yield pool
 

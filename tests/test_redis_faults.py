@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from free_port import free_port
 from kvtier.clock import MONOTONIC
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
@@ -29,7 +30,6 @@ from redis_rig import (
     all_errors,
     connect,
     errors,
-    free_port,
     items,
     poll,
     running_redis,
@@ -78,8 +78,10 @@ def test_a_restart_between_two_calls_goes_unnoticed(server: RedisServer) -> None
 
 def test_a_stopped_server_costs_a_deadline_and_its_late_answers_reach_nobody(server: RedisServer) -> None:
     metrics = Metrics()
-    tier = connect(server.url, metrics=metrics, call_timeout_s=0.4)
-    assert tier.write(items(16)) == [WriteStatus.STORED] * 16
+    tier, patient = connect(server.url, metrics=metrics, call_timeout_s=0.4), connect(server.url)
+    assert patient.write(items(16)) == [WriteStatus.STORED] * 16
+    patient.close()
+    poll(lambda: tier.lookup(KEYS) == [Status.HIT] * 16)  # it has a connection
     into = [memoryview(bytearray(BLOCK_BYTES)) for _ in KEYS]
     with server.stopped():
         start = time.monotonic()
@@ -90,7 +92,7 @@ def test_a_stopped_server_costs_a_deadline_and_its_late_answers_reach_nobody(ser
         assert tier.usage() == Usage(0, 0, 0)
         assert time.monotonic() - start < WAIT_S
         before = [bytes(buffer) for buffer in into]
-    assert errors(metrics, "read", "UnavailableError") == 1
+        assert errors(metrics, "read", "UnavailableError") == 1
     # The server executes what it had received: the reads, and perhaps the discard. None of it may confuse a call.
     poll(lambda: tier.write(items(16)) in ([WriteStatus.STORED] * 16, [WriteStatus.EXISTS] * 16))
     for order in (KEYS, KEYS[::-1]):
@@ -103,7 +105,7 @@ def test_a_stopped_server_costs_a_deadline_and_its_late_answers_reach_nobody(ser
 
 def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
     """What was verified before is a hit; the buffers of the rest are the caller's, whatever comes after."""
-    tier = connect(server.url, call_timeout_s=1.0)
+    tier = connect(server.url, call_timeout_s=3.0)
     patient = connect(server.url)
     keys = [make_key(("big", i)) for i in range(64)]
     payload = make_payload("big", 2 * MIB)
@@ -136,19 +138,22 @@ def test_a_slow_server_is_left_alone_and_asked_again_later(
     metrics = Metrics()
     now = [0.0]
     breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])
-    tier = connect(server.url, metrics=metrics, breaker=breaker, call_timeout_s=0.2)
-    assert tier.write(items(1)) == [WriteStatus.STORED]
-    with ThreadPoolExecutor(1) as executor, server.client() as client:
-        sleeping = executor.submit(client.execute_command, "DEBUG", "SLEEP", "1.5")
-        poll(lambda: tier.lookup(KEYS[:1]) == [Status.MISS])
-        assert tier.lookup(KEYS[:1]) == [Status.MISS]
+    tier, patient = connect(server.url, metrics=metrics, breaker=breaker, call_timeout_s=0.2), connect(server.url)
+    assert patient.write(items(1)) == [WriteStatus.STORED]
+    patient.close()
+    with server.stopped():
+        for _ in range(2):
+            assert tier.lookup(KEYS[:1]) == [Status.MISS]
         for _ in range(5):
             assert tier.write(items(1)) == [WriteStatus.FAILED]
-        sleeping.result(WAIT_S)
-    assert errors(metrics, "lookup", "UnavailableError") == 2
-    assert errors(metrics, "write", "BreakerOpen") == 5
-    now[0] = 11.0
-    assert tier.lookup(KEYS[:1]) == [Status.HIT]
+        assert errors(metrics, "lookup", "UnavailableError") == 2
+        assert errors(metrics, "write", "BreakerOpen") == 5
+
+    def probe_hits() -> bool:
+        now[0] += 11.0
+        return tier.lookup(KEYS[:1]) == [Status.HIT]
+
+    poll(probe_hits)
     lines = [r.getMessage() for r in caplog.records]
     assert len([line for line in lines if "left alone" in line]) == 1
     assert len([line for line in lines if "answers again" in line]) == 1
@@ -309,7 +314,7 @@ def test_what_is_no_redis_is_a_miss_in_time(greeting: bytes, after: bytes, passw
 )
 def test_nobody_there_is_a_miss(url: str) -> None:
     metrics = Metrics()
-    tier = connect(url, metrics=metrics)
+    tier = connect(url, metrics=metrics, connect_timeout_s=2.0)
     assert tier.lookup(KEYS[:1]) == [Status.MISS]
     assert tier.write(items(1)) == [WriteStatus.FAILED]
     assert errors(metrics, "lookup", "UnavailableError") == 1

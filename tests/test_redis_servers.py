@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from certificates import Authority
+from free_port import free_port
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
@@ -25,7 +26,6 @@ from redis_rig import (
     cluster_is_whole,
     connect,
     errors,
-    free_port,
     poll,
     running_cluster,
     running_redis,
@@ -299,6 +299,8 @@ def test_sentinels_lead_to_the_new_master(tmp_path: Path) -> None:
             poll(lambda: replica.info("replication")["master_link_status"] == "up" and replica.dbsize() == NUM_BLOCKS)
             servers[0].kill()
             assert tier.write([(make_key("new"), PAYLOADS[0])]) == [WriteStatus.FAILED]
+            with redis.Redis(port=sentinel) as client:
+                client.execute_command("SENTINEL", "SET", "main", "down-after-milliseconds", "300")
             poll(lambda: tier.write([(make_key("new"), PAYLOADS[0])]) == [WriteStatus.STORED])
             assert replica.info("replication")["role"] == "master"
         assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
@@ -308,12 +310,13 @@ def test_sentinels_lead_to_the_new_master(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def running_sentinel(folder: Path, master_port: int) -> Iterator[int]:
-    """One Sentinel, without a password of its own, that decides alone, and fast; its port."""
+    """One Sentinel, without a password of its own, that decides alone; its port. Patient, until it is told to be fast:
+    a master that is a little late is not to be replaced."""
     port = free_port()
     config = folder / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor main 127.0.0.1 {master_port} 1\n"
-        f'sentinel auth-pass main "{PASSWORD}"\nsentinel down-after-milliseconds main 300\n'
+        f'sentinel auth-pass main "{PASSWORD}"\nsentinel down-after-milliseconds main 60000\n'
         "sentinel failover-timeout main 2000\n"
     )
     process = subprocess.Popen(
