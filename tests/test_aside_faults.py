@@ -51,7 +51,7 @@ def test_no_byte_comes_from_a_process_whose_call_was_answered(
     """Killed or stopped in the middle of a read, and let run again when its buffer is another block's."""
     held, metrics = tmp_path / "held", Metrics()
     held.touch()
-    process = start(arena, "scribbling", str(held), metrics=metrics, call_timeout_s=0.5)
+    process = start(arena, "scribbling", str(held), metrics=metrics, call_timeout_s=3.0)
     tier, buffer, pid = AsideTier("scribbling", process), arena.view(3), pid_of(process)
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(tier.read, [KEY], [buffer])
@@ -163,8 +163,9 @@ def test_killed_again_and_again(arena: Arena) -> None:
             for _ in range(3):
                 hits[:] = [0] * 4
                 until(are_served, "a process serves")
-                os.kill(pid_of(process), signal.SIGKILL)
-                until(lambda: process.pid is None, "the death was noticed")
+                pid = pid_of(process)
+                os.kill(pid, signal.SIGKILL)
+                until(lambda pid=pid: process.pid != pid, "the death was noticed")  # type: ignore[misc]
             hits[:] = [0] * 4
             until(are_served, "a process serves")
         finally:

@@ -34,7 +34,7 @@ SIGNALS = pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 
 def filled(folder: Path, arena: Arena, heard: Heard) -> tuple[TierProcess, AsideTier, int]:
     settings = json.dumps([str(folder), 4 * MIB])
-    process = start(arena, "disk", settings, on_event=heard, call_timeout_s=0.5)
+    process = start(arena, "disk", settings, on_event=heard, call_timeout_s=3.0)
     tier = AsideTier("disk", process)
     for i in range(len(KEYS)):
         arena.view(i)[:] = make_payload(i, BLOCK_BYTES)
@@ -47,10 +47,14 @@ def filled(folder: Path, arena: Arena, heard: Heard) -> tuple[TierProcess, Aside
 
 @SIGNALS
 def test_a_discard_without_an_answer_is_made_good(signum: signal.Signals, tmp_path: Path) -> None:
-    arena, heard = Arena(16, BLOCK_BYTES, shared=True), Heard()
-    process, tier, pid = filled(tmp_path / "disk", arena, heard)
+    """The folder is away meanwhile, so that no other process answers."""
+    arena, heard, folder = Arena(16, BLOCK_BYTES, shared=True), Heard(), tmp_path / "disk"
+    process, tier, pid = filled(folder, arena, heard)
+    suspend(pid)
+    (folder.rename(tmp_path / "away"), folder.write_text("not a folder"))
     os.kill(pid, signum)
     assert tier.discard(KEYS[:3]) == 0
+    (folder.unlink(), (tmp_path / "away").rename(folder))
     until(lambda: process.pid not in (None, pid), "another process serves")
     assert tier.lookup(KEYS) == [Status.MISS] * 3 + [Status.HIT] * 5
     assert heard.keys == set(KEYS[3:])
@@ -146,7 +150,7 @@ def test_a_reset_reaches_the_folder(state: str, tmp_path: Path) -> None:
     device = np.random.default_rng(3).integers(0, 256, (32, BLOCK_BYTES), dtype=np.uint8)
     hashes = chain(8)
     sections = {
-        "cache": {"load_deadline_s": 1.0},
+        "cache": {"load_deadline_s": 3.0},
         "pool": {"call_timeout_s": 0.5},
         "disk": {"directory": "blocks", "capacity_bytes": "16MiB"},
     }
