@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -89,6 +90,7 @@ class Rig:
         num_slots: int = 32,
         num_blocks: int = 32,
         settings: DirectorySettings | None = None,
+        lookup_deadline_s: float = PATIENCE_S,
         clock: Clock = MONOTONIC,
         tenant: TenantId = TENANT,
         namespace: NamespaceId = NAMESPACE,
@@ -112,7 +114,7 @@ class Rig:
             local_tiers=[local.name] if local else [],
             shared=shared,
             metrics=self.metrics,
-            settings=settings,
+            settings=replace(settings or DirectorySettings(), lookup_deadline_s=lookup_deadline_s),
             clock=clock,
             on_answer=self.mover.nudge,
         )

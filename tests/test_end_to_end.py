@@ -23,6 +23,18 @@ def stage(tmp_path: Path) -> Stage:
     return Stage.prepare(tmp_path, demo_model_path(), "bfloat16")
 
 
+@pytest.fixture
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engines that are to hit: what misses its deadline, they compute."""
+    for name in (
+        "CACHE__LOOKUP_DEADLINE_S",
+        "CACHE__LOAD_DEADLINE_S",
+        "POOL__CONNECT_TIMEOUT_S",
+        "POOL__CALL_TIMEOUT_S",
+    ):
+        monkeypatch.setenv(f"KVTIER__{name}", "30")
+
+
 def metric(url: str, name: str) -> float:
     """Sum over all labels of a counter in /metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
@@ -85,6 +97,7 @@ def pool(stage: Stage) -> Iterator[Service]:
         yield service
 
 
+@pytest.mark.usefixtures("_patience")
 def test_a_pool_killed_in_the_middle_of_a_fetch(stage: Stage, pool: Service) -> None:
     """Engine A fills the pool; the pool dies by SIGKILL while engine B fetches. B answers what a cacheless one does."""
     wire = Wire(pool.ready()["block"])
@@ -121,6 +134,7 @@ def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool:
         assert metric(url, "kvtier_deadlines_missed_total") + metric(url, "kvtier_io_errors_total") >= 1
 
 
+@pytest.mark.usefixtures("_patience")
 def test_blocks_survive_a_restart_of_the_pool(stage: Stage) -> None:
     """What the pool was given is on its disk after SIGTERM, and a new pool process serves it."""
     prompt = {"prompt": "the quick brown fox " * 40, "max_tokens": 1, "temperature": 0}
@@ -139,6 +153,7 @@ def test_blocks_survive_a_restart_of_the_pool(stage: Stage) -> None:
     assert first["kvtier"]["token_ids"] == second["kvtier"]["token_ids"] == other["kvtier"]["token_ids"]
 
 
+@pytest.mark.usefixtures("_patience")
 def test_the_demo(tmp_path: Path) -> None:
     """`kvtier demo` as `make demo` runs it, all but the speed, which is a benchmark's business."""
     figures, plot = tmp_path / "demo.json", tmp_path / "demo.svg"

@@ -172,7 +172,7 @@ def test_a_late_load_ends_at_its_deadline(pool: HostTier) -> None:
 def test_a_hung_lookup_is_a_miss_at_its_deadline(pool: HostTier) -> None:
     now = [0.0]
     held = Held(pool)
-    rig = Rig(held, clock=lambda: now[0], settings=DirectorySettings(max_lookups=1))
+    rig = Rig(held, clock=lambda: now[0], settings=DirectorySettings(max_lookups=1), lookup_deadline_s=1.0)
     held.lookup_gate.clear()
     ticket = rig.hierarchy.start_lookup(chain(2))
     assert rig.hierarchy.poll_lookup(ticket) is None

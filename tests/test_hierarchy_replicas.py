@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from hierarchy_rig import BLOCK_BYTES, NAMESPACE, TENANT, Held, chain, memory_tier, until
-from kvtier.hierarchy import Directory, HierarchyMetrics, InventoryLog, JobResult, Mover, Replica
+from hierarchy_rig import BLOCK_BYTES, NAMESPACE, PATIENCE_S, TENANT, Held, chain, memory_tier, until
+from kvtier.hierarchy import Directory, DirectorySettings, HierarchyMetrics, InventoryLog, JobResult, Mover, Replica
 from kvtier.keys import StoreKey
 from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
 from kvtier.transfer import Arena, HostMemoryKV
@@ -66,6 +66,7 @@ class Engine:
             local_tiers=["disk"],
             shared=self.pool,
             metrics=HierarchyMetrics(CollectorRegistry()),
+            settings=DirectorySettings(lookup_deadline_s=PATIENCE_S),
         )
 
     def step(self) -> list[JobResult]:

@@ -1,6 +1,7 @@
 """When blocks go down: from the device to host memory, and from there to the tiers below."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -217,8 +218,15 @@ class TestTowardsTiersBelow:
         rig = Rig(held, num_slots=16, settings=DirectorySettings(tier_policies={"pool": WRITE_BACK}), settle_s=0.05)
         full(rig, chain(8))
         held.gate.clear()
-        threading.Timer(0.5, held.gate.set).start()
-        rig.close()
+        with ThreadPoolExecutor(1) as other:
+
+            def open_when_counted() -> None:
+                until(lambda: rig.counter("evicted_unwritten", tier="pool") > 0 or None)
+                held.gate.set()
+
+            opening = other.submit(open_when_counted)
+            rig.close()
+            opening.result()
         written = inner.usage().num_blocks
         assert rig.counter("evicted_unwritten", tier="pool") == 8 - written > 0
         inner.close()
