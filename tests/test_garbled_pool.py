@@ -15,7 +15,7 @@ from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.wire.block import Fields, Verb
 from kvtier.wire.block_socket import FrameSocket
-from memory_link_rig import Pool, answer
+from memory_link_rig import WAIT_S, Pool, answer
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 HITS, PLACES, SLOTS = b"\1\1", struct.pack("<6Q", *range(6)), struct.pack("<2Q", 0, 1)
@@ -55,7 +55,7 @@ def test_calls_miss(tmp_path: Path, garbled: int) -> None:
     metrics = Metrics()
     access = PoolAccess(addresses=[pool.address], tenant=TENANT, token="token")
     transport = open_transport(access, metrics, connect_ahead=False)
-    tier = PoolTier(transport, TENANT, metrics=metrics, breaker=CircuitBreaker(100, 1.0), call_timeout_s=2.0)
+    tier = PoolTier(transport, TENANT, metrics=metrics, breaker=CircuitBreaker(100, 1.0), call_timeout_s=WAIT_S)
     try:
         assert tier.write([(key, bytes(4096)) for key in KEYS]) == [WriteStatus.FAILED] * 2
         assert tier.read(KEYS, [memoryview(bytearray(4096)) for _ in KEYS]) == [Status.MISS] * 2

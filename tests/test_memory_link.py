@@ -116,7 +116,7 @@ def test_an_answer_that_is_late_for_who_receives_ends_the_connection_for_all(tmp
         session = link.session_by(soon())
         hurried = session.send(Verb.PREPARE, {"lease": 1}, 1, soon())
         receiving = other.submit(session.receive, hurried, time.monotonic() + 0.3)
-        until(lambda: session._receiving)
+        until(lambda: session._receiving or receiving.done())
         _, got = link.ask(Verb.ACQUIRE, {"lease": 2}, 1, soon())
         assert got.number("lease") == 2, "asked again over a fresh connection"
         with pytest.raises(TimeoutError):

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from kvtier.tiers import memfd
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.pool import PoolTier
 from kvtier_pool.settings import PoolLimits
-from pool_rig import MIB, connect, running_pool
+from pool_rig import MIB, connect, held_bytes, running_pool, until
 
 NUM_LAYERS, NUM_PAGES, PIECE_BYTES = 6, 8, 40_000
 BLOCK_BYTES = 2 * NUM_LAYERS * PIECE_BYTES
@@ -134,7 +133,7 @@ def test_pieces_of_a_slot_that_changed_hands_are_not_reported(tmp_path: Path, mo
         def stall(key: StoreKey, into: Target, payload: memoryview) -> int:
             if not stalled.is_set():
                 stalled.set()
-                time.sleep(0.8)  # the lease is over, and the tier looks for such leases every quarter of a second
+                until(lambda: held_bytes(pool) == 0)  # the lease is over, and the tier has seen it
                 fresh = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(100, 140)]
                 assert WriteStatus.STORED in writer.write(fresh)
             return copy_checked(key, into, payload)

@@ -174,8 +174,11 @@ class TestOverADisk:
 
         files = GatedFiles(SlowFiles(direct=False))
         with core_rig(tmp_path, memory_bytes=MIB, queue_bytes=MIB // 4, files=files) as rig:
-            statuses = [rig.store(label) for label in range(200)]
+            rig.files.may_write.clear()  # else it might be faster than we are
+            statuses = [rig.store(label) for label in range(8)]
             assert WriteStatus.THROTTLED in statuses
+            rig.files.may_write.set()
+            statuses += [rig.store(label) for label in range(8, 200)]
             kept = acknowledged(statuses)
             assert rig.load(keys(kept)) == payloads(kept)
             assert rig.count("kvtier_pool_evicted_unwritten_total", tier="disk") == 0
@@ -233,8 +236,11 @@ class TestOverADisk:
             assert rig.store("a") is WriteStatus.STORED
 
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-    def test_a_disk_that_takes_nothing_refuses_nobody(self, tmp_path: Path, code: int) -> None:
+    def test_a_disk_that_takes_nothing_refuses_nobody(
+        self, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A dead one, and one that neighbours have filled: the pool is one in memory until it is back."""
+        monkeypatch.setattr("kvtier_pool.write_workers._RETRY_S", 3600.0)  # then it is given more to refuse
         faulty = FaultyFiles(OsFiles(direct=False))
         faulty.fail_next("write", code, times=10_000)
         with core_rig(

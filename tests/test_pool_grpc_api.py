@@ -136,23 +136,26 @@ def test_streams_need_a_deadline(channel: grpc.Channel, verb: str, timeout: floa
 
 
 def test_event_streams_beyond_the_limit_are_refused_and_places_come_back(address: str) -> None:
-    def opened(channel: grpc.Channel) -> bool:
-        stream = channel.unary_stream(SERVICE + "Events")(b"", metadata=CREDENTIALS, timeout=WAIT_S)
-        streams.append(stream)
-        with contextlib.suppress(grpc.FutureTimeoutError):
-            return not wait_done(stream, 0.3)
-        return True
+    def begin(channel: grpc.Channel) -> tuple[grpc.Call, threading.Event]:
+        """A stream, and whether it is over."""
+        stream, over = channel.unary_stream(SERVICE + "Events")(b"", metadata=CREDENTIALS), threading.Event()
+        if not stream.add_callback(over.set):
+            over.set()
+        return stream, over
 
-    def wait_done(stream: grpc.Call, seconds: float) -> bool:
-        done = threading.Event()
-        return not stream.add_callback(done.set) or done.wait(seconds)
+    with grpc.insecure_channel(address) as channel:
+        streams = [begin(channel) for _ in range(3)]
+        until(lambda: any(over.is_set() for _, over in streams))
+        assert [over.wait(0.1) for _, over in streams].count(True) == 1, "two of them stay, whichever came first"
+        (refused,) = (stream for stream, over in streams if over.is_set())
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with grpc.insecure_channel(address) as channel:
 
-    streams: list[grpc.Call] = []
-    with grpc.insecure_channel(address) as channel:
-        assert [opened(channel) for _ in range(3)] == [True, True, False]
-        assert streams[2].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    with grpc.insecure_channel(address) as channel:
-        until(lambda: opened(channel))
+        def is_taken() -> bool:
+            streams.append(begin(channel))
+            return not streams[-1][1].wait(0.3)
+
+        until(is_taken)
 
 
 def test_blocks_that_do_not_hold_are_refused_one_by_one(address: str, channel: grpc.Channel) -> None:

@@ -250,7 +250,7 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
         assert patient.write([(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
         into = [memoryview(bytearray(MIB)) for _ in keys]
         transport = SocketTransport(pool.block, TOKENS["red"], RED)
-        blocks = transport.read(keys, into, 1.0)
+        blocks = transport.read(keys, into, 3.0)
         next(blocks)
         with suspended(pool.process.pid):
             with pytest.raises(UnavailableError, match="in time"):

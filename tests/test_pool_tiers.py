@@ -116,9 +116,9 @@ def test_selective_writes_a_block_at_its_second_use(shared: RemoteTier) -> None:
         until(lambda: has(shared, [1, 3]))
         for _ in range(3):
             rig.load(keys([1, 3]))
-        assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="stored") == 2
         (report,) = rig.core.drain(WAIT_S)
         assert (report.num_abandoned, report.num_memory_only) == (0, 0)
+        assert rig.count("kvtier_pool_written_down_blocks_total", tier="redis", result="stored") == 2
         assert shared.lookup(keys(range(4))) == [Status.MISS, Status.HIT, Status.MISS, Status.HIT]
 
 
@@ -131,7 +131,7 @@ def test_write_back_writes_what_is_about_to_be_evicted(shared: RemoteTier) -> No
         for i in range(8, 100):
             rig.store(i)
             coldest = range(i - 29) if i >= 31 else range(0)
-            until(lambda coldest=coldest: has(shared, coldest))  # type: ignore[misc]
+            until(lambda coldest=coldest: cold_end_is_written(rig.core) and has(shared, coldest))  # type: ignore[misc]
         assert rig.load(keys(range(100))) == payloads(range(100))
         assert rig.count("kvtier_pool_evicted_unwritten_total", tier="redis") == 0
         assert shared.usage().num_blocks < 100, "what memory keeps is not written"
@@ -220,7 +220,7 @@ def test_tiers_drain_side_by_side(tmp_path: Path, shared: RemoteTier) -> None:
         rig.files.may_write.clear()
         for i in range(40):
             rig.store(i)
-        disk, redis = rig.core.drain(1.0)
+        disk, redis = rig.core.drain(3.0)
         assert (disk.num_written, disk.num_abandoned) == (0, 40)
         assert (redis.num_written, redis.num_abandoned) == (40, 0)
 
