@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def test_a_peer_is_told_round_by_round(tmp_path: Path) -> None:
             samples = in_turn(redis.subjects(op, 2), rounds=9, label=op)  # type: ignore[arg-type]
             assert all(len(of.calls_s) == 9 * 4 for of in samples.values())
         pids = redis.pids
-    assert not [pid for pid in pids if is_running(pid)]
+    await_end(pids)
 
 
 def test_a_peer_that_does_not_start_is_left_out(tmp_path: Path) -> None:
@@ -214,6 +214,13 @@ def test_a_peer_that_does_not_start_is_left_out(tmp_path: Path) -> None:
         peers, notes = start_peers([4096, 8], environments=tmp_path, logs=tmp_path, stack=stack)
     assert not peers
     assert notes[0] == "Without redis-py: ended: out of luck."
+
+
+def await_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + 60
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:
@@ -313,7 +320,7 @@ def test_sigterm_ends_a_benchmark_and_its_pool(short_folder: Path) -> None:
         bench.kill()
         bench.wait()
     assert not list(short_folder.iterdir())
-    assert not [pid for pid in pools if is_running(pid)]
+    await_end(pools)
 
 
 def pids_of(folder: str, socket_name: str) -> list[int]:

@@ -214,7 +214,7 @@ class TestTwoThreads:
     def test_have_no_more_on_their_way(self, folder: Path) -> None:
         class Crowded(OsFiles):
             lock = threading.Lock()
-            crowd = threading.Event()
+            pair, crowd = threading.Event(), threading.Event()
             num, most = 0, 0
 
             @contextmanager
@@ -225,8 +225,11 @@ class TestTwoThreads:
                 with self.lock:
                     self.num += 1
                     self.most = max(self.most, self.num)
+                    if self.num == 2:
+                        self.pair.set()
                     if self.num > 2:
                         self.crowd.set()
+                self.pair.wait(WAIT_S)
                 self.crowd.wait(0.01)  # for others that are not to come
                 yield
                 with self.lock:
@@ -246,6 +249,7 @@ class TestTwoThreads:
             assert tier.write(blocks) == [WriteStatus.STORED] * 12
             assert files.most == 2
             files.most = 0
+            files.pair.clear()
             assert None not in read_blocks(tier, keys, 256 * KIB)
             assert files.most == 2
 

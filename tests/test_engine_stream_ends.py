@@ -141,6 +141,27 @@ def _model_that_fails_after(num_steps: int) -> PacedModel:
     return model
 
 
+def test_each_token_is_sent_before_the_next_one_is_computed(tmp_path: Path) -> None:
+    model, tokens = PacedModel(), judge([1, 2, 3], 10)
+    pieces: list[str] = []
+    with served_engine(tmp_path, model) as tiny, ThreadPoolExecutor(1) as thread:
+
+        def read() -> None:
+            body = {"prompt": [1, 2, 3], "max_tokens": 10, "temperature": 0, "stream": True}
+            with tiny.client.stream("POST", "/v1/completions", json=body) as response:
+                events = (parse_event(line) for line in response.iter_lines() if line)
+                pieces.extend(event["choices"][0]["text"] for event in events if event is not None)
+
+        reading = thread.submit(read)
+        for num_tokens in range(1, 11):
+            model.permits.release()
+            whole_characters = tiny.tokenizer.decode(tokens[:num_tokens]).rstrip("\ufffd")
+            until(lambda text=whole_characters: "".join(pieces).startswith(text))  # type: ignore[misc]
+        reading.result(PATIENCE_S)
+        assert "".join(pieces) == tiny.tokenizer.decode(tokens)
+    tiny.rig.close()
+
+
 def test_what_fails_later_is_an_error_event(tmp_path: Path) -> None:
     model = _model_that_fails_after(5)
     with served_engine(tmp_path, model) as tiny:

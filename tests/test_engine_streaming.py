@@ -61,7 +61,6 @@ def test_a_streamed_completion(official: openai.OpenAI, engine: EngineProcess) -
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole["choices"][0]["text"]
     assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
     assert all(chunk.object == "text_completion" and chunk.usage is None for chunk in chunks)
-    assert len(chunks) > 10, "piece by piece"
 
 
 def test_the_real_tokenizer_streams_what_it_decodes(engine: EngineProcess) -> None:
