@@ -10,8 +10,10 @@ from torch import Tensor
 
 from engine_rig import CONFIG, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, RunningEngine, judge, prompt, rigs
 from hierarchy_rig import pool_tier
-from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
+from kvtier.config import parse_config
+from kvtier.errors import ClosedError, ConfigError, InvalidInputError, LimitExceededError
 from kvtier.tiers.base import Tier
+from kvtier_engine.assemble import assembled_engine
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.request import Completion, Sampling
@@ -44,6 +46,14 @@ def test_engine_names_the_limit_that_counts(make_rig: MakeRig, num_blocks: int) 
         engine.submit(prompt(limits.max_total_tokens), Sampling(max_tokens=1), 0.0, lambda completion: None)
     assert ("the model's own context" in str(caught.value)) == (num_blocks == 8)
     assert ("raise engine.kv_bytes" in str(caught.value)) == (num_blocks == 7)
+
+
+@pytest.mark.parametrize("tokens_per_block", [17, 512])
+def test_blocks_that_attention_was_not_tried_with_name_the_remedy(tokens_per_block: int) -> None:
+    config = parse_config({"cache": {"tokens_per_block": tokens_per_block}}, source="x", environ={})
+    words = rf"cache\.tokens_per_block: {tokens_per_block}, .*powers of two up to 256; use one of them, such as 16"
+    with pytest.raises(ConfigError, match=words), assembled_engine(config):
+        pass
 
 
 def test_engine_serves_many_threads_and_stop_cancels_the_rest(make_rig: MakeRig, pool: Tier) -> None:

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     ExternalBlockHash,
@@ -15,11 +18,14 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     resolve_block_hashes,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -32,6 +38,10 @@ from kvtier.errors import ConfigError
 
 SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
+_ALIGNED = "align"
+"""How vLLM says that it keeps states at the ends of blocks."""
+_TRIED_STATES = MambaAttentionBackendEnum.GDN_ATTN
+"""Of layers that have a state instead of KV: gated delta nets."""
 _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exactly: KV of some of their subclasses depends on more than the tokens before it."""
 MEDIA = frozenset(("image", "video", "audio", "vision_chunk"))
@@ -81,12 +91,7 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens in a block of every KV group. Raises `ConfigError` for models whose KV is of another kind."""
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in _specs_of(group.kv_cache_spec)]
-    if not specs or any(type(spec) not in _KINDS for spec in specs):
-        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-        raise ConfigError(f"kvtier keeps the KV of full and of sliding-window attention; this model has: {kinds}")
-    if any(getattr(spec, "non_causal", False) or spec.tokens_per_state != 1 for spec in specs):
-        raise ConfigError("KV that depends on tokens after it, or of several tokens as one: kvtier keeps neither")
-    require_tried(spec.kv_quant_mode for spec in specs)
+    _require_kept(config, specs)
     sizes = {int(spec.block_size) for spec in specs}
     if len(sizes) != 1:
         raise ConfigError(f"KV groups with blocks of {sorted(sizes)} tokens: kvtier needs the same in all of them")
@@ -96,14 +101,51 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     if config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
         # Before the connector hears of the step: a save under way would copy zeros under a valid key.
         raise ConfigError(
-            "vLLM's second model runner clears blocks of a KV cache of several precisions before it says so: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0, or use one --kv-cache-dtype for all layers"
+            "vLLM's second model runner clears blocks before it says so, where there is linear attention or a KV cache "
+            "of several precisions: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     require_tried_speculation(config)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
     return size
+
+
+def _require_kept(config: VllmConfig, specs: Sequence[KVCacheSpec]) -> None:
+    """Raises `ConfigError` for layers that keep something else, or in a way that this connector was not tried with."""
+    states = [spec for spec in specs if type(spec) is MambaSpec]
+    attention = [spec for spec in specs if type(spec) is not MambaSpec]
+    if not attention or any(type(spec) not in _KINDS for spec in attention):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ConfigError(
+            "kvtier keeps the KV of full and of sliding-window attention, and states of linear attention beside it; "
+            f"this model has: {kinds}"
+        )
+    if any(getattr(spec, "non_causal", False) or spec.tokens_per_state != 1 for spec in attention):
+        raise ConfigError("KV that depends on tokens after it, or of several tokens as one: kvtier keeps neither")
+    require_tried(spec.kv_quant_mode for spec in attention)
+    if states:
+        _require_tried_states(config, states, attention)
+
+
+def _require_tried_states(config: VllmConfig, states: Sequence[MambaSpec], attention: Sequence[KVCacheSpec]) -> None:
+    kinds = {spec.mamba_type for spec in states}
+    if kinds != {_TRIED_STATES} or any(type(spec) is not FullAttentionSpec for spec in attention):
+        found = sorted({kind.name for kind in kinds} | {type(spec).__name__ for spec in attention})
+        raise ConfigError(
+            "of models with linear attention or state-space layers, kvtier was tried with those that have gated delta "
+            f"nets beside full attention, such as Qwen3-Next; this model has: {', '.join(found)}"
+        )
+    if any(spec.mamba_cache_mode != _ALIGNED for spec in states):
+        raise ConfigError(
+            "vLLM keeps no state of this model's layers but the last one (mamba_cache_mode none): add "
+            "--enable-prefix-caching"
+        )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "kvtier was not tried with speculative decoding with models that have gated delta nets: leave out "
+            "--speculative-config"
+        )
 
 
 def require_safe_hashes(config: VllmConfig) -> None:
@@ -222,6 +264,50 @@ def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BoundaryState:
+    """A device block that holds a KV group's state after so many tokens of a request, once a step is computed."""
+
+    group: int
+    device_block: int
+    num_tokens: int
+
+
+def boundary_states(output: SchedulerOutput) -> dict[str, list[BoundaryState]]:
+    """States that vLLM's own prefix cache has from this step on, by request.
+
+    No later step writes to such a device block until it is freed and allocated anew.
+    """
+    of_step = output.kv_connector_block_state
+    if of_step is None:
+        return {}
+    return {
+        request_id: [BoundaryState(*state) for state in states]
+        for request_id, states in of_step.boundary_state_offloads.items()
+    }
+
+
+def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """KV groups whose layers have a state instead of KV."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return frozenset(number for number, group in groups if isinstance(_specs_of(group.kv_cache_spec)[0], MambaSpec))
+
+
+def states_of(kv_cache_config: KVCacheConfig) -> list[str]:
+    """What the states of layers are made of, by layer, shapes and dtypes: vLLM registers them as mere bytes.
+
+    Which dimension of a convolution's state comes first depends on its configuration, and the kernels that write it on
+    the processor; shapes do not show either.
+    """
+    orders = f"{is_conv_state_dim_first()} {torch.cpu.get_capabilities().get('avx512_bf16')}"
+    return [
+        f"{name} {spec.mamba_type.name} {spec.shapes} {spec.dtypes} {orders}"
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in _specs_by_layer(group)
+        if isinstance(spec, MambaSpec)
+    ]
+
+
 def publishes_events(config: VllmConfig) -> bool:
     """Whether the user wants KV events."""
     events = config.kv_events_config
@@ -250,6 +336,13 @@ def hash_inputs(request: Request, position: int, tokens_per_block: int) -> tuple
     start = position * tokens_per_block
     inputs: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, start, start + tokens_per_block, 0)[0]
     return inputs
+
+
+def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.items())
+    return [(name, spec) for name in group.layer_names]
 
 
 def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:

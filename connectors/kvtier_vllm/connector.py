@@ -62,7 +62,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if config.gateway_tenants:
             compat.require_safe_hashes(vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks)
+        of_states = compat.state_groups(kv_cache_config)
+        groups = KVGroups(len(kv_cache_config.kv_cache_groups), kv_cache_config.num_blocks, of_states)
         events: KVEvents | None = None
         if is_scheduler and compat.publishes_events(vllm_config):
             events = KVEvents(tokens_per_block, groups, compat.attention_kinds(kv_cache_config))

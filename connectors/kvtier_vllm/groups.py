@@ -1,7 +1,10 @@
-"""KV groups of hybrid models: full attention in one, sliding windows in others, all over the same device blocks.
+"""KV groups of hybrid models: full attention in one, sliding windows or states in others, over the same device blocks.
 
 Each group has KV of its own for a block of tokens, so each has a key of its own, made of the tokens' chain hash. To
 kvtier a device slot is one of vLLM's blocks as one group sees it.
+
+A group of layers with linear attention has one state instead, of all tokens up to some position. What stands for a
+block there is the state at the block's end; vLLM keeps it at some of the ends only, and what follows needs no other.
 """
 
 import hashlib
@@ -23,6 +26,13 @@ class KVGroups:
 
     num_groups: int
     num_blocks: int
+    of_states: frozenset[int] = frozenset()
+    """Those that have states instead of KV: never all of them."""
+
+    @property
+    def of_tokens(self) -> list[int]:
+        """Groups that have KV of every block."""
+        return [group for group in range(self.num_groups) if group not in self.of_states]
 
     def keys(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Of all groups, block by block. One group's are the request's own."""
@@ -37,13 +47,20 @@ class KVGroups:
         :param tables: the request's device blocks, by group. They may end before the span does.
         :param span: positions in both.
         """
-        found: list[Block] = []
-        for position in span:
-            for group, table in enumerate(tables):
-                if position < len(table) and table[position] != _NULL_BLOCK:
-                    key = keys[position] if self.num_groups == 1 else self._key(keys[position], group)
-                    found.append((key, group * self.num_blocks + table[position]))
-        return found
+        return [
+            self.block(keys[position], group, table[position])
+            for position in span
+            for group, table in enumerate(tables)
+            if position < len(table) and table[position] != _NULL_BLOCK
+        ]
+
+    def block(self, key: BlockKey, group: int, device_block: int) -> Block:
+        """What a group has of the request's block with this key: its key and device slot."""
+        return key if self.num_groups == 1 else self._key(key, group), group * self.num_blocks + device_block
+
+    def without_states(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """These tables, empty for groups of states: there, a table does not say which position a state is of."""
+        return [() if group in self.of_states else table for group, table in enumerate(tables)]
 
     def device_blocks(self, slots: Iterable[int]) -> list[int]:
         """vLLM's blocks that these device slots are in."""

@@ -35,6 +35,7 @@ def namespace_of(
     config: VllmConfig,
     groups: Sequence[Mapping[str, Tensor]],
     *,
+    states: Sequence[str] = (),
     num_blocks: int,
     tp_rank: int,
     pp_rank: int,
@@ -43,6 +44,7 @@ def namespace_of(
     """The namespace of one worker.
 
     :param groups: its paged KV, as vLLM registers it, by KV group.
+    :param states: what the states of layers are made of that have some instead of KV.
     :param tp_rank: 0 in all ranks if they hold the same.
     :param digests: folder in which digests of weights are remembered.
     """
@@ -57,7 +59,7 @@ def namespace_of(
         weights_digest=model_digest(config, digests),
         dtype=str(model.dtype),
         kv_dtype=f"{config.cache_config.cache_dtype} {first.dtype}{_quantisation(attention, layers)}",
-        physical_layout=_layout(groups, num_blocks),
+        physical_layout=_layout(groups, states, num_blocks),
         backend=f"vllm-{'.'.join(vllm.__version__.split('.')[:2])} {first.device.type} {' '.join(backends)}",
         num_layers=len(layers),
         num_kv_heads=model.get_num_kv_heads(parallel),
@@ -100,14 +102,14 @@ def _quantisation(attention: Mapping[str, Any], names: Iterable[str]) -> str:
     return f" {current_platform.fp8_dtype()} {digest.hexdigest()}" if is_quantised else ""
 
 
-def _layout(groups: Sequence[Mapping[str, Tensor]], num_blocks: int) -> str:
+def _layout(groups: Sequence[Mapping[str, Tensor]], states: Sequence[str], num_blocks: int) -> str:
     """Of a block of each group: which layers are in it, and how."""
-    described = "\n".join(
+    pages = [
         f"{number} {name} {pages_of(layer, num_blocks).layout}"
         for number, group in enumerate(groups)
         for name, layer in group.items()
-    )
-    return hashlib.sha256(described.encode()).hexdigest()
+    ]
+    return hashlib.sha256("\n".join([*pages, *states]).encode()).hexdigest()
 
 
 def model_digest(config: VllmConfig, digests: Path) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.v1.request import Request
 
 from kvtier.hierarchy import Block, JobResult
+from kvtier.keys import BlockKey
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.kv_events import KVEvents
 from kvtier_vllm.request_keys import RequestKeys
@@ -64,7 +65,16 @@ class RequestBlocks:
 
         :param tables: the request's device blocks, by group.
         """
+        return self._groups.blocks(self._keys(known, span), tables, span)
+
+    def of_state(self, known: KnownRequest, group: int, position: int, device_block: int) -> list[Block]:
+        """The one that holds a group's state at the end of the block at this position; none if that is not known."""
+        keys = self._keys(known, range(position, position + 1))
+        return [self._groups.block(key, group, device_block) for key in keys[position:]]
+
+    def _keys(self, known: KnownRequest, span: range) -> list[BlockKey]:
+        """Of the request's blocks, to the end of `span`."""
         keys = known.keys.first(span.stop)
         if self._events is not None:
             self._events.describe(known.request, self._groups.keys(keys[span.start :]), span)
-        return self._groups.blocks(keys, tables, span)
+        return keys

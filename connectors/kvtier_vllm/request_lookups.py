@@ -1,12 +1,17 @@
 """How much of a request's prefix is worth loading: asked of the directory, then of the planner."""
 
+from collections.abc import Sequence
+
 from kvtier.clock import Clock
 from kvtier.hierarchy import Directory, Planner
-from kvtier.hierarchy.planner import PENDING
+from kvtier.hierarchy.planner import PENDING, BlockStatus
+from kvtier.tiers.base import Status
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, PrefixLookup
 
 _ASK_EVERY_S = 0.005
+_HERE = frozenset((Status.HIT,))
+_HERE_SOON = frozenset((Status.HIT, Status.PENDING))
 
 
 class RequestLookups:
@@ -52,13 +57,11 @@ class RequestLookups:
             if statuses is None:
                 return None
             lookup.ticket = None
-            num_hits = self._planner.blocks_to_fetch(statuses)
-            if PENDING in statuses[num_hits : num_hits + 1] and self._is_worth_waiting(lookup):
+            tiers, is_pending = self._hit(statuses)
+            if is_pending and self._is_worth_waiting(lookup):
                 lookup.asked = range(0)
                 return None
-            # A hit is what all groups have.
-            num_hits = max(0, num_hits // self._groups.num_groups - self._num_volatile)
-            lookup.tiers = [status.tier for status in statuses[:: self._groups.num_groups][:num_hits]]
+            lookup.tiers = tiers
         return len(lookup.tiers or ())
 
     def forget(self, known: KnownRequest) -> None:
@@ -67,6 +70,30 @@ class RequestLookups:
         if lookup.ticket is not None:
             self._directory.cancel_lookup(lookup.ticket)
         lookup.asked, lookup.ticket, lookup.tiers = range(0), None, None
+
+    def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], bool]:
+        """Where each block is that is worth loading, and whether it is worth waiting for more that are on their way.
+
+        A hit is what all groups have: KV of every block, and states at the end of the last one.
+
+        :param statuses: of all groups, block by block.
+        """
+        of_tokens, num_groups = self._groups.of_tokens, self._groups.num_groups
+        blocks = [statuses[start : start + num_groups] for start in range(0, len(statuses), num_groups)]
+        kv = [block[group] for block in blocks for group in of_tokens]
+        num_kv = self._planner.blocks_to_fetch(kv)
+        num_hits = self._usable(blocks[: num_kv // len(of_tokens)], _HERE)
+        if PENDING in kv[num_kv : num_kv + 1]:
+            num_kv = next((n for n, status in enumerate(kv) if status.status is Status.MISS), len(kv))
+        num_awaited = self._usable(blocks[: num_kv // len(of_tokens)], _HERE_SOON)
+        return [block[of_tokens[0]].tier for block in blocks[:num_hits]], num_awaited > num_hits
+
+    def _usable(self, blocks: Sequence[Sequence[BlockStatus]], wanted: frozenset[Status]) -> int:
+        """How many of these blocks there are up to the last one at whose end all states have a wanted status."""
+        for num_blocks in range(len(blocks) - self._num_volatile, 0, -1):
+            if all(blocks[num_blocks - 1][group].status in wanted for group in self._groups.of_states):
+                return num_blocks
+        return 0
 
     def _is_worth_waiting(self, lookup: PrefixLookup) -> bool:
         """For a block that is on its way to a tier, e.g. because another request has begun to load it."""

@@ -1,6 +1,6 @@
 """Which blocks of requests are saved, and with which step: as they become full, and what is left when requests end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from kvtier.clock import Clock
 from kvtier.hierarchy import Block
 from kvtier.keys import BlockKey
+from kvtier_vllm.compat import BoundaryState
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 
@@ -27,8 +28,9 @@ class RequestSaves:
         self._save_answers, self._clock = save_answers, clock
         self._kv: KVCacheManager | None = None
         self.unsaved: dict[int, BlockKey] = {}
-        """By device slot, blocks of requests that have ended: saved by a step with room for them, unless one writes to
-        them before. Never more than there are slots, however often the same blocks are computed and hit."""
+        """By device slot, blocks of requests that have ended, and states: saved by a step with room for them, unless
+        one writes to them before. Never more than there are slots, however often the same blocks are computed and
+        hit."""
         self._last_saved_at = clock()
         """Or when nothing was left to save."""
 
@@ -41,16 +43,26 @@ class RequestSaves:
         """Whether to go on for what is unsaved: a tier that hangs must not keep an idle engine busy."""
         return bool(self.unsaved) and self._clock() < self._last_saved_at + _PATIENCE_S
 
-    def choose(self, computed: Iterable[tuple[KnownRequest, int]], written: set[int], room: int) -> list[Block]:
+    def choose(
+        self,
+        computed: Iterable[tuple[KnownRequest, int]],
+        states: Iterable[tuple[KnownRequest, Iterable[BoundaryState]]],
+        written: set[int],
+        room: int,
+    ) -> list[Block]:
         """As many blocks as there is room for. The others wait on the device: no better place, as long as they last.
 
         :param computed: requests of the step, and how many of their tokens are computed after it.
+        :param states: that are on the device after it, to stay there until vLLM gives their device blocks to others.
         :param written: device blocks that it writes to.
         """
         blocks: list[Block] = []
         if self.unsaved:
             for slot in self._groups.slots(written):
                 self.unsaved.pop(slot, None)
+        for known, of_request in states:
+            self.unsaved.update((slot, key) for key, slot in self._states(known, of_request))
+        if self.unsaved:
             blocks = [(key, slot) for slot, key in islice(self.unsaved.items(), room)]
             for _, slot in blocks:
                 del self.unsaved[slot]
@@ -65,7 +77,8 @@ class RequestSaves:
         # Tokens whose KV is there: all but the last one, which was not put into the model.
         request = known.request
         num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
-        blocks = self._blocks.of(known, tables, range(known.num_saved, num_full))
+        span = range(known.num_saved, num_full)
+        blocks = self._blocks.of(known, self._groups.without_states(tables), span)
         self.unsaved.update((slot, key) for key, slot in blocks)
 
     def forget(self) -> None:
@@ -87,4 +100,14 @@ class RequestSaves:
         if num_full <= known.num_saved:
             return []
         span, known.num_saved = range(known.num_saved, num_full), num_full
-        return self._blocks.of(known, self._kv.get_block_ids(known.request.request_id), span)
+        tables = self._groups.without_states(self._kv.get_block_ids(known.request.request_id))
+        return self._blocks.of(known, tables, span)
+
+    def _states(self, known: KnownRequest, states: Iterable[BoundaryState]) -> Iterator[Block]:
+        """Those at the end of a block that is to be saved."""
+        if known.params.no_store:
+            return
+        for state in states:
+            num_blocks, rest = divmod(state.num_tokens, self._size)
+            if not rest and num_blocks <= self._num_to_keep(known.request, state.num_tokens):
+                yield from self._blocks.of_state(known, state.group, num_blocks - 1, state.device_block)

@@ -21,6 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
+from kvtier_vllm.compat import boundary_states
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
@@ -198,7 +199,7 @@ class SchedulerSide:
         """What happened since the last call; None: nothing. vLLM asks when a step has its results."""
         num_blocks, seconds = self._times.end()
         if self._work is not None:
-            self._work.directory.speeds.note_computed(num_blocks * self._groups.num_groups, seconds)
+            self._work.directory.speeds.note_computed(num_blocks * len(self._groups.of_tokens), seconds)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KvtierStats()
@@ -223,7 +224,12 @@ class SchedulerSide:
             for request_id, num_tokens in computed_tokens(output)
             if request_id in self._requests
         ]
-        blocks = self._saves.choose(computed, written, directory.room_for_saves)
+        states = [
+            (self._requests[request_id], of_request)
+            for request_id, of_request in boundary_states(output).items()
+            if request_id in self._requests
+        ]
+        blocks = self._saves.choose(computed, states, written, directory.room_for_saves)
         if blocks:
             directory.save_full(blocks)
         self._note_results()

@@ -15,8 +15,11 @@ def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:
-    """Device blocks that were allocated for this step."""
-    written: set[int] = set()
+    """Device blocks that were allocated for this step, and those that it clears.
+
+    The latter may be nobody's: vLLM also clears what it gave to a request that it preempted before the step began.
+    """
+    written = set(output.new_block_ids_to_zero or ())
     for new in output.scheduled_new_reqs:
         for table in new.block_ids:
             written.update(table[new.num_computed_tokens // tokens_per_block :])

@@ -16,7 +16,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.hierarchy import ALONE, Mover, Replica
 from kvtier.hierarchy.messages import Copied, SaveBatch, decode
-from kvtier_vllm.compat import holds_the_same_in_all_ranks
+from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.groups import GroupedKV
 from kvtier_vllm.identity import DIGESTS, namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
@@ -62,6 +62,7 @@ class WorkerSide:
         namespace = namespace_of(
             self._vllm_config,
             groups,
+            states=states_of(self._kv_cache_config),
             num_blocks=num_blocks,
             tp_rank=0 if is_replicated else tp.rank_in_group,
             pp_rank=pp.rank_in_group,

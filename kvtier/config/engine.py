@@ -80,9 +80,10 @@ class EngineConfig(Section):
 class CacheConfig(Section):
     """What all tiers of an engine share."""
 
-    tokens_per_block: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 16
+    tokens_per_block: Annotated[int, Field(ge=1, le=65536)] = 16
     """Unit of hashing, sharing and transfer. Smaller hits more tokens, larger moves faster. Engines that
-    differ do not share."""
+    differ do not share. `kvtier engine` takes powers of two up to 256. In vLLM, its `--block-size` decides: leave it
+    out there."""
     batch_blocks: Count = 32
     """Blocks per transfer, or 128 MiB of them between device and host memory, if that is more. Smaller overlaps reads
     and copies better, larger has fewer round trips."""

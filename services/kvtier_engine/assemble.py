@@ -30,6 +30,8 @@ from kvtier_engine.weights import load_weights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
+_MAX_TOKENS_PER_BLOCK = 256
+"""Attention is tried and tuned with blocks of as many, and of powers of two."""
 _FOLLOW_UP_TOKENS = 16
 """So few that their attention is cut into runs of keys, wherever that is ever done."""
 
@@ -52,9 +54,11 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     Leaving the context ends requests, writes out what is queued for the tiers, and closes them. Sets
     torch's number of threads for the whole process.
 
-    :raises ConfigError: no model or an unusable one, too little memory, or what `engine_cache` raises.
+    :raises ConfigError: no model or an unusable one, blocks of a size that attention was not tried with, too little
+        memory, or what `engine_cache` raises.
     """
     section = config.engine
+    _require_block_size(config.cache.tokens_per_block)
     if section.model is None:
         raise ConfigError("engine.model: missing; name a Hugging Face folder or a GGUF file, or give --model")
     cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
@@ -119,6 +123,15 @@ def engine_of(
         gc.freeze()
         stack.callback(engine.close)
         yield engine
+
+
+def _require_block_size(tokens_per_block: int) -> None:
+    is_power_of_two = not tokens_per_block & (tokens_per_block - 1)
+    if tokens_per_block > _MAX_TOKENS_PER_BLOCK or not is_power_of_two:
+        raise ConfigError(
+            f"cache.tokens_per_block: {tokens_per_block}, but `kvtier engine` takes powers of two up to "
+            f"{_MAX_TOKENS_PER_BLOCK}; use one of them, such as 16"
+        )
 
 
 def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> PagedKV:

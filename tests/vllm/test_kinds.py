@@ -1,5 +1,6 @@
 """Which kinds of KV are kept, in which namespaces, and what is said of the others. No engine runs here."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from native_rig import engine_config
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -28,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtier.errors import ConfigError
 from kvtier.transfer import Arena
-from kvtier_vllm.compat import holds_the_same_in_all_ranks, tokens_per_block
+from kvtier_vllm.compat import holds_the_same_in_all_ranks, state_groups, states_of, tokens_per_block
 from kvtier_vllm.identity import namespace_of
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.secondary.identity import require_usable
@@ -41,6 +44,15 @@ LATENT: dict[str, Any] = DENSE | {"num_kv_heads": 1, "head_size": 576, "max_tp_s
 MLA = MLAAttentionSpec(**LATENT)
 INDEXER = MLAAttentionSpec(**LATENT | {"head_size": 132, "dtype": torch.uint8}, cache_role=SparseCacheRole.INDEXER)
 """What DeepSeek-V3.2 keeps beside: values in fp8 and their scales, one vector per token."""
+STATE: dict[str, Any] = {
+    "block_size": SIZE,
+    "shapes": ((3, 192), (1, 64, 64)),
+    "dtypes": (torch.bfloat16, torch.float32),
+    "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
+    "mamba_cache_mode": "align",
+}
+DELTA_NET = MambaSpec(**STATE)
+"""What Qwen3-Next has in most layers."""
 
 
 @pytest.fixture
@@ -60,6 +72,7 @@ KEPT: dict[str, tuple[KVCacheSpec, ...]] = {
     "fp8": (FullAttentionSpec(**DENSE | {"dtype": torch.uint8}, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
     "latent": (MLA,),
     "latent and full": (MLA, FULL),
+    "gated delta nets": (DELTA_NET, DELTA_NET, FULL),
     "latent with indexer": (UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs={"a": MLA, "b": INDEXER}),),
 }
 REFUSED: dict[str, tuple[KVCacheSpec, str]] = {
@@ -88,6 +101,29 @@ def test_what_is_refused(config: VllmConfig, spec: KVCacheSpec, told: str) -> No
         tokens_per_block(config, _groups(FULL, spec))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MambaAttentionBackendEnum if kind.name != "GDN_ATTN"])
+def test_states_of_other_kinds_are_refused(config: VllmConfig, kind: MambaAttentionBackendEnum) -> None:
+    other = MambaSpec(**STATE | {"mamba_type": kind})
+    for specs in ((FULL, other), (FULL, DELTA_NET, other)):
+        with pytest.raises(ConfigError, match=rf"gated delta nets beside full attention.*\b{kind.name}\b"):
+            tokens_per_block(config, _groups(*specs))
+
+
+def test_states_beside_other_attention_or_none_are_refused(config: VllmConfig) -> None:
+    for beside in (MLA, SlidingWindowSpec(**DENSE, sliding_window=80)):
+        with pytest.raises(ConfigError, match=f"gated delta nets beside full attention.*{type(beside).__name__}"):
+            tokens_per_block(config, _groups(FULL, DELTA_NET, beside))
+    with pytest.raises(ConfigError, match="states of linear attention beside it; this model has: MambaSpec"):
+        tokens_per_block(config, _groups(DELTA_NET))
+
+
+def test_states_that_vllm_keeps_nowhere_but_at_the_end_are_refused(config: VllmConfig) -> None:
+    """As without prefix caching; nor would blocks have one size then."""
+    last = MambaSpec(**STATE | {"mamba_cache_mode": "none", "block_size": 1024})
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        tokens_per_block(config, _groups(FULL, last))
+
+
 @pytest.mark.parametrize("kind", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused(config: VllmConfig, kind: str) -> None:
     """Ranks would have some tokens of a block each: of latent attention too, they would not hold the same."""
@@ -104,9 +140,12 @@ def test_hits_that_end_within_a_block_are_refused(config: VllmConfig) -> None:
         tokens_per_block(config, _groups(FULL))
 
 
-def test_a_runner_that_clears_blocks_too_soon_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are cleared where KV is of several precisions: a save under way would copy the zeros."""
-    of_two = _groups(FULL, FullAttentionSpec(**DENSE | {"dtype": torch.float32}))
+@pytest.mark.parametrize("other", [FullAttentionSpec(**DENSE | {"dtype": torch.float32}), DELTA_NET])
+def test_a_runner_that_clears_blocks_too_soon_is_refused(
+    config: VllmConfig, other: KVCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are cleared where KV is of several precisions, or has states beside it: a save would copy the zeros."""
+    of_two = _groups(FULL, other)
     assert of_two.needs_kv_cache_zeroing
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     assert tokens_per_block(config, of_two) == SIZE
@@ -126,6 +165,13 @@ def test_other_ways_of_drafting_tokens_are_refused(config: VllmConfig, monkeypat
         require_usable(config)
 
 
+def test_states_are_not_kept_of_drafted_tokens(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokens_per_block(config, _groups(FULL, DELTA_NET)) == SIZE
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method="ngram"))
+    with pytest.raises(ConfigError, match="with models that have gated delta nets: leave out --speculative-config"):
+        tokens_per_block(config, _groups(FULL, DELTA_NET))
+
+
 def test_below_native_offloading_the_same_is_refused(config: VllmConfig) -> None:
     config.cache_config.cache_dtype = "fp8"
     require_usable(config)
@@ -141,6 +187,11 @@ def test_only_latent_attention_holds_the_same_in_all_ranks() -> None:
     assert not holds_the_same_in_all_ranks(_groups(MLA, FULL))
     unknown = MLAAttentionSpec(**LATENT | {"max_tp_shards": None})
     assert not holds_the_same_in_all_ranks(_groups(unknown)), "vLLM does not say so"
+
+
+def test_groups_of_states_are_told_from_those_of_kv() -> None:
+    assert state_groups(_groups(FULL, MLA)) == frozenset()
+    assert state_groups(_groups(DELTA_NET, FULL, DELTA_NET)) == {0, 2}
 
 
 def test_pages_of_latent_attention_and_of_the_indexer_beside_it(config: VllmConfig) -> None:
@@ -178,13 +229,13 @@ class Engine:
             ]
         self._digests = lab.home / "digests"
 
-    def namespace(self) -> bytes:
+    def namespace(self, states: Sequence[str] = ()) -> bytes:
         # One shape and dtype for all: nothing but what is said of it shall differ.
         layers: dict[str, Tensor] = {
             f"layers.{number}.attn": torch.zeros(NUM_BLOCKS, 2, SIZE, 64, dtype=torch.uint8) for number in range(2)
         }
         described = namespace_of(
-            self.config, [layers], num_blocks=NUM_BLOCKS, tp_rank=0, pp_rank=0, digests=self._digests
+            self.config, [layers], states=states, num_blocks=NUM_BLOCKS, tp_rank=0, pp_rank=0, digests=self._digests
         )
         return bytes(described.id)
 
@@ -220,3 +271,24 @@ def test_scales_of_what_is_not_quantised_say_nothing(lab: Lab) -> None:
     known = engine.namespace()
     engine.attention[0]._k_scale.fill_(0.5)
     assert engine.namespace() == known
+
+
+def test_what_states_are_made_of_is_in_the_namespace(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it takes as many bytes: that is all that pages show."""
+
+    def namespace(**changes: object) -> bytes:
+        return fp8.namespace(states_of(_groups(FULL, MambaSpec(**STATE | changes))))
+
+    known = {fp8.namespace(), namespace()}
+    assert len(known) == 2
+    assert namespace() in known
+    for changes in (
+        {"shapes": ((192, 3), (1, 64, 64))},
+        {"shapes": ((3, 192), (2, 32, 64))},
+        {"dtypes": (torch.float16, torch.float32)},
+        {"mamba_type": MambaAttentionBackendEnum.LINEAR},
+    ):
+        assert namespace(**changes) not in known, changes
+        known.add(namespace(**changes))
+    monkeypatch.setattr("kvtier_vllm.compat.is_conv_state_dim_first", lambda: True)
+    assert namespace() not in known, "the other order of a convolution's dimensions"
