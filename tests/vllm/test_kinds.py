@@ -1,16 +1,19 @@
 """Which kinds of KV are kept, in which namespaces, and what is said of the others. No engine runs here."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_drafters
+import tiny_llama
 import torch
 from engine_lab import Lab
 from native_rig import engine_config
 from torch import Tensor
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
@@ -32,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.errors import ConfigError
 from kvtier.transfer import Arena
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, state_groups, states_of, tokens_per_block
-from kvtier_vllm.identity import namespace_of
+from kvtier_vllm.identity import model_digest, namespace_of
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.secondary.identity import require_usable
 
@@ -292,3 +295,25 @@ def test_what_states_are_made_of_is_in_the_namespace(fp8: Engine, monkeypatch: p
         known.add(namespace(**changes))
     monkeypatch.setattr("kvtier_vllm.compat.is_conv_state_dim_first", lambda: True)
     assert namespace() not in known, "the other order of a convolution's dimensions"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafters_are_told_by_their_content_wherever_they_lie(lab: Lab, tmp_path: Path, method: str) -> None:
+    make = tiny_drafters.make_eagle if method == "eagle" else tiny_llama.make
+
+    def digest(name: str, seed: int) -> bytes:
+        make(tmp_path / name, seed=seed)
+        config = engine_config(lab.model)
+        config.speculative_config = SpeculativeConfig(
+            method=method,
+            model=str(tmp_path / name),
+            num_speculative_tokens=3,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
+        return model_digest(config, lab.home / "digests")
+
+    known = digest("here", 1)
+    assert digest("there", 1) == known
+    assert digest("another", 2) != known
+    assert model_digest(engine_config(lab.model), lab.home / "digests") != known
