@@ -83,6 +83,9 @@ def test_tokens_are_equal_and_prompts_hit(
         if name == "same":
             drafted, accepted = _drafted_and_accepted(engine)
             assert drafted == accepted, "what a drafter sees of the prompt came back as it was"
+            # Its last step accepts two tokens more than it may have, and with them a block is full.
+            answers = engine.generate(PROMPTS[:1], num_tokens=18)
+            assert tokens_of(answers) == [expected[0].tokens[:18]]
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
