@@ -230,12 +230,17 @@ def require_tried(modes: Iterable[KVQuantMode]) -> None:
 def require_tried_speculation(config: VllmConfig) -> None:
     """Raises `ConfigError` for ways of drafting tokens that this connector was not tried with."""
     speculation = config.speculative_config
+    if speculation is None:
+        return
     tried = sorted(_DRAFTERS | _GUESSERS)
-    if speculation is not None and speculation.method not in tried:
+    if speculation.method not in tried:
         raise ConfigError(
             f"kvtier was not tried with speculative decoding by {speculation.method}: use one of {', '.join(tried)}, "
             "or leave out --speculative-config"
         )
+    if speculation.use_multi_module_mtp():
+        # Each module looks further ahead: KV of a block's last tokens is written again while it is being saved.
+        raise ConfigError("kvtier was not tried with several MTP modules at once: set num_speculative_tokens to 1")
 
 
 def drafter(config: VllmConfig) -> tuple[str, ModelConfig, LoadConfig] | None:

@@ -159,9 +159,17 @@ def test_a_runner_that_clears_blocks_too_soon_is_refused(
 
 
 def test_other_ways_of_drafting_tokens_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method="ngram"))
+    def drafting_by(method: str, *, use_multi_module_mtp: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(method=method, use_multi_module_mtp=lambda: use_multi_module_mtp)
+
+    monkeypatch.setattr(config, "speculative_config", drafting_by("ngram"))
     assert tokens_per_block(config, _groups(FULL)) == SIZE
-    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(method="medusa"))
+    monkeypatch.setattr(config, "speculative_config", drafting_by("mtp"))
+    assert tokens_per_block(config, _groups(FULL)) == SIZE
+    monkeypatch.setattr(config, "speculative_config", drafting_by("mtp", use_multi_module_mtp=True))
+    with pytest.raises(ConfigError, match="num_speculative_tokens to 1"):
+        tokens_per_block(config, _groups(FULL))
+    monkeypatch.setattr(config, "speculative_config", drafting_by("medusa"))
     with pytest.raises(ConfigError, match="by medusa: use one of draft_model, eagle, eagle3"):
         tokens_per_block(config, _groups(FULL))
     with pytest.raises(ConfigError, match="leave out speculative_config"):
