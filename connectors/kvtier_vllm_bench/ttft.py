@@ -32,9 +32,13 @@ class Prompts:
     vLLM's ExampleConnector keeps whole prompts but for their last block.
     """
 
-    def __init__(self, num_tokens: int, vocabulary: int) -> None:
+    def __init__(self, num_tokens: int, vocabulary: int, *, seed: int = 0) -> None:
+        """
+        :param num_tokens: of the document.
+        :param vocabulary: number of token ids.
+        """
         self._vocabulary = vocabulary
-        self._random = random.Random(num_tokens)
+        self._random = random.Random(f"{num_tokens} {seed}")
         self.question_tokens = BLOCK - num_tokens % BLOCK
         self.num_blocks = num_tokens // BLOCK
         """That a question can hit."""

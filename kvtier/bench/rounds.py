@@ -54,6 +54,12 @@ class Samples:
     cpu_s: float = 0.0
     """User and system time over all rounds."""
 
+    def extend(self, more: "Samples") -> None:
+        """Takes in further rounds of the same."""
+        self.rounds_s += more.rounds_s
+        self.calls_s += more.calls_s
+        self.cpu_s += more.cpu_s
+
     def scaled(self, factor: float) -> "Samples":
         """All times by `factor`: of one thing, where a call does many."""
         rounds_s, calls_s = ([seconds * factor for seconds in of] for of in (self.rounds_s, self.calls_s))
