@@ -46,9 +46,7 @@ def speculation(lab: Lab) -> Callable[[str], dict[str, Any]]:
         folder = lab.home / f"drafter {name}"
         if not folder.exists():
             MAKERS[name](folder)
-        is_eagle = name.startswith("eagle")  # all but never right: one token shows what more would
-        num_drafted = 1 if is_eagle else NUM_DRAFTED
-        return {"method": METHODS.get(name, name), "model": str(folder), "num_speculative_tokens": num_drafted}
+        return {"method": METHODS.get(name, name), "model": str(folder), "num_speculative_tokens": NUM_DRAFTED}
 
     return of
 
