@@ -1,6 +1,7 @@
 """What tests know of a disk tier's folder: where a block lies, how many are there."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,3 +93,39 @@ def used_bytes(folder: Path) -> int:
     """Disk space of all segments; once of a file that has two names for a moment."""
     stats = [path.stat() for path in segments(folder)]
     return sum({stat.st_ino: stat.st_size for stat in stats}.values())
+
+
+class WeighedFiles(OsFiles):
+    """Weighs the folder after each change that takes room, before the next change."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(direct=False)
+        self.seen: list[int] = []
+        """Bytes, each time."""
+        self.num_zeroed = 0
+        self._folder = folder
+        self._one_at_a_time = threading.Lock()
+
+    def create(self, path: str, nbytes: int) -> int:
+        with self._one_at_a_time:
+            fd = super().create(path, nbytes)
+            self.seen.append(used_bytes(self._folder))
+            return fd
+
+    def zero(self, fd: int, nbytes: int) -> None:
+        with self._one_at_a_time:
+            super().zero(fd, nbytes)
+            self.num_zeroed += 1
+            self.seen.append(used_bytes(self._folder))
+
+    def rename(self, path: str, new_path: str) -> None:
+        with self._one_at_a_time:
+            super().rename(path, new_path)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        with self._one_at_a_time:
+            super().truncate(fd, nbytes)
+
+    def remove(self, path: str) -> None:
+        with self._one_at_a_time:
+            super().remove(path)

@@ -1,14 +1,13 @@
 """What a disk tier keeps in the room it has: what goes first, what is moved, whose share is whose, what others get."""
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from disk_rig import used_bytes
+from disk_rig import WeighedFiles, used_bytes
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.keys import tenant_id
 from kvtier.metrics import Metrics
@@ -28,30 +27,11 @@ def open_disk(tmp_path: Path) -> Iterator[Open]:
 
 def test_files_never_take_more_than_the_capacity(tmp_path: Path, open_disk: Open) -> None:
     capacity_bytes = MIB
-    seen: list[int] = []
-    one_at_a_time = threading.Lock()
-
-    class Weighed(OsFiles):
-        """Weighs the folder after each change, before the next."""
-
-        def create(self, path: str, nbytes: int) -> int:
-            with one_at_a_time:
-                fd = super().create(path, nbytes)
-                seen.append(used_bytes(tmp_path / "disk"))
-                return fd
-
-        def truncate(self, fd: int, nbytes: int) -> None:
-            with one_at_a_time:
-                super().truncate(fd, nbytes)
-
-        def remove(self, path: str) -> None:
-            with one_at_a_time:
-                super().remove(path)
-
-    tier = open_disk(capacity_bytes, files=Weighed(direct=False))
+    files = WeighedFiles(tmp_path / "disk")
+    tier = open_disk(capacity_bytes, files=files)
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(lambda i: tier.write([block((i, j)) for j in range(3)]), range(60)))
-    assert capacity_bytes // 2 <= max(seen) <= capacity_bytes
+    assert capacity_bytes // 2 <= max(files.seen) <= capacity_bytes
     tier.check()  # what is being sealed has been cut then
     assert tier.usage().used_bytes == used_bytes(tmp_path / "disk")
     assert tier.write([(make_key("large"), bytes(capacity_bytes))]) == [WriteStatus.FULL]
