@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit gpu gpu-wheels test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
+.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -22,6 +22,18 @@ lint: .venv/dev.stamp
 unit: .venv/dev.stamp
 	KVTIER__ENGINE__NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# The kernels under the oldest Triton that may be beside them, which is that of many machines with a GPU: interpreted, and
+# compiled ahead of time. About 3 minutes.
+OLDEST_TRITON := 3.6.0
+test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON) \
+		$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_*.py tests/test_movement_*.py
+
+.venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
+	rm -rf $@ $@.part
+	$(PIP) --no-deps --target $@.part triton==$(OLDEST_TRITON) 'numpy<2.4'  # its interpreter is at odds with newer ones
+	mv $@.part $@
 
 # Needs a Docker engine at DOCKER_HOST, and docker-compose.
 test-compose: .venv/dev.stamp

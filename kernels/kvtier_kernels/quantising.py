@@ -72,4 +72,5 @@ def _from_e4m3(codes):
     normal = ((magnitude << 20) + (_BIAS << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where((codes & 0x80) != 0, -value, value)
+    # Not `-value`, of which Triton 3.6 makes 0 - value: a zero would lose its sign.
+    return (value.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
