@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier_kernels.accuracy import attention_bound, lse_bound
+from kvtier_kernels.accuracy import attention_bound, lse_bound, scoring_error
 from kvtier_kernels.reference import dequantised
+from kvtier_kernels.scoring import PLAIN, Scoring
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
 
@@ -39,6 +40,16 @@ CASES = {
 }  # fmt: skip
 
 
+SCORINGS = (
+    ("soft_cap",),
+    ("alibi_slopes",),
+    ("sinks",),
+    ("soft_cap", "sinks"),
+    ("soft_cap", "alibi_slopes", "sinks"),
+)
+"""Of what is in `Scoring`, what `scored` takes."""
+
+
 @dataclass
 class Inputs:
     query: Tensor
@@ -48,12 +59,13 @@ class Inputs:
     seq_lens: Tensor
     kv_scales: Tensor | None = None
     window: int | None = None
+    scoring: Scoring = PLAIN
 
     def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.kv_layer, self.block_tables, self.query_starts, self.seq_lens
 
     def options(self) -> dict[str, Any]:
-        return {"kv_scales": self.kv_scales, "window": self.window}
+        return {"kv_scales": self.kv_scales, "window": self.window, "scoring": self.scoring}
 
     def swapped(self, **changed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`args` with some of them replaced."""
@@ -114,22 +126,32 @@ def windowed(inputs: Inputs, window: int) -> Inputs:
     return replace(inputs, block_tables=tables, window=window)
 
 
+def scored(inputs: Inputs, *rules: str) -> Inputs:
+    """The same with scores changed by `rules`, which are names of `Scoring`'s; by numbers that matter to weights."""
+    numbers = torch.linspace(-1.0, 2.0, inputs.query.size(1))
+    every = {"soft_cap": 1.5, "alibi_slopes": torch.exp2(-3 * numbers), "sinks": 2 * numbers}
+    return replace(inputs, scoring=Scoring(**{rule: every[rule] for rule in rules}))
+
+
 def error_bound(inputs: Inputs, scale: float) -> float:
     """How far the fast path on CPU and the reference may lie apart.
 
     Scores are sums of D products in float32: each is off by at most (D + 2) u32 |q| |k| scale, which a softmax turns
     into a relative error of twice that in every weight, plus (n + 8) u32 for exp and the two sums over n keys; the
     reference has the same. In dtype u: weights, both partial results, the merge weight and the merged result are each
-    rounded once, and every one of these errors is at most u max|v|.
+    rounded once, and every one of these errors is at most u max|v|. So are what a sink leaves of a result, and the
+    factor. What `scoring` does to scores is bounded as for the kernels.
     """
     u32, unit = UNIT_ROUNDOFF[torch.float32], UNIT_ROUNDOFF[inputs.query.dtype]
     values = dequantised(inputs.kv_layer, inputs.kv_scales).nan_to_num(0)
     largest_value = values[:, 1].abs().max().item()
     largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * values[:, 0].norm(dim=-1).max().item()
     num_keys = int(inputs.seq_lens.max())
-    float32_part = 2 * (2 * (inputs.query.size(2) + 2) * largest_score + num_keys + 8) * u32
+    score_error = (inputs.query.size(2) + 2) * largest_score + scoring_error(inputs.scoring, num_keys)
+    float32_part = 2 * (2 * score_error + num_keys + 8) * u32
     quantised_part = 0.0 if inputs.kv_layer.dtype == inputs.query.dtype else (2 * largest_score + 1) * unit
-    return (float32_part + quantised_part + 5 * unit) * largest_value
+    num_roundings = 5 if inputs.scoring.sinks is None else 7
+    return (float32_part + quantised_part + num_roundings * unit) * largest_value
 
 
 def cpu_lse_error_bound(inputs: Inputs, scale: float) -> float:
@@ -142,8 +164,12 @@ def cpu_lse_error_bound(inputs: Inputs, scale: float) -> float:
 
 def kernel_error_bound(inputs: Inputs, scale: float) -> float:
     """How far the Triton kernels and the reference may lie apart."""
-    return attention_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale, kv_scales=inputs.kv_scales)
+    return attention_bound(*_bounded(inputs), scale=scale, kv_scales=inputs.kv_scales, scoring=inputs.scoring)
 
 
 def lse_error_bound(inputs: Inputs, scale: float) -> float:
-    return lse_bound(inputs.query, inputs.kv_layer, inputs.seq_lens, scale=scale, kv_scales=inputs.kv_scales)
+    return lse_bound(*_bounded(inputs), scale=scale, kv_scales=inputs.kv_scales, scoring=inputs.scoring)
+
+
+def _bounded(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs.query, inputs.kv_layer, inputs.seq_lens

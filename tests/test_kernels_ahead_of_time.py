@@ -27,6 +27,7 @@ from kvtier_kernels import row_copy as row_copy_module  # noqa: E402
 from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
+from kvtier_kernels.scoring import PLAIN, Scoring  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 from kvtier_kernels.tiles import Tile, prefill_candidates, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
@@ -62,7 +63,13 @@ def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int
 
 
 def record_quantised_prefill(
-    head_dim: int, kv_dtype: torch.dtype, chip: int, *, window: int | None = None, num_splits: int = 1
+    head_dim: int,
+    kv_dtype: torch.dtype,
+    chip: int,
+    *,
+    window: int | None = None,
+    num_splits: int = 1,
+    scoring: Scoring = PLAIN,
 ) -> Launch:
     """Queries of bfloat16; with int8 a scale per token and head, with float8 two."""
     query, kv_layer, *rest = attention_arguments(head_dim, torch.bfloat16, 300)
@@ -74,8 +81,9 @@ def record_quantised_prefill(
     capability = divmod(chip, 10)
     with recorded(prefix_prefill_module, capability) as launches, recorded(merge_states_module, capability):
         prefix_prefill_module.prefix_prefill(
-            query, kv_layer, *rest, scale=0.1, kv_scales=scales, window=window, num_splits=num_splits
-        )
+            query, kv_layer, *rest,
+            scale=0.1, kv_scales=scales, window=window, scoring=scoring, num_splits=num_splits,
+        )  # fmt: skip
     (launch,) = launches
     return launch
 
@@ -187,6 +195,24 @@ def test_prefills_read_ahead_in_wide_loads(
     assert sizes == ({"0x10", "0x8"} if chip == 80 else {"0x10"}), "keys and values must be on their way in wide loads"
     waits = {int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)}
     assert max(waits) >= 2, "keys and values of one more iteration must be on their way while one is computed"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "window", "chip"),
+    [
+        (128, torch.bfloat16, None, 90),
+        (80, torch.bfloat16, 4096, 90),
+        (256, torch.bfloat16, 4096, 90),
+        (128, torch.int8, None, 90),
+        (128, torch.bfloat16, 4096, 80),
+        (256, torch.bfloat16, 4096, 100),
+    ],
+)
+def test_prefills_with_changed_scores_spill_nothing(
+    head_dim: int, kv_dtype: torch.dtype, window: int | None, chip: int, tmp_path: Path
+) -> None:
+    scoring = Scoring(soft_cap=50.0, alibi_slopes=torch.empty(32), sinks=torch.empty(32))
+    compiled(record_quantised_prefill(head_dim, kv_dtype, chip, window=window, scoring=scoring), chip, tmp_path)
 
 
 def test_some_of_the_candidates_compile() -> None:

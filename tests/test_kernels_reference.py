@@ -6,8 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_rig import CASES, Case, Inputs, cpu_lse_error_bound, error_bound, make_inputs, quantised, windowed
-from kvtier_kernels import kv_write, kv_write_reference, paged_attention, paged_attention_reference
+from attention_rig import (
+    CASES,
+    SCORINGS,
+    Case,
+    Inputs,
+    cpu_lse_error_bound,
+    error_bound,
+    make_inputs,
+    quantised,
+    scored,
+    windowed,
+)
+from kvtier_kernels import attention_cpu, kv_write, kv_write_reference, paged_attention, paged_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["float32", "bfloat16", "float16"]
@@ -48,6 +59,16 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_log_sum_exp(case: Case, dtype: torch.dtype) -> None:
     check_with_lse(make_inputs(case, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("rules", SCORINGS, ids="-".join)
+def test_scoring(rules: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = scored(make_inputs(CASES["decode and prefill together"], dtype), *rules)
+    check_with_lse(inputs)
+    check_with_lse(windowed(inputs, 50))
+    monkeypatch.setattr(attention_cpu, "_MAX_SCORES", 30 * 9 * 70)
+    check_with_lse(inputs)
 
 
 def check_with_lse(inputs: Inputs) -> None:

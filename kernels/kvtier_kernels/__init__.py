@@ -5,6 +5,7 @@
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
+| `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
 | `merge_states`, `slot_write`, `slot_quantise` | the other Triton kernels with their launchers |
 | `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
@@ -35,10 +36,12 @@ from kvtier_kernels.reference import (
     paged_attention_reference,
     part_copy_reference,
 )
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.write import kv_write
 
 __all__ = [
+    "Scoring",
     "SharedPrefixes",
     "block_copy_reference",
     "find_shared_prefixes",

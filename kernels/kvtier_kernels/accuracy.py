@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.reference import dequantised
+from kvtier_kernels.scoring import PLAIN, Scoring
 
 _UNIT_FLOAT32 = 2.0**-23
 """Relative error of a sum or product in float32; tensor cores cut where others round to 2**-24."""
 
 
 def attention_bound(
-    query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float, kv_scales: Tensor | None = None
+    query: Tensor,
+    kv_layer: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    scoring: Scoring = PLAIN,
 ) -> float:
     """Largest difference between `prefix_prefill` or `paged_decode` and `paged_attention_reference`.
 
@@ -22,7 +29,7 @@ def attention_bound(
     sum of at most n terms: together less than (3 n + 16) u32. The reference, in float64, rounds its result. Below
     float32, weights (times the value's scale, where there is one) are rounded to u before they meet the values
     (u max|v|, and half a subnormal each where the dtype underflows, times the largest stored number), and so is the
-    result.
+    result. What `scoring` adds to the error of a score is in `scoring_error`; a sink is one more key.
 
     :param kv_layer: may hold NaN where no key is.
     """
@@ -30,7 +37,8 @@ def attention_bound(
     values = dequantised(kv_layer, kv_scales)
     largest_value, largest_stored = _largest(values[:, 1]), _largest(kv_layer[:, 1].double())
     score = _largest_score(query, values, scale)
-    float32_part = 2 * (query.size(2) + 6) * score + 3 * num_keys + 17
+    score_error = (query.size(2) + 6) * score + scoring_error(scoring, num_keys)
+    float32_part = 2 * score_error + 3 * num_keys + 17
     limits = torch.finfo(dtype)
     underflow = num_keys * limits.smallest_normal * limits.eps / 2
     rounded = (float32_part * _UNIT_FLOAT32 + 2 * limits.eps / 2) * largest_value
@@ -38,7 +46,13 @@ def attention_bound(
 
 
 def lse_bound(
-    query: Tensor, kv_layer: Tensor, seq_lens: Tensor, *, scale: float, kv_scales: Tensor | None = None
+    query: Tensor,
+    kv_layer: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    scoring: Scoring = PLAIN,
 ) -> float:
     """Likewise for the log-sum-exp.
 
@@ -47,7 +61,7 @@ def lse_bound(
     """
     num_keys = int(seq_lens.max())
     score = _largest_score(query, dequantised(kv_layer, kv_scales), scale)
-    sums = (query.size(2) + 6) * score + 3 * num_keys + 16
+    sums = (query.size(2) + 6) * score + scoring_error(scoring, num_keys) + 3 * num_keys + 16
     return (sums + 6 * (score + math.log(num_keys))) * _UNIT_FLOAT32
 
 
@@ -71,6 +85,19 @@ def merge_lse_bound(part_lse: Tensor) -> float:
     num_states, counted = part_lse.size(2), part_lse[part_lse != -math.inf]
     largest = counted.abs().amax().item() if counted.numel() else 0.0
     return (8 * num_states + 8 + 3 * (largest + math.log(num_states))) * _UNIT_FLOAT32
+
+
+def scoring_error(scoring: Scoring, num_keys: int) -> float:
+    """What `scoring` adds to the error of a score, in u32, and to what a log-sum-exp is rounded from.
+
+    Of cap * (1 - 2 / (t + 1)), t is wrong by 4 u32 for exp2 and by its exponent's error, which t / (t + 1)^2 makes
+    small: 3 u32 in all; the quotient adds 4, the sum under it 2, difference and product 3. A slope, its product with
+    the distance and the sum are rounded, and that less the peak. A sink is the score of one key more.
+    """
+    error = 0.0 if scoring.soft_cap is None else 12 * scoring.soft_cap
+    if scoring.alibi_slopes is not None:
+        error += 5 * num_keys * _largest(scoring.alibi_slopes)
+    return error if scoring.sinks is None else error + 9 * _largest(scoring.sinks) + 3
 
 
 def _largest_score(query: Tensor, values: Tensor, scale: float) -> float:

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from kvtier_kernels.scoring import PLAIN, Scoring
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """Of KV whose values are what is stored times a scale."""
@@ -101,6 +103,7 @@ def check_attention(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     max_seq_len: int | None = None,
     num_keys: int | None = None,
     lse: Tensor | None = None,
@@ -118,6 +121,7 @@ def check_attention(
     if lse is not None:
         check_lse(lse, query)
     check_rows("query", query, kv_layer)
+    scoring.check(query)
     heads, kv_heads = query.size(1), kv_layer.size(3)
     if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")

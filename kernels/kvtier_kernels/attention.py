@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention, check_index
 from kvtier_kernels.attention_cpu import attend_on_cpu
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.tiles import worth_sharing
 
@@ -18,6 +19,7 @@ def paged_attention(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     max_seq_len: int | None = None,
     num_keys: int | None = None,
     prefixes: SharedPrefixes | None = None,
@@ -47,30 +49,32 @@ def paged_attention(
         only the block stride is free; int8 needs it. For float8_e4m3fn also `[2]`, one for keys and one for values,
         or None, which stands for 1. All are positive.
     :param window: a query sees this many keys, its own and those right before; all when None.
+    :param scoring: what becomes of scores before the softmax.
     :param max_seq_len: no sequence has more keys. Only a hint for how work is split; what `block_tables` has room for
         when None.
     :param num_keys: of all sequences together. Only a hint, likewise; all have as many when None.
     :param prefixes: what `find_shared_prefixes` says of this batch, whose sequences have one query each. Only how it is
-        computed depends on it. Not used on CPU, nor with `window`.
+        computed depends on it. Not used on CPU, nor with `window` or slopes.
     :param lse: float32 `[num_tokens, num_heads]`, contiguous; takes the natural log-sum-exp of each query's scores,
-        -inf where it saw no key.
+        the sink among them; -inf where it saw no key and there is no sink.
     :returns: `[num_tokens, num_heads, head_dim]`, contiguous, of query's dtype.
     :raises ValueError: on a wrong shape, dtype, stride or device, or, on CPU, on lengths that do not fit.
     """
     if kv_layer.device.type != "cpu":
         return attend_with_triton(
             query, kv_layer, block_tables, query_starts, seq_lens,
-            scale=scale, kv_scales=kv_scales, window=window,
+            scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
             max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes, lse=lse,
         )  # fmt: skip
     check_attention(
         query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+        max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
     )  # fmt: skip
     check_index("query_starts", query_starts, (seq_lens.size(0) + 1,), kv_layer.device)
     return attend_on_cpu(
         query, kv_layer, block_tables, query_starts, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, lse=lse,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring, lse=lse,
     )  # fmt: skip
 
 
@@ -84,6 +88,7 @@ def attend_with_triton(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     max_seq_len: int | None = None,
     num_keys: int | None = None,
     prefixes: SharedPrefixes | None = None,
@@ -95,20 +100,21 @@ def attend_with_triton(
     from kvtier_kernels.prefix_prefill import prefix_prefill
     from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 
-    if prefixes is not None and window is None:
+    if prefixes is not None and window is None and scoring.alibi_slopes is None:
         return shared_prefix_decode(
-            query, kv_layer, block_tables, seq_lens, prefixes, scale=scale, kv_scales=kv_scales, lse=lse
-        )
+            query, kv_layer, block_tables, seq_lens, prefixes,
+            scale=scale, kv_scales=kv_scales, scoring=scoring, lse=lse,
+        )  # fmt: skip
     # As many queries as sequences, none without a query: one each.
     if query.size(0) == seq_lens.size(0):
         return paged_decode(
             query, kv_layer, block_tables, seq_lens,
-            scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len,
-            num_keys=num_keys, lse=lse,
+            scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+            max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
         )  # fmt: skip
     return prefix_prefill(
         query, kv_layer, block_tables, query_starts, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring, max_seq_len=max_seq_len, lse=lse,
     )  # fmt: skip
 
 

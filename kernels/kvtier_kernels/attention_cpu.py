@@ -7,10 +7,15 @@ which has no mask, the heads that share a KV head are folded into rows of querie
 read once per KV head; over the second they are expanded by stride 0. Nothing is repeated in memory.
 
 A window and quantised KV take plainer ways: a mask over the keys that some query sees, and a copy in query's dtype.
+So do scores that torch's attention does not make. A sink takes its share of what has been attended.
 """
 
 import torch
 from torch import Tensor
+
+from kvtier_kernels.scoring import Scoring
+
+_MAX_SCORES = 1 << 22
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -25,6 +30,7 @@ def attend_on_cpu(
     scale: float,
     kv_scales: Tensor | None,
     window: int | None,
+    scoring: Scoring,
     lse: Tensor | None,
 ) -> Tensor:
     """`kvtier_kernels.attention.paged_attention` for CPU tensors whose shapes have been checked there.
@@ -50,7 +56,7 @@ def attend_on_cpu(
         block_ids = block_tables[seq, first_block:num_blocks]
         seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
         keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype)[:, seen] for part in (0, 1))
-        seq_lse = _attend(query[start:stop], keys, values, scale, window, out[start:stop])
+        seq_lse = _attend(query[start:stop], keys, values, scale, window, scoring, out[start:stop])
         if lse is not None:
             lse[start:stop] = seq_lse
     return out
@@ -73,7 +79,9 @@ def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
     return gathered.flatten(0, 1).transpose(0, 1)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, out: Tensor) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring, out: Tensor
+) -> Tensor:
     """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`.
 
     Returns the log-sum-exp, `[queries, num_heads]`.
@@ -86,7 +94,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: i
     # A single query sees every key: there is no causal run.
     num_causal = num_queries if num_queries > 1 else 0
     num_seen = num_keys - num_causal
-    if window is not None:
+    if scoring.changes_scores:
+        attended, lse = _attend_scored(grouped, keys, values, scale, window, scoring)
+    elif window is not None:
         attended, lse = _attend_masked(grouped, keys, values, scale, _window_mask(num_queries, num_keys, window))
     elif not num_causal:
         attended, lse = _attend_seen(grouped, keys, values, scale)
@@ -97,6 +107,10 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: i
         new, new_lse = _attend_causal(grouped, keys[:, num_seen:], values[:, num_seen:], scale)
         weight = torch.sigmoid(new_lse - seen_lse).unsqueeze(-1).to(query.dtype)
         attended, lse = torch.lerp(seen, new, weight), torch.logaddexp(seen_lse, new_lse)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(num_kv_heads, 1, group)
+        attended = attended * torch.sigmoid(lse - sinks).unsqueeze(-1).to(query.dtype)
+        lse = torch.logaddexp(lse, sinks)
     out.view(num_queries, num_kv_heads, group, head_dim).copy_(attended.transpose(0, 1))
     return lse.transpose(0, 1).flatten(1, 2)
 
@@ -105,6 +119,30 @@ def _window_mask(num_queries: int, num_keys: int, window: int) -> Tensor:
     """`[queries, keys]`, true where the query sees the key; the last query stands at the last key."""
     distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
     return (distance >= 0) & (distance < window)
+
+
+def _attend_scored(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """As `_attend_seen`, causal, in float32, of so many queries at a time that their scores take little memory."""
+    num_kv_heads, num_queries, group, _ = query.shape
+    num_keys = keys.size(1)
+    keys, values = keys.float(), values.float()
+    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:3])
+    mask = _window_mask(num_queries, num_keys, num_keys if window is None else window)
+    step = max(1, _MAX_SCORES // (num_kv_heads * group * num_keys))
+    for first in range(0, num_queries, step):
+        some = torch.arange(first, min(first + step, num_queries))
+        scores = torch.einsum("kqgd,knd->kqgn", query[:, some].float(), keys) * scale
+        if scoring.soft_cap is not None:
+            scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+        if scoring.alibi_slopes is not None:
+            distance = (num_keys - num_queries + some)[:, None] - torch.arange(num_keys)
+            scores -= scoring.alibi_slopes.view(num_kv_heads, 1, group, 1) * distance[:, None, :]
+        scores.masked_fill_(~mask[some][:, None, :], float("-inf"))
+        out[:, some] = torch.einsum("kqgn,knd->kqgd", scores.softmax(-1), values).to(query.dtype)
+        lse[:, some] = scores.logsumexp(-1)
+    return out, lse
 
 
 def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:

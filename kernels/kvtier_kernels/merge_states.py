@@ -25,7 +25,9 @@ def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
 
 
-def merge_states(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+def merge_states(
+    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None = None, *, sinks: Tensor | None = None
+) -> None:
     """Merges the states of each row and head into `out`, and their log-sum-exps into `lse`; waits for nothing.
 
     A state whose log-sum-exp is -inf saw no key: it counts nothing, whatever is in its part. Where no state counts,
@@ -36,6 +38,7 @@ def merge_states(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | Non
     :param out: `[num_rows, num_heads, head_dim]` of any of these dtypes, contiguous; may be the memory of `parts` where
         there is one state.
     :param lse: float32 `[num_rows, num_heads]`, contiguous.
+    :param sinks: float32 `[num_heads]`, contiguous: the log-sum-exp of one more state of each head, whose part is 0.
     :raises ValueError: on a wrong shape, dtype, stride or device.
     """
     check_launchable("parts", parts, _merge_kernel)
@@ -47,12 +50,14 @@ def merge_states(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | Non
     _check("out", out, (num_rows, num_heads, head_dim), parts.device, _DTYPES)
     if lse is not None:
         _check("lse", lse, parts.shape[:2], parts.device)
+    if sinks is not None:
+        _check("sinks", sinks, parts.shape[1:2], parts.device)
     if num_rows * num_heads == 0:
         return
     columns = next_power_of_two(head_dim)
     with on_device_of(parts):
         _merge_kernel[(num_rows * num_heads,)](
-            parts, part_lse, out, lse, num_states,
+            parts, part_lse, sinks, out, lse, num_heads, num_states,
             HEAD_DIM=head_dim, STATES=merge_rows(columns), COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
@@ -100,10 +105,11 @@ def _check(
         raise ValueError(f"{name} is on {tensor.device}, what it belongs to on {device}")
 
 
-@triton.jit(do_not_specialize=["num_states"])
+@triton.jit(do_not_specialize=["num_heads", "num_states"])
 def _merge_kernel(
-    parts, part_lse, out, lse, num_states, HEAD_DIM: tl.constexpr, STATES: tl.constexpr, COLUMNS: tl.constexpr
-):
+    parts, part_lse, sinks, out, lse, num_heads, num_states,
+    HEAD_DIM: tl.constexpr, STATES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One head of one row."""
     out_row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -111,6 +117,9 @@ def _merge_kernel(
     merged = tl.zeros([COLUMNS], dtype=tl.float32)
     total = 0.0
     peak = float("-inf")
+    if sinks is not None:
+        total = 1.0
+        peak = tl.load(sinks + tl.program_id(0) % num_heads)
     for first in range(0, num_states, STATES):
         state = first + tl.arange(0, STATES)
         live = state < num_states

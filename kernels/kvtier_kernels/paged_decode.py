@@ -27,6 +27,7 @@ from kvtier_kernels.launching import (
 )
 from kvtier_kernels.merge_states import empty_states, merge_states
 from kvtier_kernels.paged_softmax import attend_keys, store_states
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim
 
 
@@ -39,6 +40,7 @@ def paged_decode(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     max_seq_len: int | None = None,
     num_keys: int | None = None,
     num_splits: int | None = None,
@@ -62,7 +64,8 @@ def paged_decode(
     check_launchable("kv_layer", kv_layer, _decode_kernel)
     check_attention(
         query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+        max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
     )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
@@ -90,15 +93,16 @@ def paged_decode(
     if num_splits == 1:
         launch_decode(
             query, kv_layer, kv_scales, block_tables, seq_lens, None, out, lse,
-            scale=scale, window=window, num_splits=1, run_keys=run_keys, tile=tile,
+            scale=scale, window=window, scoring=scoring, num_splits=1, run_keys=run_keys, tile=tile,
         )  # fmt: skip
         return out
     parts, part_lse = empty_states(query, num_splits)
     launch_decode(
         query, kv_layer, kv_scales, block_tables, seq_lens, None, parts, part_lse,
-        scale=scale, window=window, num_splits=num_splits, run_keys=run_keys, tile=tile,
+        scale=scale, window=window, scoring=scoring.without_sinks(),
+        num_splits=num_splits, run_keys=run_keys, tile=tile,
     )  # fmt: skip
-    merge_states(parts, part_lse, out, lse)
+    merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
     return out
 
 
@@ -114,6 +118,7 @@ def launch_decode(
     *,
     scale: float,
     window: int | None = None,
+    scoring: Scoring,
     num_splits: int,
     run_keys: int,
     first_state: int = 0,
@@ -135,11 +140,11 @@ def launch_decode(
     with on_device_of(query):
         _decode_kernel[(num_seqs * num_kv_heads, num_splits)](
             query, stored_values(kv_layer, capability(query.device)), kv_scales,
-            block_tables, seq_lens, own_starts, parts, part_lse,
+            block_tables, seq_lens, own_starts, scoring.alibi_slopes, scoring.sinks, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
             table_width, table_width * tokens_per_block, run_keys, first_state, parts.numel() // query.numel(),
             HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
-            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window,
+            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window, SOFT_CAP=scoring.soft_cap,
             ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -147,10 +152,11 @@ def launch_decode(
 
 @triton.jit(do_not_specialize=["table_width", "max_keys", "run_keys", "first_state", "num_states"])
 def _decode_kernel(
-    query, kv, kv_scales, block_tables, seq_lens, own_starts, out, lse,
+    query, kv, kv_scales, block_tables, seq_lens, own_starts, alibi_slopes, sinks, out, lse,
     score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, run_keys, first_state, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """out: `[num_seqs, num_heads, num_states, HEAD_DIM]`, lse: `[num_seqs, num_heads, num_states]` or None."""
     # Heads of one sequence side by side: what they read lies side by side.
@@ -193,8 +199,9 @@ def _decode_kernel(
     position = tl.zeros([ROWS], dtype=tl.int32) + (seq_len - 1)
     attended, row_lse = attend_keys(
         q, kv, kv_scales, kv_head, block_tables + seq.to(tl.int64) * table_width,
-        first, whole_from, whole_to, low, stop, position, score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES,
+        first, whole_from, whole_to, low, stop, position, head, live,
+        alibi_slopes, sinks, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
     out_rows = _state_rows(seq, head, split, first_state, num_states, NUM_KV_HEADS * GROUP)
     store_states(out, lse, out_rows, attended, row_lse, live, live, HEAD_DIM, COLUMNS)

@@ -13,20 +13,25 @@ not per element.
 import triton
 import triton.language as tl
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def attend_keys(
-    q, kv, kv_scales, kv_head, block_table, begin, all_from, all_to, low, stop, position,
+    q, kv, kv_scales, kv_head, block_table, begin, all_from, all_to, low, stop, position, head, live,
+    alibi_slopes, sinks,
     score_scale, block_stride, scales_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries over a run of keys: `[rows, COLUMNS]`, and its natural log-sum-exp, `[rows]`.
 
-    A row that saw no key gets 0 and -inf. `position`, `low` and `stop` are as in `_attend_tile`.
+    A row that saw no key gets 0, and its sink or -inf. `position`, `low` and `stop` are as in `_attend_tile`.
 
     kv: at the first key of block 0. kv_scales: with PER_KEY_SCALES at the scale of that key, else one for keys and one
     for values, or None.
+    head: `[rows]`, the query head of each row that is `live`.
+    alibi_slopes, sinks: float32 `[num_heads]`, as in `scoring.Scoring`, or None.
     begin: the first key of the run, a multiple of KEYS or the start of a block; `stop` ends it.
     all_from, all_to: keys between these, whole tiles of them, are seen by every row, and need no mask. Without WINDOW,
     `all_from` is `begin`.
@@ -39,23 +44,29 @@ def attend_keys(
     weighted = tl.zeros([q.shape[0], COLUMNS], dtype=tl.float32)
     total = tl.zeros([q.shape[0]], dtype=tl.float32)
     peak = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    slope = alibi_slopes
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head, mask=live, other=0.0) * _LOG2_E
+    if sinks is not None:
+        peak = tl.load(sinks + head, mask=live, other=0.0) * _LOG2_E
+        total += 1.0
     if WINDOW is not None:
         weighted, total, peak = _attend_run(
-            weighted, total, peak, q, kv, kv_scales, block_table, begin, all_from, low, stop, position,
+            weighted, total, peak, q, kv, kv_scales, block_table, begin, all_from, low, stop, position, slope,
             score_scale, block_stride, scales_stride,
-            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, True,
         )  # fmt: skip
     weighted, total, peak = _attend_run(
-        weighted, total, peak, q, kv, kv_scales, block_table, all_from, all_to, low, stop, position,
+        weighted, total, peak, q, kv, kv_scales, block_table, all_from, all_to, low, stop, position, slope,
         score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, False,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, False,
     )  # fmt: skip
     # For one query, once or never. Outside of a loop, the compiler would keep a second copy of q in registers that are
     # not there.
     weighted, total, peak = _attend_run(
-        weighted, total, peak, q, kv, kv_scales, block_table, all_to, stop, low, stop, position,
+        weighted, total, peak, q, kv, kv_scales, block_table, all_to, stop, low, stop, position, slope,
         score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, True,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, True,
     )  # fmt: skip
     attended, lse = _finish(weighted, total, peak)
     if kv_scales is not None and not PER_KEY_SCALES:
@@ -80,9 +91,10 @@ def store_states(out, out_lse, rows, attended, lse, written, live, HEAD_DIM: tl.
 @triton.jit
 def _attend_run(
     weighted, total, peak,
-    q, kv, kv_scales, block_table, begin, end, low, stop, position, score_scale, block_stride, scales_stride,
+    q, kv, kv_scales, block_table, begin, end, low, stop, position, slope, score_scale, block_stride, scales_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr, MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes the tiles of keys that start at `begin`, as in `attend_keys`, and before `end` into the softmax.
 
@@ -105,9 +117,9 @@ def _attend_run(
             NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, PER_KEY_SCALES,
         )  # fmt: skip
         weighted, total, peak = _attend_tile(
-            weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position,
+            weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position, slope,
             score_scale, block_stride,
-            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES, MASKED,
+            HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES, MASKED,
         )  # fmt: skip
         blocks = next_blocks
         key_scales = next_key_scales
@@ -117,10 +129,11 @@ def _attend_run(
 
 @triton.jit
 def _attend_tile(
-    weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position,
+    weighted, total, peak, q, kv, key_scales, value_scales, blocks, first_key, low, stop, position, slope,
     score_scale, block_stride,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr, MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes keys `first_key` to `first_key + KEYS` into the softmax; returns the new (weighted, total, peak).
 
@@ -130,6 +143,7 @@ def _attend_tile(
     position: `[rows]`, where the queries stand. With MASKED, a query sees the keys up to its own, the newest WINDOW
     of them where that is not None. Keys before `low` and from `stop` on, which nobody sees, are not even read: what
     is there may be NaN, which no weight of 0 would remove. Without MASKED, all keys count.
+    slope: `[rows]`, what each row's score in base 2 loses per token of distance, or None.
     score_scale: positive, times log2(e).
     """
     key = first_key + tl.arange(0, KEYS)
@@ -141,6 +155,14 @@ def _attend_tile(
     scores = tl.dot(q, tl.trans(_as_float(k, q.dtype)), input_precision="ieee")
     if PER_KEY_SCALES:
         scores *= key_scales[None, :]
+    if SOFT_CAP is not None or slope is not None:
+        scores *= score_scale
+        score_scale = 1.0
+    if SOFT_CAP is not None:
+        # tanh(x) is 1 - 2 / (exp(2 x) + 1).
+        scores = SOFT_CAP * _LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFT_CAP)) + 1.0))
+    if slope is not None:
+        scores -= slope[:, None] * (position[:, None] - key[None, :]).to(tl.float32)
     if MASKED:
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW is not None:

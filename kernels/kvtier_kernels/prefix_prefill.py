@@ -34,6 +34,7 @@ from kvtier_kernels.launching import (
 )
 from kvtier_kernels.merge_states import empty_states, merge_states
 from kvtier_kernels.paged_softmax import attend_keys, store_states
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
 
 
@@ -47,6 +48,7 @@ def prefix_prefill(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     max_seq_len: int | None = None,
     num_splits: int | None = None,
     lse: Tensor | None = None,
@@ -66,7 +68,7 @@ def prefix_prefill(
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
     check_attention(
         query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, max_seq_len=max_seq_len, lse=lse,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring, max_seq_len=max_seq_len, lse=lse,
     )  # fmt: skip
     check_attention_limits(query, kv_layer)
     num_seqs, table_width = block_tables.shape
@@ -83,7 +85,7 @@ def prefix_prefill(
     if tile is None:
         tile = prefill_tile(
             head_dim, query.element_size(), group, chip,
-            kv_bytes=kv_layer.element_size(), windowed=window is not None,
+            kv_bytes=kv_layer.element_size(), windowed=window is not None, scored=scoring.changes_scores,
         )  # fmt: skip
     check_tile(tile, query, kv_layer, chip)
     tile_tokens, room = tile.rows // group, table_width * tokens_per_block
@@ -97,18 +99,20 @@ def prefix_prefill(
     num_tiles = num_tokens // tile_tokens + num_seqs
     scales_stride = per_key_stride(kv_scales)
     parts, part_lse = (out, lse) if num_splits == 1 else empty_states(query, num_splits)
+    of_run = scoring if num_splits == 1 else scoring.without_sinks()
     with on_device_of(query):
         _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
-            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens, parts, part_lse,
+            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens,
+            of_run.alibi_slopes, of_run.sinks, parts, part_lse,
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
             table_width, room, num_seqs, num_tiles,
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            WINDOW=window, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
-            PER_KEY_SCALES=scales_stride is not None,
+            WINDOW=window, SOFT_CAP=of_run.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
+            COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if num_splits > 1 and part_lse is not None:
-        merge_states(parts, part_lse, out, lse)
+        merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
     return out
 
 
@@ -130,11 +134,11 @@ def sequence_of_tile(query_starts, tile, num_seqs, TILE_TOKENS: tl.constexpr):
 # Batches differ in these from step to step: each kind of number would be compiled for itself, in the middle of a step.
 @triton.jit(do_not_specialize=["table_width", "max_keys", "num_seqs", "num_tiles"])
 def _prefill_kernel(
-    query, kv, kv_scales, block_tables, query_starts, seq_lens, out, lse,
+    query, kv, kv_scales, block_tables, query_starts, seq_lens, alibi_slopes, sinks, out, lse,
     score_scale, query_stride, block_stride, scales_stride, table_width, max_keys, num_seqs, num_tiles,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    PER_KEY_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """out: `[num_tokens, num_heads, num_splits, HEAD_DIM]`, lse: `[num_tokens, num_heads, num_splits]` or None."""
     program = tl.program_id(0)
@@ -181,8 +185,9 @@ def _prefill_kernel(
 
     attended, row_lse = attend_keys(
         q, kv, kv_scales, kv_head, block_tables + seq.to(tl.int64) * table_width,
-        begin, all_from, all_to, low, stop, before + token, score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, KEYS, COLUMNS, PER_KEY_SCALES,
+        begin, all_from, all_to, low, stop, before + token, head, live,
+        alibi_slopes, sinks, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
     out_rows = (index * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     # What an empty run leaves in its part counts nothing.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import QUANTISED_DTYPES
 from kvtier_kernels.quantise_reference import quantise_reference, stored_reference
+from kvtier_kernels.scoring import PLAIN, Scoring
 
 
 def paged_attention_reference(
@@ -19,6 +20,7 @@ def paged_attention_reference(
     scale: float,
     kv_scales: Tensor | None = None,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float64.
@@ -39,12 +41,20 @@ def paged_attention_reference(
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].double(), keys) * scale
+        if scoring.soft_cap is not None:
+            scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
         query_positions = torch.arange(first_position, seq_len, device=query.device)[:, None]
         key_positions = torch.arange(first_key, seq_len, device=query.device)[None, :]
+        if scoring.alibi_slopes is not None:
+            scores -= scoring.alibi_slopes.double()[:, None, None] * (query_positions - key_positions)
         unseen = key_positions > query_positions
         if window is not None:
             unseen |= key_positions <= query_positions - window
         scores = scores.masked_fill(unseen, float("-inf"))
+        if scoring.sinks is not None:  # a last key that everybody sees, without a value
+            sinks = scoring.sinks.double()[:, None, None].expand(-1, stop - start, 1)
+            scores, unseen = torch.cat([scores, sinks], 2), torch.nn.functional.pad(unseen, (0, 1))
+            values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
         if lse is not None:
             lse[start:stop] = scores.logsumexp(dim=-1).t()
         weights = scores.softmax(dim=-1).masked_fill(unseen, 0.0)

@@ -23,6 +23,7 @@ from kvtier_kernels.reference import (
     merge_states_reference,
     paged_attention_reference,
 )
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.selfcheck_copies import Check, copy_checks, random_bits
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 
@@ -44,10 +45,16 @@ class _Batch:
     scale: float
     kv_scales: Tensor | None = None
     window: int | None = None
+    scoring: Scoring = PLAIN
 
     def options_on(self, device: torch.device) -> dict[str, Any]:
         scales = None if self.kv_scales is None else _strided(self.kv_scales).to(device)[:, 1]
-        return {"scale": self.scale, "kv_scales": scales, "window": self.window}
+        return {
+            "scale": self.scale,
+            "kv_scales": scales,
+            "window": self.window,
+            "scoring": self.scoring.to(device),
+        }
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         index = (self.block_tables, self.query_starts, self.seq_lens)
@@ -137,10 +144,16 @@ def _windowed(batch: _Batch, window: int = 70) -> _Batch:
     return replace(batch, block_tables=tables, window=window)
 
 
+def _scored(batch: _Batch) -> _Batch:
+    numbers = torch.linspace(-1.0, 2.0, batch.query.size(1))
+    return replace(batch, scoring=Scoring(soft_cap=1.5, alibi_slopes=torch.exp2(-3 * numbers), sinks=2 * numbers))
+
+
 VARIANTS: dict[str, Callable[[_Batch], _Batch]] = {
     "window": _windowed,
     "int8": lambda batch: _quantised(batch, torch.int8),
     "float8 window": lambda batch: _windowed(_quantised(batch, torch.float8_e4m3fn)),
+    "soft cap, slopes, sinks": _scored,
 }
 
 
@@ -199,12 +212,17 @@ def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
     tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
     expected_lse = torch.full(batch.query.shape[:2], math.nan)
     expected = paged_attention_reference(
-        *tensors, scale=batch.scale, kv_scales=batch.kv_scales, window=batch.window, lse=expected_lse
+        *tensors,
+        scale=batch.scale,
+        kv_scales=batch.kv_scales,
+        window=batch.window,
+        scoring=batch.scoring,
+        lse=expected_lse,
     )
     bounded = batch.query, batch.kv_layer, batch.seq_lens
-    bound = attention_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
-    return _within("output", out, expected, bound) or _within(
-        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, scale=batch.scale, kv_scales=batch.kv_scales)
+    options: dict[str, Any] = {"scale": batch.scale, "kv_scales": batch.kv_scales, "scoring": batch.scoring}
+    return _within("output", out, expected, attention_bound(*bounded, **options)) or _within(
+        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, **options)
     )
 
 

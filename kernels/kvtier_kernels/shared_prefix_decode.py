@@ -30,6 +30,7 @@ from kvtier_kernels.merge_states import empty_states, merge_states
 from kvtier_kernels.paged_decode import launch_decode
 from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.prefix_prefill import sequence_of_tile
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim, shared_prefix_tile
 
@@ -43,6 +44,7 @@ def shared_prefix_decode(
     *,
     scale: float,
     kv_scales: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     num_splits: tuple[int, int] | None = None,
     lse: Tensor | None = None,
     tile: Tile | None = None,
@@ -59,7 +61,9 @@ def shared_prefix_decode(
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
     check_launchable("kv_layer", kv_layer, _shared_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, lse=lse)
+    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, scoring=scoring, lse=lse)
+    if scoring.alibi_slopes is not None:
+        raise ValueError("alibi_slopes given: sequences of a group stand at different tokens; use paged_decode")
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
     if seq_lens.size(0) != num_seqs or prefixes.num_seqs != num_seqs:
@@ -91,13 +95,14 @@ def shared_prefix_decode(
     parts, part_lse = empty_states(query, num_shared + num_own)
     _launch_shared(
         query, kv_layer, kv_scales, block_tables, prefixes, parts, part_lse,
-        scale=scale, num_splits=num_shared, run_keys=shared_run, tile=tile,
+        scale=scale, soft_cap=scoring.soft_cap, num_splits=num_shared, run_keys=shared_run, tile=tile,
     )  # fmt: skip
     launch_decode(
         query, kv_layer, kv_scales, block_tables, seq_lens, prefixes.own_starts, parts, part_lse,
-        scale=scale, num_splits=num_own, run_keys=own_run, first_state=num_shared, tile=own_tile,
+        scale=scale, scoring=scoring.without_sinks(), num_splits=num_own, run_keys=own_run,
+        first_state=num_shared, tile=own_tile,
     )  # fmt: skip
-    merge_states(parts, part_lse, out, lse)
+    merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
     return out
 
 
@@ -122,6 +127,7 @@ def _launch_shared(
     part_lse: Tensor,
     *,
     scale: float,
+    soft_cap: float | None,
     num_splits: int,
     run_keys: int,
     tile: Tile,
@@ -139,7 +145,7 @@ def _launch_shared(
             scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
             block_tables.size(1), prefixes.num_groups, run_keys, parts.size(2),
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
+            SOFT_CAP=soft_cap, TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -150,7 +156,7 @@ def _shared_kernel(
     query, kv, kv_scales, block_tables, members, group_starts, group_keys, parts, part_lse,
     score_scale, query_stride, block_stride, scales_stride, table_width, num_groups, run_keys, num_states,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, TILE_SEQS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     PER_KEY_SCALES: tl.constexpr,
 ):  # fmt: skip
     """A run of keys for a tile of a group's sequences, numbered as `prefix_prefill` numbers its tiles of queries."""
@@ -190,7 +196,8 @@ def _shared_kernel(
     position = tl.zeros([ROWS], dtype=tl.int32) + num_keys
     attended, row_lse = attend_keys(
         q, kv, kv_scales, kv_head, block_table,
-        begin, begin, whole, begin, stop, position, score_scale, block_stride, scales_stride,
-        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, KEYS, COLUMNS, PER_KEY_SCALES,
+        begin, begin, whole, begin, stop, position, head, live,
+        None, None, score_scale, block_stride, scales_stride,
+        HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, None, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
     store_states(parts, part_lse, out_rows, attended, row_lse, live, live, HEAD_DIM, COLUMNS)

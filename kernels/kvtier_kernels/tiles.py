@@ -80,6 +80,7 @@ def prefill_tile(
     *,
     kv_bytes: int | None = None,
     windowed: bool = False,
+    scored: bool = False,
 ) -> Tile:
     """For `prefix_prefill`.
 
@@ -92,6 +93,7 @@ def prefill_tile(
     :param capability: of the chip, e.g. (9, 0). Those of 8.6, 8.9 and 12 have half the shared memory.
     :param kv_bytes: of a stored key's element, `element_bytes` when None. Converting fewer bytes takes registers.
     :param windowed: there is a sliding window, whose loop takes registers as well.
+    :param scored: scores are capped, or fall with distance, which does, too.
     """
     least_rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
@@ -107,7 +109,7 @@ def prefill_tile(
     if columns <= 64:
         keys = 64 if hopper or not converts else 32
     elif columns <= 128 and hopper:
-        keys = 64 if converts or windowed else 128
+        keys = 64 if converts or windowed or scored else 128
     elif columns <= 128:
         scarce = converts or (not asynchronous and (windowed or head_dim != columns))
         keys = 64 if roomy and not scarce else 32

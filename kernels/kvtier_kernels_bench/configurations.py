@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtier_kernels.merge_states import merge_two_states
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
+from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.slot_write import write_slots
@@ -23,6 +24,12 @@ from kvtier_kernels_bench.shapes import Batch
 _Heads = tuple[int, int, int]
 HEADS: tuple[_Heads, ...] = ((32, 8, 128), (32, 8, 64), (14, 2, 64), (8, 1, 256))
 """Query heads, KV heads, head dimension: Llama 3's, smaller models', a group that is no power of two, wide heads."""
+_SCORINGS: tuple[tuple[str, _Heads, Scoring], ...] = (
+    ("soft cap", HEADS[-1], Scoring(soft_cap=50.0)),
+    ("slopes", HEADS[0], Scoring(alibi_slopes=torch.empty(HEADS[0][0]))),
+    ("sinks", HEADS[1], Scoring(sinks=torch.empty(HEADS[1][0]))),
+)
+"""What Gemma 2, models with ALiBi and gpt-oss do to scores, with heads like theirs."""
 _NUM_SEQS, _TOKENS_PER_BLOCK, _DTYPE = 5, 16, torch.bfloat16
 
 
@@ -52,6 +59,10 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
         name = f"heads 32/8x128 {str(kv_dtype).removeprefix('torch.')}"
         yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, HEADS[0], kv_dtype=kv_dtype))
         yield Configuration(f"paged_decode {name}", True, partial(_decode, HEADS[0], kv_dtype=kv_dtype))
+    for name, heads, scoring in _SCORINGS:
+        name = f"heads {heads[0]}/{heads[1]}x{heads[2]} {name}"
+        yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, heads, scoring=scoring))
+        yield Configuration(f"paged_decode {name}", True, partial(_decode, heads, scoring=scoring))
     yield Configuration("merge_two_states", True, _merge_two_states)
     yield Configuration("kv_write", True, _write)
     for name, launch in copy_launches():
@@ -73,24 +84,28 @@ def _batch(heads: _Heads, num_tokens: int, kv_dtype: torch.dtype = _DTYPE) -> tu
     return Batch(query, kv, tables, starts, torch.full((_NUM_SEQS,), 50)), scales
 
 
-def _prefill(heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE) -> list[Launch]:
+def _prefill(
+    heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
+) -> list[Launch]:
     of, scales = _batch(heads, 300, kv_dtype)
     with _launched(chip) as launches:
         prefix_prefill(
             of.query, of.kv_layer, of.block_tables, of.query_starts, of.seq_lens,
-            scale=0.1, kv_scales=scales, tile=tile,
+            scale=0.1, kv_scales=scales, scoring=scoring, tile=tile,
         )  # fmt: skip
     return launches
 
 
-def _decode(heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE) -> list[Launch]:
+def _decode(
+    heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
+) -> list[Launch]:
     """Without splits, with splits, and what merges them."""
     of, scales = _batch(heads, _NUM_SEQS, kv_dtype)
     with _launched(chip) as launches:
         for num_splits in (1, 4):
             paged_decode(
                 of.query, of.kv_layer, of.block_tables, of.seq_lens,
-                scale=0.1, kv_scales=scales, num_splits=num_splits, tile=tile,
+                scale=0.1, kv_scales=scales, scoring=scoring, num_splits=num_splits, tile=tile,
             )  # fmt: skip
     return launches
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from attention_rig import (
     CASES,
+    SCORINGS,
     Case,
     Inputs,
     kernel_error_bound,
     lse_error_bound,
     make_inputs,
     quantised,
+    scored,
     windowed,
 )
 from kvtier_kernels import paged_attention_reference
@@ -149,6 +151,38 @@ def test_windows(window: int, tokens_per_block: int) -> None:
     check(ones, *decode(ones, 0.2, num_splits=3), 0.2)
 
 
+@pytest.mark.parametrize(("rules", "num_splits"), [*((rules, 1) for rules in SCORINGS), (SCORINGS[-1], 3)])
+def test_scoring(rules: tuple[str, ...], num_splits: int) -> None:
+    """Heads are no power of two: rows that stand for none of them have neither slope nor sink."""
+    case = Case((40, 1, 5), (150, 40, 5), num_heads=6, num_kv_heads=2, head_dim=48)
+    for queries, attend in (((40, 1, 5), prefill), ((1, 1, 1), decode)):
+        inputs = make_inputs(dataclasses.replace(case, query_lens=queries), torch.float32)
+        options = {"tile": Tile(32, 32, 4, 1)} if attend is prefill else {}
+        for batch in (inputs, windowed(inputs, 30), quantised(inputs, torch.int8, per_key=True)):
+            changed = scored(batch, *rules)
+            check(changed, *attend(changed, 0.3, num_splits=num_splits, **options), 0.3)
+
+
+def test_scores_of_any_size_are_capped() -> None:
+    """Of one so large, exp is infinite; of its negative, 0."""
+    inputs = scored(make_inputs(TWO_LENGTHS, torch.float32), "soft_cap")
+    inputs = dataclasses.replace(inputs, query=inputs.query * 1e4)
+    out, lse = prefill(inputs, 0.2)
+    assert out.isfinite().all()
+    assert lse.abs().max().item() <= 1.5 + math.log(90) + 1e-5
+
+
+def test_a_query_without_keys_sees_its_sink() -> None:
+    inputs = scored(make_inputs(Case((6, 2), (6, 9)), torch.float32), "sinks")
+    inputs.seq_lens[0] = 4
+    for num_splits in (1, 3):
+        out, lse = prefill(inputs, 0.125, num_splits=num_splits)
+        assert torch.equal(out[:2], torch.zeros_like(out[:2]))
+        assert inputs.scoring.sinks is not None
+        assert (lse[:2] - inputs.scoring.sinks).abs().max().item() < 1e-6
+        check(inputs, out, lse, 0.125)
+
+
 def in_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What launchers allocate holds NaN, as memory that was used before may."""
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, math.nan, **options))
@@ -197,9 +231,10 @@ def cases(draw: st.DrawFn) -> Case:
     kv=st.sampled_from([None, *QUANTISED.values()]),
     window=st.none() | st.integers(1, 120),
     num_splits=st.sampled_from([None, 1, 3]),
+    rules=st.sampled_from([(), *SCORINGS]),
 )
 def test_any_batch_agrees_with_the_reference(
-    case: Case, dtype: torch.dtype, kv: Any, window: int | None, num_splits: int | None
+    case: Case, dtype: torch.dtype, kv: Any, window: int | None, num_splits: int | None, rules: tuple[str, ...]
 ) -> None:
     scale, ones = case.head_dim**-0.5, dataclasses.replace(case, query_lens=(1,) * len(case.seq_lens))
     for batch, attend in ((case, prefill), (ones, decode)):
@@ -207,7 +242,7 @@ def test_any_batch_agrees_with_the_reference(
         if kv is not None:
             quantised_inputs = quantised(inputs, kv[0], per_key=kv[1])
             inputs = dataclasses.replace(quantised_inputs, query=inputs.query.to(dtype))
-        inputs = inputs if window is None else windowed(inputs, window)
+        inputs = scored(inputs if window is None else windowed(inputs, window), *rules)
         check(inputs, *attend(inputs, scale, num_splits=num_splits), scale)
 
 

@@ -53,6 +53,18 @@ def test_states_are_merged(shape: tuple[int, int, int, int], dtype: torch.dtype)
         assert torch.equal(out, again)
 
 
+def test_a_sink_is_a_state_of_nothing() -> None:
+    parts, part_lse = make_states((2, 3, 33, 128), torch.float32)
+    sinks = torch.tensor([-200.0, 0.0, 150.0])
+    out, lse = torch.full((2, 3, 128), math.nan), torch.full((2, 3), math.nan)
+    merge_states(parts, part_lse, out, lse, sinks=sinks)
+    with_sinks = torch.cat([part_lse, sinks[:, None].expand(2, 3, 1)], 2)
+    check(out, lse, torch.nn.functional.pad(parts, (0, 0, 0, 1)), with_sinks)
+    for wrong in (sinks[:2], sinks.double(), sinks.to("meta")):
+        with pytest.raises(ValueError, match="sinks"):
+            merge_states(parts, part_lse, out, lse, sinks=wrong)
+
+
 def test_attention_over_runs_of_keys_is_attention_over_all() -> None:
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(4, 3, 90, generator=generator).double() * 5

@@ -13,6 +13,7 @@ from kvtier_kernels import paged_attention
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.slot_write import write_slots
 from kvtier_kernels.tiles import Tile
 from kvtier_kernels.write import kv_write
@@ -107,6 +108,20 @@ def test_scales_of_quantised_kv() -> None:
     )
     plain = make_inputs(CASES["decode"], torch.float32)
     refuses("float32 has none", prefix_prefill, *plain.args(), scale=1.0, kv_scales=per_key)
+
+
+def test_scoring() -> None:
+    good = make_inputs(CASES["decode"], torch.float32)
+    refused = {
+        "soft_cap is 0.0: needs to be positive": Scoring(soft_cap=0.0),
+        "soft_cap is nan": Scoring(soft_cap=math.nan),
+        r"alibi_slopes .* needs contiguous float32 \[9\]": Scoring(alibi_slopes=torch.ones(3)),
+        "sinks .* needs contiguous float32": Scoring(sinks=torch.ones(9, dtype=torch.bfloat16)),
+        "sinks is on meta, query on cpu": Scoring(sinks=torch.ones(9, device="meta")),
+    }
+    for words, scoring in refused.items():
+        refuses(words, prefix_prefill, *good.args(), scale=0.125, scoring=scoring)
+        refuses(words, paged_attention, *good.args(), scale=0.125, scoring=scoring)
 
 
 def test_decode() -> None:

@@ -36,7 +36,7 @@ def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.bfloat16, torch.float32))
     checks = dict(selfcheck.run_checks(CPU, longest=70))
-    assert len(checks) == 2 * 7 + 2 * 3 + NUM_COPY_CHECKS
+    assert len(checks) == 2 * 7 + 2 * 4 + NUM_COPY_CHECKS
     assert set(checks.values()) == {""}
 
 

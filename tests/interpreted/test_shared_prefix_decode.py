@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_rig import Case, Inputs, kernel_error_bound, lse_error_bound, make_inputs, quantised
+from attention_rig import Case, Inputs, kernel_error_bound, lse_error_bound, make_inputs, quantised, scored
 from kvtier_kernels import paged_attention_reference
 from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 from kvtier_kernels.shared_prefixes import SharedPrefixes
@@ -129,6 +129,12 @@ def test_quantised_keys_agree_with_the_reference(dtype: torch.dtype, per_key: bo
     check(inputs, *attend(inputs, 0.125, kv_scales=inputs.kv_scales, num_splits=(2, 1)), 0.125)
 
 
+@pytest.mark.parametrize("rules", [("soft_cap",), ("sinks",), ("soft_cap", "sinks")], ids="-".join)
+def test_scoring(rules: tuple[str, ...]) -> None:
+    inputs = scored(make_shared(CASES["two groups and one alone"], torch.float32), *rules)
+    check(inputs, *attend(inputs, 0.3, scoring=inputs.scoring, num_splits=(2, 3)), 0.3)
+
+
 def test_any_tile_gives_the_same() -> None:
     inputs = make_shared(CASES["two groups and one alone"], torch.float32)
     for tile in (Tile(16, 128, 4, 1), Tile(128, 32, 4, 1)):
@@ -163,7 +169,9 @@ def test_what_does_not_fit_is_refused() -> None:
     fewer = SharedPrefixes.of(tables[:2], lens[:2], 16)
     away = dataclasses.replace(prefixes, index=prefixes.index.to("meta"))
     wide = torch.zeros(3, 2, 4, 1, 264)
+    sloping = {"scoring": scored(inputs, "alibi_slopes").scoring}
     refused: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("alibi_slopes given: .*; use paged_decode", (query, kv_layer, tables, lens, prefixes), sloping),
         ("3 queries, 3 sequences, prefixes of 2: ", (query, kv_layer, tables, lens, fewer), {}),
         ("2 queries, 3 sequences, prefixes of 3: ", (query[:2], kv_layer, tables, lens, prefixes), {}),
         ("prefixes are on meta, query on cpu", (query, kv_layer, tables, lens, away), {}),
