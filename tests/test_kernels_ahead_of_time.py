@@ -29,7 +29,7 @@ from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.scoring import PLAIN, Scoring  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
-from kvtier_kernels.tiles import Tile, prefill_candidates, shared_limit_bytes  # noqa: E402
+from kvtier_kernels.tiles import prefill_candidates, shared_limit_bytes  # noqa: E402
 from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
 
 CHIPS = [80, 90]
@@ -258,9 +258,8 @@ def test_wide_groups_take_no_more_shared_memory_than_foreseen(heads: int, head_d
         record_prefill(head_dim, torch.bfloat16, chip, heads=heads, kv_heads=1),
         record_decode(head_dim, torch.bfloat16, chip, heads=heads, kv_heads=1)[0],
     ):
-        tile = Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options)
         shared = compile_launch(launch, chip).metadata.shared
-        assert shared <= tile.shared_bytes(launch.arguments["COLUMNS"], 2) <= SHARED_LIMIT_BYTES[chip]
+        assert shared <= launch.tile.shared_bytes(launch.arguments["COLUMNS"], 2) <= SHARED_LIMIT_BYTES[chip]
 
 
 @pytest.mark.parametrize(("chip", "dtype"), [(90, torch.float32), (86, torch.bfloat16)], ids=["sm_90", "sm_86"])
@@ -325,6 +324,14 @@ def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int
     ptx = compiled(launches[0], chip, tmp_path)
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
     assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_products_and_sums_are_fused_whatever_triton_does_by_itself(by_default: bool) -> None:
+    with triton.knobs.language.scope():
+        triton.knobs.language.default_fp_fusion = by_default
+        for launch in record_decode(64, torch.bfloat16, 90):
+            assert "fma.rn.f32" in compile_launch(launch, 90).asm["ptx"]
 
 
 def test_batches_that_differ_share_compiled_kernels() -> None:

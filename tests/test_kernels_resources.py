@@ -103,4 +103,4 @@ def test_candidates_are_configurations_too() -> None:
     (candidate,) = [of for of in configurations(candidates=1) if of.name == "paged_decode heads 32/8x128 candidate 1"]
     (launch,) = candidate.record(90)
     default = decode_tile(128, 2, 4, (9, 0))
-    assert Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options) != default
+    assert launch.tile != default

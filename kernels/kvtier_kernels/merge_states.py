@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.launching import check_launchable, on_device_of
+from kvtier_kernels.launching import FUSE, check_launchable, on_device_of
 from kvtier_kernels.tiles import merge_rows, next_power_of_two
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,8 @@ def merge_states(
     with on_device_of(parts):
         _merge_kernel[(num_rows * num_heads,)](
             parts, part_lse, sinks, out, lse, num_heads, num_states,
-            HEAD_DIM=head_dim, STATES=merge_rows(columns), COLUMNS=columns, num_warps=4,
+            HEAD_DIM=head_dim, STATES=merge_rows(columns), COLUMNS=columns,
+            num_warps=4, enable_fp_fusion=FUSE,
         )  # fmt: skip
 
 
@@ -84,8 +85,9 @@ def merge_two_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None
     rows = merge_rows(columns)
     with on_device_of(a):
         _merge_two_kernel[(triton.cdiv(num_rows, rows),)](
-            a, a_lse, b, b_lse, num_rows, HEAD_DIM=head_dim, ROWS=rows, COLUMNS=columns, num_warps=4
-        )
+            a, a_lse, b, b_lse, num_rows,
+            HEAD_DIM=head_dim, ROWS=rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=FUSE,
+        )  # fmt: skip
 
 
 def _check(

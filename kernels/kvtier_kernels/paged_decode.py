@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
+    FUSE,
     capability,
     check_attention_limits,
     check_block_ids,
@@ -146,7 +147,7 @@ def launch_decode(
             HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
             TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window, SOFT_CAP=scoring.soft_cap,
             ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention, check_index
 from kvtier_kernels.launching import (
+    FUSE,
     capability,
     check_attention_limits,
     check_block_ids,
@@ -109,7 +110,7 @@ def prefix_prefill(
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
             WINDOW=window, SOFT_CAP=of_run.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
             COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
         )  # fmt: skip
     if num_splits > 1 and part_lse is not None:
         merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)

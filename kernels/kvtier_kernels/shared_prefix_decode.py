@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention
 from kvtier_kernels.launching import (
+    FUSE,
     capability,
     check_attention_limits,
     check_block_ids,
@@ -147,7 +148,7 @@ def _launch_shared(
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
             SOFT_CAP=soft_cap, TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
             PER_KEY_SCALES=scales_stride is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
         )  # fmt: skip
 
 

@@ -23,11 +23,12 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
 import kvtier_kernels as package
+from kvtier_kernels.tiles import Tile
 
 _PREFIX = f"{package.__name__}."
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one block may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
-OPTIONS = {"num_warps", "num_stages"}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Launch:
     def name(self) -> str:
         """The kernel's, as its module has it."""
         return str(self.kernel.__name__)
+
+    @property
+    def tile(self) -> Tile:
+        """Of an attention kernel."""
+        arguments, options = self.arguments, self.options
+        return Tile(arguments["ROWS"], arguments["KEYS"], options["num_warps"], options["num_stages"])
 
 
 @dataclass

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import triton
 
-from kvtier_kernels.tiles import Tile
 from kvtier_kernels_bench.candidates import label
 from kvtier_kernels_bench.compiling import SHARED_LIMIT_BYTES, Launch, compile_launch, usage_of
 from kvtier_kernels_bench.configurations import Configuration, configurations
@@ -70,8 +69,7 @@ def _compiled(configuration: Configuration, launch: Launch, chip: int) -> Resour
     usage = usage_of(kernel)
     name = configuration.name
     if "ROWS" in launch.arguments and "KEYS" in launch.arguments:
-        tile = Tile(launch.arguments["ROWS"], launch.arguments["KEYS"], **launch.options)
-        name = f"{name} {label(tile)}"
+        name = f"{name} {label(launch.tile)}"
     return Resources(
         kernel=launch.name,
         configuration=name,
