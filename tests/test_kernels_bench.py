@@ -5,8 +5,12 @@ Those whose kernels the interpreter can do are in `tests/interpreted`.
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 import zipfile
 from importlib.metadata import distribution, distributions
 from pathlib import Path
@@ -18,9 +22,9 @@ import torch
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier_kernels_bench import __main__ as command
-from kvtier_kernels_bench import part_checks, part_copies
+from kvtier_kernels_bench import launch_all, part_checks, part_copies, part_decode, part_prefill, part_spill, timing
 from kvtier_kernels_bench.parts import GRACE_S, PARTS, TOTAL_S, Part
-from kvtier_kernels_bench.rows import pack, prefill_flops, row, unpack
+from kvtier_kernels_bench.rows import disagreement, pack, prefill_flops, row, unpack
 from kvtier_kernels_bench.runner import Outcome, run_parts
 from kvtier_kernels_bench.setting import Setting
 from kvtier_kernels_bench.shapes import TINY, dense, paged, unpaged
@@ -65,6 +69,40 @@ def test_turns_alternate_until_the_time_is_over() -> None:
     assert order == ["a", "b"] * 4, "once to warm up; a third round had begun when the time was over"
     assert samples["a"].rounds_s == [1, 3, 5]
     assert samples["b"].calls_s == [2, 4, 6]
+
+
+class EventsOfADevice:
+    """`torch.cuda` as far as a clock takes it: a device that the host keeps waiting unless its head start is long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, launching_cycles: int) -> None:
+        self.launching_cycles = launching_cycles
+        self.slept: list[int] = []
+        monkeypatch.setattr(torch.cuda, "_sleep", self.slept.append)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self)
+        monkeypatch.setattr(Setting, "on_cuda", property(lambda _: True))
+        monkeypatch.setattr(timing, "_FLUSH_BYTES", 64)
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.slept[-1] < self.launching_cycles
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _end: object) -> float:
+        return 1000.0 if self.query() else 2.0
+
+
+def test_launching_is_not_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much head start as launching takes; for what waits for the device itself, none is enough."""
+    device = EventsOfADevice(monkeypatch, launching_cycles=5_000_000)
+    runs: list[int] = []
+    clock = timing.DeviceClock(tiny())
+    assert clock.seconds(lambda: runs.append(1)) == 2e-3
+    assert clock.seconds(lambda: runs.append(1)) == 2e-3
+    assert len(device.slept) == len(runs) == 2 + 1 + 1, "found once, then known"
+    device.launching_cycles = 1 << 40
+    assert clock.seconds(lambda: None) == 1.0
 
 
 def test_without_a_gpu_only_tiny_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +260,80 @@ def test_pytests_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert case.detail.startswith("FAILED") != good
 
 
+def test_pytest_begins_whatever_plugins_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text("raise ImportError('made for another pytest')\n")
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[pytest11]\nbroken = broken\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(ROOT)
+    case = part_checks.tests(250.0)
+    assert "made for another pytest" not in case.detail
+    assert case.figures["exit_status"] == 0
+
+
+def test_results_that_differ_are_a_failed_check() -> None:
+    assert list(disagreement("attention", 0.04, 1.0)) == []
+    for difference in (0.06, float("nan")):
+        (case,) = disagreement("attention", difference, 1.0)
+        assert Outcome("prefill", 1.0, (case,)).failed
+
+
+@pytest.mark.parametrize("measure", [part_prefill.measure, part_decode.plain])
+def test_rows_for_which_there_is_no_time_are_named(measure: object) -> None:
+    late = Setting(torch.device("cpu"), True, torch.float32, -1.0, clock=lambda: 0.0)
+    cases = list(measure(late))  # type: ignore[operator]
+    assert cases
+    assert {(case.name, case.detail) for case in cases} == {("left out", "the time was over")}
+
+
+def test_a_spill_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_moves = 0
+
+    def move(self: object, start: int) -> int:
+        nonlocal num_moves
+        num_moves += 1
+        if num_moves > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return 8
+
+    monkeypatch.setattr(part_spill._Spill, "_move", move)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(part_spill.measure(tiny()))
+
+
+def test_every_kernel_has_its_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["decode splits 1", "decode splits 5", "write", "decode splits 9", "copy 1", "copy 2"]
+    now = [0.0]
+
+    def check() -> str:
+        now[0] += 1
+        return ""
+
+    monkeypatch.setattr(launch_all, "all_checks", lambda *_: [(name, check) for name in names])
+    monkeypatch.setattr(launch_all, "MONOTONIC", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert launch_all.main(3.5) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok decode splits 1 ", "ok write ", "ok copy 1 ", "ok decode splits 5 ", "left out 2 checks of 6",
+    ]  # fmt: skip
+
+
+def test_memcheck_ends_in_time_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_checks, "sanitizer", lambda: "/bin/compute-sanitizer")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *_: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, "ok a \nleft out 5 checks of 6\n========= ERROR SUMMARY: 0 errors\n"
+
+    monkeypatch.setattr(part_checks, "_run", run)
+    monkeypatch.setattr(part_checks, "MONOTONIC", lambda: 1000.0)
+    assert part_checks.memcheck(130.0).detail == "1 passed, left out 5 checks of 6"
+    assert 1000.0 < float(commands[0][-1]) < 1130.0, "however long starting takes"
+
+
 def test_memcheck_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_checks, "sanitizer", lambda: None)
     case = part_checks.memcheck(10.0)
@@ -265,6 +377,40 @@ def test_a_check_that_hangs_is_stopped() -> None:
     code, output = part_checks._run([sys.executable, "-uc", "print('ok 1'); import time; time.sleep(60)"], 4.0)
     assert code == 124
     assert output.startswith("ok 1")
+
+
+def test_what_a_check_has_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that is stopped leaves the process that it watched, with its output open."""
+    started = tmp_path / "started"
+    script = f"sleep 600 & echo $! > {started}.new; mv {started}.new {started}; wait"
+    wait_for_end = subprocess.Popen.wait
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait_for_end(process)
+        while not started.exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    assert part_checks._run(["sh", "-c", script], 4.0)[0] == 124
+    os.kill(int(started.read_text()), signal.SIGKILL)  # raises when it is over
+
+
+def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from kvtier_kernels_bench import child
+def hang(*_, **__):
+    time.sleep(60)
+child.rows_of, child.GRACE_S = hang, 0.2
+child.main(["copies", sys.argv[1], "0.1"])
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "rows")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("in hang" in line for line in process.stderr)
+        process.kill()
 
 
 @pytest.fixture

@@ -71,11 +71,12 @@ def run_checks(
     :param longest: keys of the longest sequence.
     :param share: only every `num_shares`-th check, from this one on.
     """
-    for name, check in itertools.islice(_checks(device, longest), share, None, num_shares):
+    for name, check in itertools.islice(all_checks(device, longest), share, None, num_shares):
         yield name, check()
 
 
-def _checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]]:
+def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]]:
+    """Name, whose first word is the kernel's, and check of each. Arguments as for `run_checks`."""
     lengths = [longest, 1, longest // 3 + 1, 64, 65, 63]
     prefill = list(zip([longest // 10, 1, longest // 3 + 1, 7, 65, 1], lengths, strict=True))
     decode = [(1, length) for length in lengths]

@@ -5,11 +5,13 @@ as they are known, so a part that is killed loses only what it was measuring.
 """
 
 import argparse
+import faulthandler
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.bench.report import Case
+from kvtier_kernels_bench.parts import GRACE_S
 from kvtier_kernels_bench.rows import pack
 
 
@@ -66,10 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
+    # Shortly before it is killed, it says where it hangs.
+    faulthandler.dump_traceback_later(options.seconds + GRACE_S / 2)
     with options.rows.open("a") as file:
         for case in rows_of(options.part, options.seconds, tiny=options.tiny):
             file.write(pack(case) + "\n")
             file.flush()
+    faulthandler.cancel_dump_traceback_later()
     return 0
 
 

@@ -1,6 +1,6 @@
 """`prefix_prefill` beside torch's attention, with the rate of a plain matrix product as what the chip can do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,14 @@ from torch.nn.attention.bias import causal_lower_right
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier_kernels_bench.attending import prefilling
-from kvtier_kernels_bench.rows import median_s, prefill_flops, row
+from kvtier_kernels_bench.rows import disagreement, left_out, median_s, prefill_flops, row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import Batch, Heads, dense, heads_of, paged, unpaged
 from kvtier_kernels_bench.timing import DeviceClock, in_turns
 
 _NEW = (512, 2048, 8192)
 _CACHED = (0, 4096, 16384, 65536)
+_OURS = ("paged", "one block")
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,10 +41,14 @@ def measure(setting: Setting) -> Iterator[Case]:
     heads, clock = heads_of(setting), DeviceClock(setting)
     product = matrix_product(setting)
     for new, cached in lengths(setting):
+        op = f"prefill of {new:,} after {cached:,}"
         if setting.left_s() < 0:
-            return
+            yield left_out(op)
+            continue
         batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
-        subjects, difference = _subjects(setting, batch, heads)
+        subjects = _subjects(setting, batch, heads)
+        difference, largest = _difference(subjects)
+        yield from disagreement(op, difference, largest)
         samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
         matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
         others = {name: of for name, of in samples.items() if name.startswith("torch")}
@@ -52,10 +57,10 @@ def measure(setting: Setting) -> Iterator[Case]:
         for name, of in samples.items():
             yield row(
                 name,
-                f"prefill of {new:,} after {cached:,}",
+                op,
                 of,
                 floor=(best, others[best]),
-                beside=_besides(others, best),
+                beside=_besides(samples, best),
                 figures={
                     "TFLOP/s": flops / median_s(of) / 1e12,
                     "of the matrix rate": flops / median_s(of) / matrix_rate,
@@ -64,9 +69,10 @@ def measure(setting: Setting) -> Iterator[Case]:
             )
 
 
-def _besides(others: dict[str, Samples], best: str) -> dict[str, Samples]:
-    """The fastest of torch's, and flash wherever it runs."""
-    return {"torch best": others[best]} | ({"torch flash": others["torch flash"]} if "torch flash" in others else {})
+def _besides(samples: dict[str, Samples], best: str) -> dict[str, Samples]:
+    """Ours over keys in one block, the fastest of torch's, and flash wherever it runs."""
+    beside = {"one block": samples["one block"], "torch best": samples[best]}
+    return beside | ({"torch flash": samples["torch flash"]} if "torch flash" in samples else {})
 
 
 def matrix_product(setting: Setting) -> Run:
@@ -77,14 +83,22 @@ def matrix_product(setting: Setting) -> Run:
     return lambda: torch.matmul(left, right, out=into)
 
 
-def _subjects(setting: Setting, batch: Batch, heads: Heads) -> tuple[dict[str, Run], float]:
-    """Ours, over paged keys and over keys in one block, and those of torch's backends that take it."""
+def _subjects(setting: Setting, batch: Batch, heads: Heads) -> dict[str, Callable[[], Tensor]]:
+    """Ours, over paged keys and over keys in one block, and those of torch's backends that take it.
+
+    Ours give `[tokens, heads, head_dim]`, torch's `[1, heads, tokens, head_dim]`.
+    """
     in_one = unpaged(batch, setting.size(_BLOCK_TOKENS, 32))
-    ours = {"paged": prefilling(setting, batch, heads), "one block": prefilling(setting, in_one, heads)}
-    theirs = torch_attentions(*dense(batch), scale=heads.scale)
-    expected = next(iter(theirs.values()))()[0].transpose(0, 1)
-    difference = max((attend().float() - expected.float()).abs().max().item() for attend in ours.values())
-    return {**ours, **theirs}, difference
+    ours = dict(zip(_OURS, (prefilling(setting, of, heads) for of in (batch, in_one)), strict=True))
+    return {**ours, **torch_attentions(*dense(batch), scale=heads.scale)}
+
+
+def _difference(subjects: Mapping[str, Callable[[], Tensor]]) -> tuple[float, float]:
+    """The largest between the first of torch's and any of ours, NaN where there is one; and the largest result."""
+    theirs = next(attend for name, attend in subjects.items() if name not in _OURS)
+    expected = theirs()[0].transpose(0, 1).float()
+    differences = [(subjects[name]().float() - expected).abs().max() for name in _OURS]
+    return torch.stack(differences).max().item(), expected.abs().max().item()
 
 
 def torch_attentions(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> dict[str, Callable[[], Tensor]]:

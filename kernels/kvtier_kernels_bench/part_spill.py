@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -15,7 +16,7 @@ from kvtier_kernels_bench.part_copies import moved_by
 from kvtier_kernels_bench.rows import median_s, row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import heads_of, paged
-from kvtier_kernels_bench.timing import DeviceClock
+from kvtier_kernels_bench.timing import DeviceClock, note
 
 _PATIENCE_S = 30.0
 
@@ -40,13 +41,17 @@ def measure(setting: Setting) -> Iterator[Case]:
         alone, beside = Samples(), Samples()
         speeds = []
         for _ in range(setting.rounds):
-            _note(alone, clock.seconds(prefill))
+            note(alone, clock.seconds(prefill))
             with spill.running() as speed:
-                _note(beside, clock.seconds(prefill))
-            speeds.append(speed())
+                note(beside, clock.seconds(prefill))
+            speeds.append(speed.result())
             if setting.left_s() < 0:
                 break
-    op = f"prefill while {count * block_bytes / 2**30:,.1f} GiB spill"
+        # Before memory is given back, which takes time as well.
+        yield from _rows(f"prefill while {count * block_bytes / 2**30:,.1f} GiB spill", alone, beside, speeds)
+
+
+def _rows(op: str, alone: Samples, beside: Samples, speeds: list[float]) -> Iterator[Case]:
     yield row("alone", op, alone)
     yield row(
         "beside the spill",
@@ -65,11 +70,6 @@ def _idle_stream(setting: Setting) -> contextlib.AbstractContextManager[object]:
     if not setting.on_cuda:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(setting.device))  # type: ignore[no-untyped-call]
-
-
-def _note(samples: Samples, seconds: float) -> None:
-    samples.rounds_s.append(seconds)
-    samples.calls_s.append(seconds)
 
 
 def _prefill(setting: Setting) -> Run:
@@ -97,8 +97,6 @@ class _Spill:
         self._mover, self._arena, self._count = mover, arena, count
         self._stop = threading.Event()
         self._under_way = threading.Event()
-        self._num_moved = 0
-        """Blocks since the thread's start. Written by the thread alone."""
 
     def once(self) -> None:
         """Everything, once: what the first copy costs besides is over then."""
@@ -106,42 +104,35 @@ class _Spill:
             self._move(start)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator["_Speed"]:
-        """While inside, blocks are on their way; gives what tells the speed afterwards."""
+    def running(self) -> Iterator[Future[float]]:
+        """While inside, blocks are on their way; gives their bytes per second, known afterwards.
+
+        That raises what the copies raised.
+        """
         self._stop.clear()
         self._under_way.clear()
-        self._num_moved = 0
-        speed = _Speed()
-        thread = threading.Thread(target=self._run, args=(speed,), name="kvtier-bench-spill")
-        thread.start()
-        try:
-            self._under_way.wait(_PATIENCE_S)
-            yield speed
-        finally:
-            self._stop.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "kvtier-bench-spill") as executor:
+            speed = executor.submit(self._run)
+            try:
+                self._under_way.wait(_PATIENCE_S)
+                yield speed
+            finally:
+                self._stop.set()
 
-    def _run(self, speed: "_Speed") -> None:
-        begin = MONOTONIC()
-        while not self._stop.is_set():
-            for start in range(0, self._count, 64):
-                self._under_way.set()
-                self._num_moved += self._move(start)
-                if self._stop.is_set():
-                    break
-        speed.bytes_per_s = self._num_moved * self._mover.block_bytes / max(MONOTONIC() - begin, 1e-9)
+    def _run(self) -> float:
+        begin, num_moved = MONOTONIC(), 0
+        try:
+            while not self._stop.is_set():
+                for start in range(0, self._count, 64):
+                    num_moved += self._move(start)
+                    self._under_way.set()
+                    if self._stop.is_set():
+                        break
+        finally:
+            self._under_way.set()  # nobody need wait for what has failed
+        return num_moved * self._mover.block_bytes / max(MONOTONIC() - begin, 1e-9)
 
     def _move(self, start: int) -> int:
         slots = range(start, min(start + 64, self._count))
         self._mover.gather(slots, self._arena, slots)
         return len(slots)
-
-
-class _Speed:
-    """Known when the spill has ended."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
-
-    def __call__(self) -> float:
-        return self.bytes_per_s

@@ -22,7 +22,7 @@ from kvtier_engine.paged_kv import allocate_kv, bytes_per_block, kv_namespace
 from kvtier_kernels_bench.models import model_of
 from kvtier_kernels_bench.rows import median_s, row
 from kvtier_kernels_bench.setting import Setting
-from kvtier_kernels_bench.timing import DeviceClock
+from kvtier_kernels_bench.timing import DeviceClock, note
 
 _TOKENS_PER_BLOCK = 16
 _SPARE_BLOCKS = 2
@@ -47,44 +47,55 @@ def measure(setting: Setting) -> Iterator[Case]:
         ]
         for document in documents:
             first_token.ask(document.fresh())
-        samples = {name: Samples() for name in ("cold", "device", "host", "pool", "one pinned copy")}
+            first_token.settle()  # more than may wait for the pool at a time would not be saved
+        samples: dict[str, Samples] = {}
 
-        def ask(name: str, document: Prompts, tier: str | None) -> None:
+        def ask(document: Prompts, tier: str | None) -> float:
+            """Seconds to the first token of a follow-up, whose document must be in this tier; of a new one if None."""
             prompt = document.follow_up() if tier is not None else document.fresh()
             found: dict[str, int] = {}
             seconds = clock.wall_s(lambda: found.update(first_token.ask(prompt)))
             if tier is not None and found.get(tier, 0) < _LEAST_SHARE * cached:
                 raise KvtierError(f"{found} tokens were cached, which does not measure {tier}")
-            samples[name].rounds_s.append(seconds)
-            samples[name].calls_s.append(seconds)
+            return seconds
 
-        for _ in range(setting.rounds):
+        def one_round() -> dict[str, float]:
             first_token.settle()
-            ask("host", documents[0], "host")
-            ask("device", documents[0], "device")
-            ask("host", documents[1], "host")
+            ask(documents[0], "host")
+            taken = {"device": ask(documents[0], "device"), "host": ask(documents[1], "host")}
             first_token.leave_to_the_pool()
-            ask("pool", documents[0], "pool")
+            taken["pool"] = ask(documents[0], "pool")
             first_token.settle()
-            samples["one pinned copy"].rounds_s.append(clock.wall_s(copy))
-            samples["one pinned copy"].calls_s.append(samples["one pinned copy"].rounds_s[-1])
-            ask("cold", documents[1], None)
-            if setting.left_s() < 0:
-                break
-    yield from _rows(samples, cached, new, cached * token_bytes)
+            return {**taken, "one pinned copy": clock.wall_s(copy), "cold": ask(documents[1], None)}
+
+        # Rows are given before the engine and the pool are closed, which takes seconds.
+        try:
+            for _ in range(setting.rounds):
+                left_s = setting.left_s()
+                for name, seconds in one_round().items():
+                    note(samples.setdefault(name, Samples()), seconds)
+                if setting.left_s() < left_s - setting.left_s():  # another round would not end in time
+                    break
+        except KvtierError:
+            yield from _rows(samples, cached, new, cached * token_bytes)
+            raise
+        yield from _rows(samples, cached, new, cached * token_bytes)
 
 
 def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> Iterator[Case]:
-    """Each as often as there are rounds of it all."""
-    num_rounds = len(samples["pool"].rounds_s)
-    for of in samples.values():  # of the host, two a round
-        of.rounds_s = of.rounds_s[-num_rounds:]
+    """Of all whole rounds."""
+    if not samples:
+        return
     op = f"time to first token, {new} new after {cached:,} cached"
     bound_s = median_s(samples["one pinned copy"])
     device_s = median_s(samples["device"])
     for name, of in samples.items():
         fetched = name in ("host", "pool")
-        figures = {"x (device + one copy)": median_s(of) / (device_s + bound_s)} if fetched else {}
+        took_s = median_s(of)
+        figures = {
+            "x (device + one copy)": took_s / (device_s + bound_s),
+            "copies more than the device": (took_s - device_s) / bound_s,
+        }
         beside = {"one pinned copy": samples["one pinned copy"]} if fetched else {}
         yield row(
             name,
@@ -92,7 +103,7 @@ def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> It
             of,
             floor=("device", samples["device"]),
             beside=beside,
-            figures=figures,
+            figures=figures if fetched else {},
             round_bytes=nbytes if name not in ("cold", "device") else 0,
         )
 

@@ -1,12 +1,29 @@
 """What parts give: rows of the report, as they go from a part's process to the one that prints."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples, Spread
+
+_MOST_RELATIVE_DIFFERENCE = 0.05
+"""Of the largest number of a result in 16 bits, between two ways to compute it: rounding makes a tenth of that."""
+
+
+def left_out(op: str) -> Case:
+    """Instead of the rows for which there was no time."""
+    return Case("left out", op, detail="the time was over")
+
+
+def disagreement(op: str, difference: float, largest: float) -> Iterator[Case]:
+    """A failed check where results that should be the same differ by so much, or are NaN; nothing otherwise.
+
+    :param largest: magnitude of what either should be.
+    """
+    if not difference <= _MOST_RELATIVE_DIFFERENCE * largest:  # NaN is not
+        yield Case("results", op, detail=f"FAILED: they differ by {difference:.3g}, the largest is {largest:.3g}")
 
 
 def row(

@@ -17,7 +17,8 @@ from kvtier_kernels_bench.rows import unpack
 
 _LEAST_S = 8.0
 """Below, a part would only start."""
-_TAIL_CHARACTERS = 600
+_TAIL_CHARACTERS = 4000
+"""Of what a part that failed has said: a traceback of each of its threads."""
 
 
 @dataclass(frozen=True, slots=True)

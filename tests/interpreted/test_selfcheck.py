@@ -42,7 +42,7 @@ def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shares_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [(str(number), lambda: "") for number in range(10)]
-    monkeypatch.setattr(selfcheck, "_checks", lambda *_: iter(checks))
+    monkeypatch.setattr(selfcheck, "all_checks", lambda *_: iter(checks))
     names = [[name for name, _ in selfcheck.run_checks(CPU, share=share, num_shares=3)] for share in range(3)]
     assert names == [["0", "3", "6", "9"], ["1", "4", "7"], ["2", "5", "8"]]
 
