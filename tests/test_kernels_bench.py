@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+from datetime import date
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ import torch
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier_kernels_bench import __main__ as command
+from kvtier_kernels_bench import child as child_module
 from kvtier_kernels_bench import launch_all, part_checks, part_copies, part_decode, part_prefill, part_spill, timing
 from kvtier_kernels_bench.parts import GRACE_S, PARTS, TOTAL_S, Part
 from kvtier_kernels_bench.rows import disagreement, pack, prefill_flops, row, unpack
@@ -198,6 +200,23 @@ def test_a_part_that_fails_takes_no_other_with_it(child: str, monkeypatch: pytes
     assert said[0] == "[1/3] crash: at most 20 s"
 
 
+def test_getting_ready_takes_of_a_parts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed a time after it was started, however long importing torch and opening the device took."""
+    now = [0.0]
+
+    def slow(start: float) -> float:
+        now[0] += start
+        return now[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: min(0, slow(3.0)))
+    assert Setting.here(20, tiny=True, clock=lambda: now[0]).left_s() == 17
+    monkeypatch.setattr(child_module, "MONOTONIC", lambda: slow(1.0))
+    monkeypatch.setattr(child_module, "_measure", lambda _: lambda setting: setting)
+    monkeypatch.setattr(Setting, "here", lambda budget_s, *, tiny: budget_s)
+    assert child_module.rows_of("copies", 20, tiny=True) == 19
+
+
 def test_what_there_is_no_time_for_is_left_out(child: str) -> None:
     now = iter([0.0, 95.0])
     (outcome,) = run_parts([Part("good", 20)], total_s=100, child=child, say=str, clock=lambda: next(now))
@@ -213,6 +232,7 @@ def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert (part["part"], part["problem"], content["tiny"]) == ("copies", "", True)
     assert {case["name"] for case in part["cases"]} == {"block_copy", "plain copy"}
     assert {"device", "torch", "triton"} <= content["machine"].keys()
+    assert date.fromisoformat(content["date"])
     out, err = capfd.readouterr()
     assert "block_copy" in out
     assert "no figure means anything" in out

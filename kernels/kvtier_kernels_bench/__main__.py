@@ -2,18 +2,24 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
 from kvtier.bench.report import commit, hardware, report
+from kvtier.clock import MONOTONIC
 from kvtier_kernels_bench.parts import PARTS, TOTAL_S
 from kvtier_kernels_bench.runner import Outcome, run_parts
+
+_FILE_COLUMNS = "140"
+"""Of the table where it goes to no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,13 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.parts) - set(names)
     if unknown:
         parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    begin = MONOTONIC()
     machine = machine_facts()
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", _FILE_COLUMNS)
     if machine["device"] is None and not options.tiny:
         print("no CUDA device: nothing was checked or measured (--tiny tries the parts out)", file=sys.stderr)
         return 2
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
     outcomes: list[Outcome] = []
-    for outcome in run_parts(chosen, total_s=options.seconds, tiny=options.tiny, say=_say):
+    total_s = options.seconds - (MONOTONIC() - begin)
+    for outcome in run_parts(chosen, total_s=total_s, tiny=options.tiny, say=_say):
         outcomes.append(outcome)
         _write(options.json, machine, outcomes, tiny=options.tiny)  # after each: whatever comes, nothing is lost
     # What failed is shown as it is: tracebacks are no markup.
@@ -62,6 +72,7 @@ def machine_facts() -> dict[str, str | None]:
 
 def _write(path: Path, machine: dict[str, str | None], outcomes: Sequence[Outcome], *, tiny: bool) -> None:
     content: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
         "hardware": hardware(),
         "commit": commit(),
         "machine": machine,

@@ -9,7 +9,7 @@ class Part:
 
     name: str
     budget_s: float
-    """Beginning to end; killed some seconds later. What one leaves over, later ones may not have."""
+    """The most it may take, beginning to end; killed some seconds later."""
 
 
 PARTS = (
@@ -21,11 +21,11 @@ PARTS = (
     Part("shared-decode", 20),
     Part("spill", 30),
     Part("layers", 35),
-    Part("ttft", 90),
-    Part("sweep", 30),
+    Part("ttft", 110),
+    Part("sweep", 120),
 )
-"""What is right first, then what was asked for, then what time is left for."""
-TOTAL_S = 470.0
-"""Of everything: under eight minutes, with some to spare for writing it down."""
+"""What is right first, then what was asked for, then what time is left for: the last has what the others leave."""
+TOTAL_S = 460.0
+"""Of everything: under eight minutes, with some to spare for unpacking wheels before, and for writing it down."""
 GRACE_S = 8.0
 """After its budget, for a part to end by itself."""

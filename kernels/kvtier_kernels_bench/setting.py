@@ -24,13 +24,14 @@ class Setting:
     @classmethod
     def here(cls, budget_s: float, *, tiny: bool, clock: Clock = MONOTONIC) -> "Setting":
         """On the current CUDA device, else on CPU, which must be tiny. Raises `ValueError` when it is not."""
+        deadline_s = clock() + budget_s  # before the device is opened, which takes time
         if torch.cuda.is_available():
             device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
         elif tiny:
             device, dtype = torch.device("cpu"), torch.float32
         else:
             raise ValueError("no CUDA device: nothing can be measured; --tiny tries the parts out")
-        return cls(device, tiny, dtype, clock() + budget_s, clock)
+        return cls(device, tiny, dtype, deadline_s, clock)
 
     @property
     def on_cuda(self) -> bool:
