@@ -340,6 +340,18 @@ def test_every_kernel_has_its_turn(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]  # fmt: skip
 
 
+def test_the_sanitizer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "cuda-13.0" / "bin" / "compute-sanitizer"
+    monkeypatch.setenv("PATH", str(tool.parent))
+    monkeypatch.setattr(part_checks, "_CUDA_HOMES", (tmp_path,))
+    assert part_checks.sanitizer() is None
+    tool.parent.mkdir(parents=True)
+    tool.touch(0o755)
+    assert part_checks.sanitizer() == str(tool)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert part_checks.sanitizer() == str(tool)
+
+
 def test_memcheck_ends_in_time_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_checks, "sanitizer", lambda: "/bin/compute-sanitizer")
     commands: list[list[str]] = []

@@ -23,7 +23,7 @@ _LONGEST_CHECK_S = 20.0
 _TAIL_CHARACTERS = 2000
 """Of what a check has said that failed otherwise than by a result."""
 _SANITIZER = "compute-sanitizer"
-_SANITIZER_HOMES = (Path("/usr/local/cuda/bin"), Path("/opt/cuda/bin"))
+_CUDA_HOMES = (Path("/usr/local"), Path("/opt"))
 
 
 def measure(left_s: float) -> Iterator[Case]:
@@ -83,8 +83,8 @@ def memcheck(left_s: float) -> Case:
 
 def sanitizer() -> str | None:
     """Where it is."""
-    there = (shutil.which(_SANITIZER), *(str(home / _SANITIZER) for home in _SANITIZER_HOMES))
-    return next((path for path in there if path and os.access(path, os.X_OK)), None)
+    there = (str(path) for home in _CUDA_HOMES for path in sorted(home.glob(f"cuda*/bin/{_SANITIZER}")))
+    return shutil.which(_SANITIZER) or next((path for path in there if os.access(path, os.X_OK)), None)
 
 
 def _case(

@@ -79,7 +79,7 @@ def _by_kernel(setting: Setting, block_bytes: int) -> Iterator[Case]:
     """The same without copies: a kernel of few programs reaches pinned memory over the bus."""
     from kvtier_kernels.block_copy import block_copy
 
-    count = (512 << 20) // block_bytes
+    count = setting.size(512 << 20, 4 * block_bytes) // block_bytes
     kv = _bytes(setting, 2 * count, block_bytes)
     pinned = torch.empty((count, block_bytes), dtype=torch.uint8, pin_memory=True)
     blocks = torch.randperm(2 * count)[:count].to(setting.device)

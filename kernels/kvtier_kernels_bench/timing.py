@@ -13,6 +13,8 @@ _FLUSH_BYTES = 256 << 20
 _HEAD_START_CYCLES, _MOST_HEAD_START_CYCLES = 1 << 20, 1 << 27
 """From about 0.5 ms to 70 ms, in which the host launches everything that is to be timed: launching is not what is
 measured."""
+_WAKING_CYCLES = 1 << 26
+"""From 30 ms on, the more the slower the clock is: an idle device has a fifth of its clock, and takes some time."""
 _WARM_UPS = 2
 """Kernels are compiled, and libraries choose theirs, before anything counts."""
 
@@ -69,6 +71,8 @@ def in_turns(
     for _ in range(1 if setting.tiny else _WARM_UPS):
         for run in subjects.values():
             run()
+    if setting.on_cuda:
+        torch.cuda._sleep(_WAKING_CYCLES)  # type: ignore[no-untyped-call]
     for number in range(rounds or setting.rounds):
         if number and setting.left_s() < 0:
             break
