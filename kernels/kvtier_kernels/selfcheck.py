@@ -31,6 +31,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
 """Query heads, KV heads, head dimension."""
 BLOCK_SIZES = (16, 1, 256)
+_MOST_CHARACTERS = 500
+"""Of an error: a compiler's may be pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,15 @@ def run_checks(
     :param share: only every `num_shares`-th check, from this one on.
     """
     for name, check in itertools.islice(all_checks(device, longest), share, None, num_shares):
-        yield name, check()
+        yield name, failure_of(check)
+
+
+def failure_of(check: Check) -> str:
+    """Runs it. What it raises is its failure: of a kernel that does not compile, or that the chip does not take."""
+    try:
+        return check()
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_CHARACTERS]
 
 
 def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from kvtier.clock import MONOTONIC
-from kvtier_kernels.selfcheck import all_checks
+from kvtier_kernels.selfcheck import all_checks, failure_of
 from kvtier_kernels.selfcheck_copies import Check
 
 _LONGEST = 130
@@ -22,18 +22,18 @@ _LONGEST = 130
 def main(deadline: float) -> int:
     """The exit status."""
     num_failed = 0
-    checks = in_turns(all_checks(torch.device("cuda", torch.cuda.current_device()), _LONGEST))
+    checks = _by_turns(all_checks(torch.device("cuda", torch.cuda.current_device()), _LONGEST))
     for number, (name, check) in enumerate(checks):
         if MONOTONIC() > deadline:
             print(f"left out {len(checks) - number} checks of {len(checks)}", flush=True)
             break
-        failure = check()
+        failure = failure_of(check)
         print(f"{'FAILED' if failure else 'ok'} {name} {failure}", flush=True)
         num_failed += bool(failure)
     return 1 if num_failed else 0
 
 
-def in_turns(checks: Iterable[tuple[str, Check]]) -> list[tuple[str, Check]]:
+def _by_turns(checks: Iterable[tuple[str, Check]]) -> list[tuple[str, Check]]:
     """One of each kernel, by the first word of its name, then another of each."""
     num_before: Counter[str] = Counter()
     turns = []

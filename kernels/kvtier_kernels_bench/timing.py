@@ -42,9 +42,9 @@ class DeviceClock:
             begin.record()
             run()
             end.record()
-            waited_for_host = begin.query()  # type: ignore[no-untyped-call]
+            began_too_early = begin.query()  # type: ignore[no-untyped-call]
             end.synchronize()
-            if not waited_for_host or self._head_start_cycles >= _MOST_HEAD_START_CYCLES:
+            if not began_too_early or self._head_start_cycles >= _MOST_HEAD_START_CYCLES:
                 return float(begin.elapsed_time(end)) / 1e3
             self._head_start_cycles *= 4
 

@@ -47,6 +47,15 @@ def test_shares_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == [["0", "3", "6", "9"], ["1", "4", "7"], ["2", "5", "8"]]
 
 
+def test_a_kernel_that_raises_stops_no_other_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising() -> str:
+        raise RuntimeError("out of resource:\n shared memory")
+
+    monkeypatch.setattr(selfcheck, "all_checks", lambda *_: iter([("first", raising), ("second", lambda: "")]))
+    found = list(selfcheck.run_checks(CPU))
+    assert found == [("first", "RuntimeError: out of resource: shared memory"), ("second", "")]
+
+
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     right = prefix_prefill.prefix_prefill
     monkeypatch.setattr(
