@@ -294,9 +294,9 @@ def test_pytest_begins_whatever_plugins_are_installed(tmp_path: Path, monkeypatc
 
 
 def test_results_that_differ_are_a_failed_check() -> None:
-    assert list(disagreement("attention", 0.04, 1.0)) == []
+    assert list(disagreement("ours", "attention", 0.04, 1.0)) == []
     for difference in (0.06, float("nan")):
-        (case,) = disagreement("attention", difference, 1.0)
+        (case,) = disagreement("ours", "attention", difference, 1.0)
         assert Outcome("prefill", 1.0, (case,)).failed
 
 

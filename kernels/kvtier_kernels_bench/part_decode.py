@@ -70,7 +70,7 @@ def _shared(setting: Setting, op: str, num_seqs: int, num_shared: int, own: int)
     plain = decoding(setting, batch, heads)
     expected = plain().float()
     difference = (sharing().float() - expected).abs().max().item()
-    yield from disagreement(op, difference, expected.abs().max().item())
+    yield from disagreement("shared_prefix_decode", op, difference, expected.abs().max().item())
     subjects: dict[str, Run] = {"shared_prefix_decode": sharing, "paged_decode": plain}
     samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
     for name, of in samples.items():

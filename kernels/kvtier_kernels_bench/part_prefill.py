@@ -1,6 +1,7 @@
 """`prefix_prefill` beside torch's attention, with the rate of a plain matrix product as what the chip can do."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +48,9 @@ def measure(setting: Setting) -> Iterator[Case]:
             continue
         batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
         subjects = _subjects(setting, batch, heads)
-        difference, largest = _difference(subjects)
-        yield from disagreement(op, difference, largest)
+        differences, largest = _differences(subjects)
+        for name, difference in differences.items():
+            yield from disagreement(name, op, difference, largest)
         samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
         matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
         others = {name: of for name, of in samples.items() if name.startswith("torch")}
@@ -64,7 +66,7 @@ def measure(setting: Setting) -> Iterator[Case]:
                 figures={
                     "TFLOP/s": flops / median_s(of) / 1e12,
                     "of the matrix rate": flops / median_s(of) / matrix_rate,
-                    "difference from torch": difference,
+                    "difference from torch": differences[name],
                 },
             )
 
@@ -86,37 +88,37 @@ def matrix_product(setting: Setting) -> Run:
 def _subjects(setting: Setting, batch: Batch, heads: Heads) -> dict[str, Callable[[], Tensor]]:
     """Ours, over paged keys and over keys in one block, and those of torch's backends that take it.
 
-    Ours give `[tokens, heads, head_dim]`, torch's `[1, heads, tokens, head_dim]`.
+    All give `[tokens, heads, head_dim]`.
     """
     in_one = unpaged(batch, setting.size(_BLOCK_TOKENS, 32))
     ours = dict(zip(_OURS, (prefilling(setting, of, heads) for of in (batch, in_one)), strict=True))
     return {**ours, **torch_attentions(*dense(batch), scale=heads.scale)}
 
 
-def _difference(subjects: Mapping[str, Callable[[], Tensor]]) -> tuple[float, float]:
-    """The largest between the first of torch's and any of ours, NaN where there is one; and the largest result."""
-    theirs = next(attend for name, attend in subjects.items() if name not in _OURS)
-    expected = theirs()[0].transpose(0, 1).float()
-    differences = [(subjects[name]().float() - expected).abs().max() for name in _OURS]
-    return torch.stack(differences).max().item(), expected.abs().max().item()
+def _differences(subjects: Mapping[str, Callable[[], Tensor]]) -> tuple[dict[str, float], float]:
+    """The largest of each from the first of torch's, NaN where there is one; and the largest number of that one."""
+    expected = next(attend for name, attend in subjects.items() if name not in _OURS)().float()
+    differences = {name: (attend().float() - expected).abs().max().item() for name, attend in subjects.items()}
+    return differences, expected.abs().max().item()
 
 
 def torch_attentions(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> dict[str, Callable[[], Tensor]]:
     """Torch's backends that take it, causal with the last query at the last key; the plain one where none does.
 
-    All get keys and values repeated for their groups, outside of what is timed: not every backend takes groups.
+    A backend that does not take groups of heads gets keys and values repeated for them, outside of what is timed.
     """
     group = query.size(1) // key.size(1)
-    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    repeated = [tensor.repeat_interleave(group, dim=1) for tensor in (key, value)]
     lower_right = causal_lower_right(query.size(2), key.size(2))
     square = query.size(2) == key.size(2)
 
-    def with_backend(backend: SDPBackend) -> Callable[[], Tensor]:
+    def with_backend(backend: SDPBackend, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+        mask: dict[str, Any] = {"is_causal": True} if square else {"attn_mask": lower_right}
+        options = {**mask, "scale": scale, "enable_gqa": keys is key}
+
         def attend() -> Tensor:
             with sdpa_kernel(backend):
-                if square:
-                    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-                return F.scaled_dot_product_attention(query, key, value, attn_mask=lower_right, scale=scale)
+                return F.scaled_dot_product_attention(query, keys, values, **options)[0].transpose(0, 1)
 
         return attend
 
@@ -124,10 +126,12 @@ def torch_attentions(query: Tensor, key: Tensor, value: Tensor, *, scale: float)
     for name, backend in _BACKENDS.items():
         if name == "cudnn" and not square:  # it would be handed the mask written out
             continue
-        attend = with_backend(backend)
-        try:
-            attend()
-        except (RuntimeError, NotImplementedError):  # not here, or not of this shape
-            continue
-        found[f"torch {name}"] = attend
-    return found or {"torch math": with_backend(SDPBackend.MATH)}
+        for keys, values in ((key, value), repeated):
+            attend = with_backend(backend, keys, values)
+            try:
+                attend()
+            except (RuntimeError, NotImplementedError):  # not here, or not of this shape
+                continue
+            found[f"torch {name}"] = attend
+            break
+    return found or {"torch math": with_backend(SDPBackend.MATH, key, value)}

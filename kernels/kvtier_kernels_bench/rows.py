@@ -17,13 +17,13 @@ def left_out(op: str) -> Case:
     return Case("left out", op, detail="the time was over")
 
 
-def disagreement(op: str, difference: float, largest: float) -> Iterator[Case]:
-    """A failed check where results that should be the same differ by so much, or are NaN; nothing otherwise.
+def disagreement(name: str, op: str, difference: float, largest: float) -> Iterator[Case]:
+    """A failed check where results differ from what they should be by so much, or are NaN; nothing otherwise.
 
-    :param largest: magnitude of what either should be.
+    :param largest: magnitude of what they should be.
     """
     if not difference <= _MOST_RELATIVE_DIFFERENCE * largest:  # NaN is not
-        yield Case("results", op, detail=f"FAILED: they differ by {difference:.3g}, the largest is {largest:.3g}")
+        yield Case(name, op, detail=f"FAILED: off by {difference:.3g}, the largest number is {largest:.3g}")
 
 
 def row(
