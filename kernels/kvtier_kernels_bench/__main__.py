@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     begin = MONOTONIC()
     machine = machine_facts()
-    if not sys.stdout.isatty():
-        os.environ.setdefault("COLUMNS", _FILE_COLUMNS)
     if machine["device"] is None and not options.tiny:
         print("no CUDA device: nothing was checked or measured (--tiny tries the parts out)", file=sys.stderr)
         return 2
@@ -95,4 +93,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", _FILE_COLUMNS)
     sys.exit(main())
