@@ -3,6 +3,7 @@
 Those whose kernels the interpreter can do are in `tests/interpreted`.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,8 @@ import torch
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
+from kvtier.errors import KvtierError
+from kvtier.transfer import Arena
 from kvtier_kernels_bench import __main__ as command
 from kvtier_kernels_bench import child as child_module
 from kvtier_kernels_bench import launch_all, part_checks, part_copies, part_decode, part_prefill, part_spill, timing
@@ -169,6 +172,7 @@ part, rows = sys.argv[1], Path(sys.argv[2])
 line = Path(__file__).with_suffix(".row").read_text()
 if part == "good":
     rows.write_text(line + "\\n" + line + "\\n")
+    print("copies take several times as long", file=sys.stderr)
 elif part == "crash":
     rows.write_text(line + "\\n")
     sys.exit("the device has fallen off the bus")
@@ -191,11 +195,13 @@ def test_a_part_that_fails_takes_no_other_with_it(child: str, monkeypatch: pytes
     parts = [Part("crash", 20), Part("hang", 2.0), Part("good", 20)]
     said: list[str] = []
     crash, hang, good = run_parts(parts, total_s=100, child=child, say=said.append)
-    assert "fallen off the bus" in crash.problem
+    assert (crash.problem, crash.said) == ("exit status 1", "the device has fallen off the bus")
     assert len(crash.cases) == 1, "what it had given before"
     assert hang.problem.startswith("killed after")
     assert len(hang.cases) == 1, "but not half a row"
     assert (len(good.cases), good.problem, good.failed) == (2, "", False)
+    assert good.said == "copies take several times as long"
+    assert said[-1].strip() == good.said, "a warning is no problem, but is not lost"
     assert crash.failed
     assert said[0] == "[1/3] crash: at most 20 s"
 
@@ -244,7 +250,7 @@ def test_what_failed_is_shown_as_it_is(
 ) -> None:
     monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
     torn = Case("selfcheck", "checks", detail="FAILED: kernel[/grid] of [red]")
-    outcome = Outcome("checks", 1.0, (torn,), "exit status 1: list[/int]")
+    outcome = Outcome("checks", 1.0, (torn,), "exit status 1", said="list[/int]")
     monkeypatch.setattr(command, "run_parts", lambda *_, **__: iter([outcome]))
     assert command.main(["--json", str(tmp_path / "gpu.json"), "checks"]) == 1
     shown = "".join(capsys.readouterr().out.split())
@@ -306,6 +312,14 @@ def test_rows_for_which_there_is_no_time_are_named(measure: object) -> None:
     cases = list(measure(late))  # type: ignore[operator]
     assert cases
     assert {(case.name, case.detail) for case in cases} == {("left out", "the time was over")}
+
+
+def test_memory_that_is_not_pinned_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Arena(2, 64)) as arena:
+        part_copies.require_pinned(tiny(), arena)
+        monkeypatch.setattr(Setting, "on_cuda", property(lambda _: True))
+        with pytest.raises(KvtierError, match="not pinned"):
+            part_copies.require_pinned(tiny(), arena)
 
 
 def test_a_spill_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

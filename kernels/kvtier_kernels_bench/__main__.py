@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What failed is shown as it is: tracebacks are no markup.
     cases = [replace(case, detail=escape(case.detail)) for outcome in outcomes for case in outcome.cases]
     notes = [" ".join(f"{name} {value}" for name, value in machine.items())]
-    notes += [escape(f"{outcome.part}: {outcome.problem}") for outcome in outcomes if outcome.problem]
+    notes += [escape(f"{of.part}: {of.problem}\n{of.said}".rstrip()) for of in outcomes if of.problem]
     report("On the GPU" if not options.tiny else "Tiny: no figure means anything", cases, as_json=None, notes=notes)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
@@ -80,6 +80,7 @@ def _write(path: Path, machine: dict[str, str | None], outcomes: Sequence[Outcom
                 "part": of.part,
                 "seconds": of.seconds,
                 "problem": of.problem,
+                "said": of.said,
                 "cases": [asdict(case) for case in of.cases],
             }
             for of in outcomes

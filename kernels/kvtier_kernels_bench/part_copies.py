@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
+from kvtier.errors import KvtierError
 from kvtier.transfer import Arena, DeviceKV, HostMemoryKV
 from kvtier_kernels.reference import block_copy_reference
 from kvtier_kernels_bench.rows import row
@@ -72,6 +73,7 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
         }
         for op, subjects in (("device to pinned host", down), ("pinned host to device", up)):
             samples = in_turns(subjects, setting, clock.wall_s)
+            require_pinned(setting, arena)
             yield from _rows(op, samples, "one copy", count, block_bytes)
 
 
@@ -139,6 +141,12 @@ def moved_by(setting: Setting, kv: Tensor) -> Iterator[DeviceKV]:
         yield mover
     finally:
         mover.close()
+
+
+def require_pinned(setting: Setting, arena: Arena) -> None:
+    """:raises KvtierError: a mover could not pin it, which costs most of its speed."""
+    if setting.on_cuda and not torch.from_numpy(arena.rows).is_pinned():
+        raise KvtierError("the arena is not pinned: the figures would mean nothing")
 
 
 def _bytes(setting: Setting, count: int, block_bytes: int) -> Tensor:

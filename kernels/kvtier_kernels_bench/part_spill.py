@@ -12,7 +12,7 @@ from kvtier.bench.rounds import Samples
 from kvtier.clock import MONOTONIC
 from kvtier.transfer import Arena, DeviceKV
 from kvtier_kernels_bench.attending import prefilling
-from kvtier_kernels_bench.part_copies import moved_by
+from kvtier_kernels_bench.part_copies import moved_by, require_pinned
 from kvtier_kernels_bench.rows import median_s, row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import heads_of, paged
@@ -38,6 +38,7 @@ def measure(setting: Setting) -> Iterator[Case]:
         spill = _Spill(mover, arena, count)
         prefill()
         spill.once()
+        require_pinned(setting, arena)
         alone, beside = Samples(), Samples()
         speeds = []
         for _ in range(setting.rounds):

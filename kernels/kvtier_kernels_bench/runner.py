@@ -18,7 +18,9 @@ from kvtier_kernels_bench.rows import unpack
 _LEAST_S = 8.0
 """Below, a part would only start."""
 _TAIL_CHARACTERS = 4000
-"""Of what a part that failed has said: a traceback of each of its threads."""
+"""Of what a part has said: enough for a traceback of each of its threads."""
+_SAID_LINES = 8
+"""Of it that are shown at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Outcome:
     """All that it had given when it ended, however it did."""
     problem: str = ""
     """Empty when it ended well."""
+    said: str = ""
+    """The end of what it wrote, warnings say: one without a problem may have something to tell as well."""
 
     @property
     def failed(self) -> bool:
@@ -62,6 +66,8 @@ def run_parts(
         say(f"[{number}/{len(parts)}] {part.name}: at most {budget_s:.0f} s")
         outcome = _run(part, budget_s, [child, *(["--tiny"] if tiny else [])], clock)
         say(f"    {len(outcome.cases)} rows in {outcome.seconds:.1f} s {outcome.problem}".rstrip())
+        for line in outcome.said.splitlines()[-_SAID_LINES:]:
+            say(f"    {line}")
         yield outcome
 
 
@@ -88,9 +94,8 @@ def _run(part: Part, budget_s: float, child: Sequence[str], clock: Clock) -> Out
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if problem:
-            problem += f": {log.read_text(errors='replace').strip()[-_TAIL_CHARACTERS:]}"
-        return Outcome(part.name, clock() - begin, tuple(_cases(rows)), problem)
+        said = log.read_text(errors="replace").strip()[-_TAIL_CHARACTERS:]
+        return Outcome(part.name, clock() - begin, tuple(_cases(rows)), problem, said)
 
 
 def _cases(rows: Path) -> Iterator[Case]:
