@@ -1,7 +1,9 @@
 """Moving blocks between a CUDA device and arena slots: one kernel and few large copies per batch.
 
 Blocks lie anywhere on the device, slots anywhere in the arena. A kernel brings the blocks together in a staging
-buffer on the device, and runs of adjacent slots are then one DMA each; on the way up the other way round.
+buffer on the device, and runs of adjacent slots are then one DMA each; on the way up the other way round. Where runs
+are short, a second kernel reaches the arena over the bus instead: a thread that asked for that many DMAs would keep
+the interpreter from the engine's.
 """
 
 import contextlib
@@ -9,7 +11,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,9 @@ _log = logging.getLogger(__name__)
 _HOST_REGISTER_PORTABLE = 1
 """Pinned for whichever device a thread of ours has current (CUDA runtime, cudaHostRegisterPortable)."""
 
+_LEAST_DMA_BYTES = 1 << 20
+"""On average. To ask for a DMA takes 5 to 8 us of Python, in which a PCIe 5.0 x16 link moves 0.4 MB. Reckoned."""
+
 Pairs = list[tuple[int, int]]
 """(arena slot, device slot), by arena slot."""
 
@@ -40,6 +45,15 @@ class _Lane:
     """uint8 `[blocks, block_bytes]` on the device. Touched on `stream` only, which keeps its users apart."""
     staging_rows: Tensor
     """int64 0, 1, 2, ... on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """An arena, as copies see it."""
+
+    rows: Tensor
+    """uint8 `[num_slots, block_bytes]`."""
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,7 @@ class CudaKV:
         for _ in range(num_lanes):
             self._lanes.put(self._new_lane(rows))
         self._lock = threading.Lock()
-        self._pinned: dict[Arena, Tensor] = {}  # guarded by _lock; all bytes of the arena as rows
+        self._hosts: dict[Arena, _Host] = {}  # guarded by _lock
         self._registered: list[int] = []  # guarded by _lock; addresses to give back
         with self._lane() as lane:
             no_block = lane.staging_rows[:1] - 1
@@ -119,21 +133,19 @@ class CudaKV:
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
-        pairs, host = self._checked(arena, arena_slots, device_slots), self._host_rows(arena)
+        pairs, host = self._checked(arena, arena_slots, device_slots), self._host(arena)
         with self._lane() as lane:
             for part in _parts(pairs, lane.staging.size(0)):
-                self._copy(self._device_slots(part), lane, gather=True)
-                for run in _runs(part, adjacent=host.is_contiguous()):
-                    _host_run(host, run).copy_(_staged(lane, run), non_blocking=True)
+                self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=True)
+                self._cross(part, lane, host, gather=True)
 
     def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Arena to device. On return the engine's next forward pass sees the bytes."""
-        pairs, host = self._checked(arena, arena_slots, device_slots), self._host_rows(arena)
+        pairs, host = self._checked(arena, arena_slots, device_slots), self._host(arena)
         with self._lane() as lane:
             for part in _parts(pairs, lane.staging.size(0)):
-                for run in _runs(part, adjacent=host.is_contiguous()):
-                    _staged(lane, run).copy_(_host_run(host, run), non_blocking=True)
-                self._copy(self._device_slots(part), lane, gather=False)
+                self._cross(part, lane, host, gather=False)
+                self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=False)
 
     def close(self) -> None:
         """Unpins the arenas. Call it when no copy is under way and none will come. Idempotent."""
@@ -141,7 +153,7 @@ class CudaKV:
             for address in self._registered:
                 self._cuda.cudart().cudaHostUnregister(address)
             self._registered.clear()
-            self._pinned.clear()
+            self._hosts.clear()
 
     def _copy(self, device_slots: Tensor, lane: _Lane, *, gather: bool) -> None:
         """Between these blocks and the first rows of the lane's staging buffer, on its stream."""
@@ -157,6 +169,19 @@ class CudaKV:
                 block_copy(parts.tensors[0], device_slots, staging, rows)
             else:
                 block_copy(staging, rows, parts.tensors[0], device_slots)
+
+    def _cross(self, part: Pairs, lane: _Lane, host: _Host, *, gather: bool) -> None:
+        """Between the first rows of the lane's staging buffer and these arena slots, on its stream."""
+        runs = list(_runs(part, adjacent=host.rows.is_contiguous()))
+        if host.is_pinned and len(part) * self.block_bytes < len(runs) * _LEAST_DMA_BYTES:
+            staged = lane.staging, lane.staging_rows[: len(part)]
+            slots = host.rows, self._on_device(arena_slot for arena_slot, _ in part)
+            block_copy(*staged, *slots) if gather else block_copy(*slots, *staged)
+            return
+        for run in runs:
+            staged_run, host_run = _staged(lane, run), _host_run(host.rows, run)
+            into, source = (host_run, staged_run) if gather else (staged_run, host_run)
+            into.copy_(source, non_blocking=True)
 
     def _arena_bytes(self, parts: Parts) -> int:
         """Of what a block has in these parts, in the arena."""
@@ -199,23 +224,31 @@ class CudaKV:
                     raise InvalidInputError(f"{name} slot {slot}: there are {number}")
         return sorted(zip(arena_slots, device_slots, strict=True))
 
-    def _device_slots(self, part: Pairs) -> Tensor:
-        slots = torch.tensor([device_slot for _, device_slot in part], dtype=torch.int64)
-        return slots.to(self._device, non_blocking=True)
+    def _on_device(self, slots: Iterable[int]) -> Tensor:
+        return torch.tensor(list(slots), dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _host_rows(self, arena: Arena) -> Tensor:
-        """uint8 `[num_slots, block_bytes]`, pinned if the system lets us."""
+    def _host(self, arena: Arena) -> _Host:
+        """Pinned if the system lets us."""
         rows = arena.rows
         # Held while pinning: whoever comes second needs it pinned as well.
         with self._lock:
-            if arena not in self._pinned:
+            if arena not in self._hosts:
                 every = torch.from_numpy(rows)
-                self._pin(every)
-                self._pinned[arena] = every
-            return self._pinned[arena][:, : self.block_bytes]
+                host = _Host(every[:, : self.block_bytes], is_pinned=self._pin(every))
+                self._hosts[arena] = host
+                if host.is_pinned:
+                    self._compile_crossing(host)
+            return self._hosts[arena]
 
-    def _pin(self, rows: Tensor) -> None:
-        """Caller holds _lock. Takes about 0.2 s per GiB."""
+    def _compile_crossing(self, host: _Host) -> None:
+        """Beside the time that pinning takes, a second is little; later a load would wait for it."""
+        with self._lane() as lane:
+            no_block = lane.staging_rows[:1] - 1
+            block_copy(lane.staging, no_block, host.rows, no_block)
+            block_copy(host.rows, no_block, lane.staging, no_block)
+
+    def _pin(self, rows: Tensor) -> bool:
+        """Whether it did. Caller holds _lock. Takes about 0.2 s per GiB."""
         status = self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _HOST_REGISTER_PORTABLE)
         if int(status) == 0:
             self._registered.append(rows.data_ptr())
@@ -227,6 +260,7 @@ class CudaKV:
             # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
+        return int(status) == 0
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Parts]:

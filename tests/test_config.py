@@ -1,10 +1,13 @@
 """Configuration: what is accepted, and that every error names file, key and remedy."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvtier.config import Config, load_config, parse_config, token_sha256
+from kvtier.config.engine import CacheConfig
 from kvtier.errors import ConfigError
 
 FILE = """
@@ -216,3 +219,10 @@ def test_host_memory_is_for_staging_beside_a_pool(tmp_path: Path, pool: str, meb
     path = tmp_path / "kvtier.toml"
     path.write_text(pool)
     assert load_config(path, {}).host_bytes() == mebibytes * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how many cores a process may use is known on Linux only")
+@pytest.mark.parametrize(("num_cores", "threads"), [(1, 1), (2, 1), (3, 2), (11, 2), (12, 3), (16, 4), (192, 4)])
+def test_transfers_at_a_time_follow_the_cores(num_cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(num_cores)))
+    assert CacheConfig().load_threads == threads

@@ -28,7 +28,7 @@ from kvtier.config.fields import (
 
 def _default_load_threads() -> int:
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return 2 if num_cores > 2 else 1
+    return 1 if num_cores <= 2 else max(2, min(4, num_cores // 4))
 
 
 class TenantConfig(Section):
@@ -88,8 +88,9 @@ class CacheConfig(Section):
     """Blocks per transfer, or 128 MiB of them between device and host memory, if that is more. Smaller overlaps reads
     and copies better, larger has fewer round trips."""
     load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
-    """Transfers at a time. 2 overlap reading and copying, for which there must be two cores beside the engine's: the
-    default, but 1 on machines with two. More help tiers with latency. On CUDA each takes 64 MiB of device memory."""
+    """Transfers at a time. Each copies with one core, from the pool at about 8 GB/s, and a device may take 50: the
+    default is a quarter of the cores, 2 to 4 of them, but 1 on machines with two. More help tiers with latency. On CUDA
+    each takes 64 MiB of device memory."""
     fetch: Literal["if_faster", "always"] = "if_faster"
     """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
     with small models and slow networks. `always` for measurements and tests."""

@@ -93,10 +93,14 @@ def filled_arena(num_slots: int, slot_bytes: int = BLOCK_BYTES) -> Arena:
     return arena
 
 
+@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
 @pytest.mark.parametrize("slot_bytes", [BLOCK_BYTES, BLOCK_BYTES + 7], ids=["tight slots", "roomy slots"])
 @pytest.mark.parametrize("staged_blocks", [1, 3, 100])
-def test_copies_what_the_engine_on_cpu_copies(staged_blocks: int, slot_bytes: int) -> None:
+def test_copies_what_the_engine_on_cpu_copies(
+    staged_blocks: int, slot_bytes: int, least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches larger and smaller than the staging buffer, arena slots in runs and alone."""
+    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
     ours, theirs = random_rows(NUM_BLOCKS), random_rows(NUM_BLOCKS)
     kv = CudaKV(ours, staging_bytes=staged_blocks * BLOCK_BYTES, cuda=Notes())
     oracle = HostMemoryKV(theirs.numpy())
@@ -177,10 +181,40 @@ def test_both_ways_are_compiled_before_the_first_copy(widths: tuple[int, ...], m
     kv.close()
 
 
+def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five blocks in two runs, where a DMA is worth two blocks, or three; and in memory that is not pinned."""
+    copied: list[tuple[int, int]] = []
+    original = block_copy.block_copy
+
+    def note(source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor, *others: torch.Tensor) -> None:
+        copied.append((source.data_ptr(), target.data_ptr()))
+        original(source, rows, target, *others)
+
+    monkeypatch.setattr(transfer_cuda, "block_copy", note)
+    for register_status, least_dma_bytes, by_kernel in (
+        (0, BLOCK_BYTES * 2, False),
+        (0, BLOCK_BYTES * 3, True),
+        (2, BLOCK_BYTES * 3, False),
+    ):
+        monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+        kv, arena = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status)), filled_arena(10)
+        kv.gather([8], arena, [0])  # pins, and compiles both ways
+        for copy in (
+            lambda kv=kv, arena=arena: kv.gather([7, 0, 11, 3, 4], arena, [5, 2, 3, 9, 4]),
+            lambda kv=kv, arena=arena: kv.scatter(arena, [5, 2, 3, 9, 4], [7, 0, 11, 3, 4]),
+        ):
+            copied.clear()
+            copy()
+            assert len(copied) == 1 + by_kernel
+            assert sum(arena.rows.ctypes.data in pointers for pointers in copied) == by_kernel
+        kv.close()
+
+
 def test_copies_come_after_the_engine_and_end_before_the_return() -> None:
     notes = Notes()
     kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
     arena = filled_arena(4)
+    kv.gather([0], arena, [0])  # pins
     for copy in (lambda: kv.gather([0], arena, [1]), lambda: kv.scatter(arena, [1], [0])):
         notes.notes.clear()
         copy()
@@ -198,6 +232,7 @@ def test_a_copy_that_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPa
     notes = Notes()
     kv = CudaKV(random_rows(NUM_BLOCKS), num_lanes=1, cuda=notes)
     arena = filled_arena(4)
+    kv.gather([0], arena, [0])  # pins
 
     def fail(*_args: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
