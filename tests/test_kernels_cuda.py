@@ -28,7 +28,9 @@ def test_every_kernel_agrees_with_its_reference() -> None:
     assert {name: failure for name, failure in run_checks(CUDA) if failure} == {}
 
 
-def test_blocks_come_back_as_they_went() -> None:
+@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
+def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.transfer_cuda._LEAST_DMA_BYTES", least_dma_bytes)
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     kv.byte_rows().random_(0, 256)
     before = kv.byte_rows().cpu()
