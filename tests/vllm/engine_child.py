@@ -1,142 +1,20 @@
-"""vLLM's `LLM` in a process of its own, one after the other: `engine_child.py ANSWERS`, started by `vllm_rig` alone.
+"""`engine_driver.py` in a process of its own: `engine_child.py ANSWERS`, started by `engine_lab` alone.
 
-Commands come as lines of JSON on standard input, `{"call": NAME, ...arguments}`; each has one line of JSON as its
-answer, on the file descriptor ANSWERS: standard output belongs to vLLM. The first is `start`; another one may follow
-`stop`, since importing vLLM takes longer than starting an engine. An error is an answer too, `{"error": TEXT}`, and the
-last one. The process ends with its input.
+Processes that its engines start import this too, as multiprocessing does: with a garbage collector that never looks at
+what is imported. It would again and again during the imports, and seven times more for each engine, when vLLM asks it
+to: longer than all else takes at an engine's start and end.
 """
 
 import gc
-import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import zip_longest
-from typing import Any
 from unittest import mock
 
-import numpy as np
-from PIL import Image
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.lora.request import LoRARequest
-from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.metrics.reader import Counter
+gc.disable()
+import engine_driver  # noqa: E402
 
-
-class Driver:
-    """The commands."""
-
-    def __init__(self) -> None:
-        self._llm: LLM | None = None
-        self._adapters: dict[str, int] = {}
-
-    def start(self, options: dict[str, Any], transfer: dict[str, Any] | None, async_scheduling: bool) -> dict[str, Any]:
-        """Gives what there is to know of the engine."""
-        if "kv_events_config" in options:
-            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
-        with scheduled_asynchronously() if async_scheduling else nullcontext():
-            llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
-        self._llm = llm
-        return {"async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        salt: str | None,
-        adapter: str | None,
-        params: dict[str, Any] | None,
-        pictures: list[list[Any]],
-    ) -> list[dict[str, Any]]:
-        """Greedily, all prompts at once. An adapter is a folder; each has an id for as long as the engine lives."""
-        extra = None if params is None else {"kv_transfer_params": params}
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        salted: Any = {"cache_salt": salt} if salt is not None else {}
-        requests = [
-            TokensPrompt(prompt_token_ids=prompt, **salted, **_seen(seen))
-            for prompt, seen in zip_longest(prompts, pictures)
-        ]
-        lora = None
-        if adapter is not None:
-            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
-            lora = LoRARequest(f"adapter-{number}", number, adapter)
-        outputs = self._running.generate(requests, sampling, lora_request=lora, use_tqdm=False)
-        return [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "num_cached": output.num_cached_tokens,
-                "params": output.kv_transfer_params,
-            }
-            for output in outputs
-        ]
-
-    def reset(self, connector: bool) -> bool:
-        return self._running.reset_prefix_cache(reset_connector=connector)
-
-    def counters(self) -> dict[str, int]:
-        """vLLM's own, summed over their labels."""
-        totals: dict[str, int] = {}
-        for metric in self._running.get_metrics():
-            if isinstance(metric, Counter):
-                totals[metric.name] = totals.get(metric.name, 0) + metric.value
-        return totals
-
-    def stop(self) -> None:
-        """In good order: what was saved is stored."""
-        self._running.llm_engine.engine_core.shutdown()
-        self._llm = None
-        self._adapters.clear()
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-    @property
-    def _running(self) -> LLM:
-        assert self._llm is not None, "no engine was started"
-        return self._llm
-
-
-def _seen(pictures: list[Any] | None) -> Any:
-    """Parts of a prompt: pictures as seed, width, height and name."""
-    if not pictures:
-        return {}
-    images = []
-    for seed, width, height, _ in pictures:
-        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        images.append(Image.fromarray(pixels if seed else np.full_like(pixels, 99)))
-    return {"multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": [name for *_, name in pictures]}}
-
-
-@contextmanager
-def scheduled_asynchronously() -> Iterator[None]:
-    """Engines that are started meanwhile. vLLM turns it off on the CPU; its engine core can do it nevertheless."""
-    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def check_and_turn_on(platform: type[CpuPlatform], config: VllmConfig) -> None:
-        check(platform, config)
-        config.scheduler_config.async_scheduling = True
-
-    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(check_and_turn_on)):
-        yield
-
-
-def main() -> None:
-    driver = Driver()
-    with os.fdopen(int(sys.argv[1]), "w") as answers:
-
-        def answer(what: Any) -> None:
-            print(json.dumps(what), file=answers, flush=True)
-
-        for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer(getattr(driver, command.pop("call"))(**command))
-            except Exception as error:
-                answer({"error": f"{type(error).__name__}: {error}"})
-                raise
-
+gc.freeze()
+# When an engine ends, vLLM thaws whatever is frozen.
+mock.patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None).start()
+gc.enable()
 
 if __name__ == "__main__":
-    main()
+    engine_driver.main()

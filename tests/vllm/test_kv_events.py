@@ -20,7 +20,7 @@ WINDOW = 80
 GROUPS = 2
 SALT = "pepper"
 ADAPTER = "adapter-1"
-"""As `engine_child` names the first one."""
+"""As `engine_driver` names the first one."""
 
 
 class Listener:
