@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import vllm_rig
+from model_classes import found_out_here
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -62,7 +63,9 @@ def named(tier: Mapping[str, Any]) -> dict[str, Any]:
 def engine_config(model: Path, *, hash_algorithm: str = "sha256", **options: Any) -> VllmConfig:
     """:param options: of `ModelConfig`."""
     cache = CacheConfig(block_size=32, prefix_caching_hash_algo=hash_algorithm)
-    return VllmConfig(model_config=ModelConfig(model=str(model), **{"dtype": "bfloat16"} | options), cache_config=cache)
+    with found_out_here():
+        of_model = ModelConfig(model=str(model), **{"dtype": "bfloat16"} | options)
+    return VllmConfig(model_config=of_model, cache_config=cache)
 
 
 def offloading_config(engine: VllmConfig, tier: Mapping[str, Any], **changes: Any) -> OffloadingConfig:

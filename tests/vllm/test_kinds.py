@@ -11,6 +11,7 @@ import tiny_drafters
 import tiny_llama
 import torch
 from engine_lab import Lab
+from model_classes import found_out_here
 from native_rig import engine_config
 from torch import Tensor
 from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
@@ -312,13 +313,14 @@ def test_drafters_are_told_by_their_content_wherever_they_lie(lab: Lab, tmp_path
     def digest(name: str, seed: int) -> bytes:
         make(tmp_path / name, seed=seed)
         config = engine_config(lab.model)
-        config.speculative_config = SpeculativeConfig(
-            method=method,
-            model=str(tmp_path / name),
-            num_speculative_tokens=3,
-            target_model_config=config.model_config,
-            target_parallel_config=config.parallel_config,
-        )
+        with found_out_here():
+            config.speculative_config = SpeculativeConfig(
+                method=method,
+                model=str(tmp_path / name),
+                num_speculative_tokens=3,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
         return model_digest(config, lab.home / "digests")
 
     known = digest("here", 1)
