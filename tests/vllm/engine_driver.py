@@ -23,6 +23,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine.core_client import MPClient
 from vllm.v1.metrics.reader import Counter
 
 
@@ -33,13 +34,17 @@ class Driver:
         self._llm: LLM | None = None
         self._adapters: dict[str, int] = {}
 
-    def start(self, options: dict[str, Any], transfer: dict[str, Any] | None, async_scheduling: bool) -> dict[str, Any]:
+    def start(
+        self, options: dict[str, Any], transfer: dict[str, Any] | None, processes: bool, async_scheduling: bool
+    ) -> dict[str, Any]:
         """Gives what there is to know of the engine."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
         if "kv_events_config" in options:
             options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         with scheduled_asynchronously() if async_scheduling else nullcontext():
             llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
         self._llm = llm
+        assert isinstance(llm.llm_engine.engine_core, MPClient) == processes, "vLLM goes by an earlier engine's setting"
         return {"async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
 
     def generate(

@@ -97,14 +97,21 @@ class Engine:
         self.facts: dict[str, Any] = {}
         """What the engine said of itself at its start."""
 
-    def start(self, connector: Mapping[str, Any] | None, *, async_scheduling: bool = False, **options: Any) -> None:
+    def start(
+        self,
+        connector: Mapping[str, Any] | None,
+        *,
+        processes: bool = False,
+        async_scheduling: bool = False,
+        **options: Any,
+    ) -> None:
         """Raises `EngineError`.
 
         :param connector: as for `Lab.engine`, and so are the others.
         """
         self._begun_at = len(self._child.output())
-        whole = _options(self._model, options)
-        self.facts = self._child.call("start", options=whole, transfer=connector, async_scheduling=async_scheduling)
+        how = {"processes": processes, "async_scheduling": async_scheduling}
+        self.facts = self._child.call("start", options=_options(self._model, options), transfer=connector, **how)
 
     def generate(
         self,
@@ -185,32 +192,27 @@ class Lab:
         *,
         model: Path | None = None,
         own_process: bool = False,
-        processes: bool = False,
-        async_scheduling: bool = False,
-        environ: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Iterator[Engine]:
         """A started engine; leaving the context stops it, and fails when it does not end well.
 
         :param connector: see `transfer`; None for none.
         :param own_process: not one that had other engines before, which starts sooner.
-        :param processes: scheduler and worker apart, instead of both in one process. They are its own, too.
-        :param environ: of a process of its own.
-        :param options: of `LLM`.
+        :param options: of `LLM`; and `processes`, for scheduler and worker in processes of their own instead of both in
+            that one, and `async_scheduling`.
         """
-        is_shared = not (own_process or processes or environ is not None)
-        child, self._idle = (self._idle, None) if is_shared else (None, self._idle)
+        child, self._idle = (None, self._idle) if own_process else (self._idle, None)
         if child is None:
-            child = self._child(processes, environ or {})
+            child = self._child()
         try:
             engine = Engine(child, model or self.model)
-            engine.start(connector, async_scheduling=async_scheduling, **options)
+            engine.start(connector, **options)
             yield engine
             engine.stop()
         except BaseException:
             child.kill()
             raise
-        if is_shared and self._idle is None:
+        if not own_process and self._idle is None:
             self._idle = child
         else:
             child.end()
@@ -218,22 +220,21 @@ class Lab:
     def keep_a_process(self) -> None:
         """There is one for the next engine: of no module that it would seem to be left behind by."""
         if self._idle is None:
-            self._idle = self._child(False, {})
+            self._idle = self._child()
 
     def close(self) -> None:
         """Ends what has no engine."""
         if self._idle is not None:
             self._idle.end()
 
-    def _child(self, processes: bool, environ: Mapping[str, str]) -> Child:
+    def _child(self) -> Child:
         """To be ended or killed."""
-        environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))} | dict(environ)
         read_end, write_end = os.pipe()
         log = self.home / f"engine-{next(self._numbers)}.log"
         with contextlib.ExitStack() as stack:
             stack.enter_context(os.fdopen(read_end, "rb"))
             command = [sys.executable, str(CHILD), str(write_end)]
-            process = stack.enter_context(self._running(command, log, environ, pass_fds=[write_end]))
+            process = stack.enter_context(self._running(command, log, pass_fds=[write_end]))
             os.close(write_end)
             return Child(process, read_end, log, stack.pop_all())
 
@@ -246,7 +247,7 @@ class Lab:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(flags)]
         connect = httpx.HTTPTransport(uds=str(address), limits=httpx.Limits(max_keepalive_connections=0))
         with (
-            self._running(command, log, {}) as process,
+            self._running(command, log) as process,
             httpx.Client(base_url="http://vllm", timeout=WAIT_S, transport=connect) as client,
         ):
 
@@ -262,18 +263,15 @@ class Lab:
             process.wait(STOP_S)
 
     @contextlib.contextmanager
-    def _running(
-        self, command: list[str], log: Path, environ: Mapping[str, str], **how: Any
-    ) -> Iterator["subprocess.Popen[str]"]:
+    def _running(self, command: list[str], log: Path, **how: Any) -> Iterator["subprocess.Popen[str]"]:
         """A process in a session of its own; it and all that it has started are gone at the end."""
-        whole = os.environ | ENVIRON | {"HOME": str(self.home)} | dict(environ)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=whole,
+                env=os.environ | ENVIRON | {"HOME": str(self.home)},
                 text=True,
                 start_new_session=True,
                 **how,

@@ -26,7 +26,7 @@ def model(lab: Lab) -> Path:
 @pytest.fixture(scope="module")
 def engine(lab: Lab, model: Path) -> Iterator[Engine]:
     """Without a connector, at first. Tests start others in its process."""
-    with lab.engine(model=model, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **OPTIONS) as running:
+    with lab.engine(model=model, **OPTIONS) as running:
         yield running
 
 

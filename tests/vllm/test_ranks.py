@@ -10,12 +10,11 @@ NUM_RANKS = 2
 OPTIONS = {"dtype": "float32"}
 """Ranks add up what one computes at once: in bfloat16 that would be seen."""
 RANKS = {"tensor_parallel_size": NUM_RANKS, "distributed_executor_backend": "mp"}
-ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool) -> None:
     connector = transfer(settings(pool={"address": [pool.address]}))
-    with lab.engine(environ=ENVIRON, **OPTIONS) as engine:
+    with lab.engine(**OPTIONS) as engine:
         expected = engine.generate(PROMPTS)
         engine.restart(connector, **OPTIONS, **RANKS)
         answers = engine.generate(PROMPTS)

@@ -19,6 +19,8 @@ PATIENT_CACHE = {"lookup_deadline_s": WAIT_S, "load_deadline_s": WAIT_S}
 ENVIRON = {
     "TORCH_COMPILE_DISABLE": "1",  # of helpers that vLLM compiles in eager mode too, 3 s at every engine's first step
     "OMP_NUM_THREADS": "1",  # where cores are shared, threads that wait for each other in a loop take for ever
+    "NUMBA_NUM_THREADS": "1",  # or it tells OpenMP to take one for each core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or vLLM does, for workers in processes of their own
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
