@@ -41,7 +41,8 @@ test-compose: .venv/dev.stamp
 
 # vLLM itself, on the CPU, with kvtier's connector, two files at a time: an engine starts on one core. About 10 minutes.
 test-vllm: .venv/vllm
-	KVTIER_TEST_VLLM=1 $</bin/python -m pytest -p no:asyncio -n 2 --dist loadfile $(PYTEST_ARGS) tests/vllm
+	KVTIER_TEST_VLLM=1 $</bin/python -m pytest -p no:asyncio -n 2 --dist loadfile --no-loadscope-reorder \
+		$(PYTEST_ARGS) tests/vllm
 
 # An environment of its own, 3.5 GB, made once: vLLM pins what our own tools pin otherwise. Asked every time,
 # because it knows itself what has to be done again; no time when that is nothing.

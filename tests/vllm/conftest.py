@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 ASKED_FOR = "KVTIER_TEST_VLLM"
 collect_ignore_glob = [] if os.environ.get(ASKED_FOR) == "1" else ["test_*.py"]
 """Ignored, not skipped: where vLLM is not installed, they cannot even be imported."""
+LONG = "bench images kv_events latent modes pool ranks secondary_tier server smollm speculation states upstream".split()
+"""Modules with engines of several processes, large ones, or many."""
 
 if not collect_ignore_glob:
     sys.path.insert(0, str(HERE))
@@ -68,6 +70,10 @@ if not collect_ignore_glob:
         """The process that engines of all modules share is there before a module's check looks what there is."""
         if fixturedef.argname == "_module_leaves_nothing_behind":
             request.getfixturevalue("lab").keep_a_process()
+
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """Modules that take long come first, or one core waits for what the other began at the end."""
+        items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
     def pytest_unconfigure() -> None:
         if _litter is not None:
