@@ -12,7 +12,8 @@ class Scoring:
     """In this order, after a score has been multiplied with `scale`. What is None is left out."""
 
     soft_cap: float | None = None
-    """A score becomes `soft_cap * tanh(score / soft_cap)` (Gemma 2, 2024): it stays below this number. Positive."""
+    """A score becomes `soft_cap * tanh(score / soft_cap)` (Gemma 2, 2024), and stays below this number. Positive. In
+    kernels it is off by up to 1.5e-6 times as much."""
     alibi_slopes: Tensor | None = None
     """float32 `[num_heads]`: a key so many tokens before the query loses as many times the head's slope (ALiBi, Press
     et al., 2022)."""
