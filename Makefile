@@ -24,7 +24,7 @@ unit: .venv/dev.stamp
 		$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # The kernels under the oldest Triton that may be beside them, which is that of many machines with a GPU: interpreted, and
-# compiled ahead of time. About 3 minutes.
+# compiled ahead of time. About 4 minutes.
 OLDEST_TRITON := 3.6.0
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON) \
@@ -39,7 +39,7 @@ test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 test-compose: .venv/dev.stamp
 	KVTIER_TEST_COMPOSE=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/compose
 
-# vLLM itself, on the CPU, with kvtier's connector, two files at a time: an engine starts on one core. About 10 minutes.
+# vLLM itself, on the CPU, with kvtier's connector, two files at a time: an engine starts on one core. About 7 minutes.
 test-vllm: .venv/vllm
 	KVTIER_TEST_VLLM=1 $</bin/python -m pytest -p no:asyncio -n 2 --dist loadfile --no-loadscope-reorder \
 		$(PYTEST_ARGS) tests/vllm

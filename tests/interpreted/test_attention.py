@@ -158,7 +158,8 @@ def test_scoring(rules: tuple[str, ...], num_splits: int) -> None:
     for queries, attend in (((40, 1, 5), prefill), ((1, 1, 1), decode)):
         inputs = make_inputs(dataclasses.replace(case, query_lens=queries), torch.float32)
         options = {"tile": Tile(32, 32, 4, 1)} if attend is prefill else {}
-        for batch in (inputs, windowed(inputs, 30), quantised(inputs, torch.int8, per_key=True)):
+        others = [windowed(inputs, 30), quantised(inputs, torch.int8, per_key=True)]
+        for batch in [inputs, *(others if rules == SCORINGS[-1] else [])]:
             changed = scored(batch, *rules)
             check(changed, *attend(changed, 0.3, num_splits=num_splits, **options), 0.3)
 
