@@ -150,6 +150,7 @@ def test_attention_compiles(head_dim: int, chip: int, tmp_path: Path) -> None:
         (128, torch.bfloat16, None, 90),
         (256, torch.bfloat16, None, 90),
         (128, torch.bfloat16, None, 100),
+        (64, torch.bfloat16, None, 100),
         (64, torch.int8, None, 100),
         (128, torch.int8, None, 90),
         (128, torch.int8, 4096, 80),
@@ -178,6 +179,7 @@ def test_decodes_read_ahead_in_wide_loads(
         (128, torch.int8, None, 1, 90),
         (256, torch.int8, 4096, 1, 90),
         (128, torch.int8, 4096, 4, 80),
+        (64, torch.bfloat16, None, 1, 100),
         (128, torch.bfloat16, 4096, 1, 100),
         (256, torch.bfloat16, None, 1, 100),
         (128, torch.float8_e4m3fn, None, 4, 100),
@@ -205,6 +207,7 @@ def test_prefills_read_ahead_in_wide_loads(
         (256, torch.bfloat16, 4096, 90),
         (128, torch.int8, None, 90),
         (128, torch.bfloat16, 4096, 80),
+        (64, torch.bfloat16, None, 100),
         (256, torch.bfloat16, 4096, 100),
     ],
 )

@@ -106,7 +106,9 @@ def prefill_tile(
     asynchronous = hopper or capability[0] in (10, 11)
     roomy = shared_limit_bytes(capability) > 99 * 1024
     rows, num_warps = 128, 8
-    if columns <= 64:
+    if columns <= 64 and asynchronous and not hopper:
+        keys = 32 if converts or scored else 64 if windowed else 128
+    elif columns <= 64:
         keys = 64 if hopper or not converts else 32
     elif columns <= 128 and hopper:
         keys = 64 if converts or windowed or scored else 128
@@ -194,6 +196,8 @@ def shared_prefix_tile(
     else:
         keys = 16 if converts else 32
     num_warps = 4 if columns <= 128 and rows <= 64 else 8
+    if columns <= 64 and capability[0] in (10, 11) and not converts:
+        num_warps = 8
     return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
