@@ -236,7 +236,7 @@ class CudaKV:
                 every = torch.from_numpy(rows)
                 host = _Host(every[:, : self.block_bytes], is_pinned=self._pin(every))
                 self._hosts[arena] = host
-                if host.is_pinned:
+                if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
                     self._compile_crossing(host)
             return self._hosts[arena]
 

@@ -210,6 +210,20 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         kv.close()
 
 
+@pytest.mark.parametrize(("least_dma_bytes", "num_kernels"), [(BLOCK_BYTES, 1), (BLOCK_BYTES + 1, 4)])
+def test_nothing_is_compiled_for_blocks_that_always_go_by_dma(
+    least_dma_bytes: int, num_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy is one kernel, or with a block too small for a DMA both crossings before, and one of its own."""
+    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    kv, arena, copies = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes()), filled_arena(2), []
+    original = block_copy.block_copy
+    monkeypatch.setattr(transfer_cuda, "block_copy", lambda *tensors: (copies.append(tensors), original(*tensors)))
+    kv.gather([0], arena, [1])
+    assert len(copies) == num_kernels
+    kv.close()
+
+
 def test_copies_come_after_the_engine_and_end_before_the_return() -> None:
     notes = Notes()
     kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
