@@ -182,7 +182,8 @@ def test_both_ways_are_compiled_before_the_first_copy(widths: tuple[int, ...], m
 
 
 def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks in two runs, where a DMA is worth two blocks, or three; and in memory that is not pinned."""
+    """Five blocks in two runs, where a DMA is worth two blocks, or three; and in memory that is not pinned, or that
+    another one has pinned."""
     copied: list[tuple[int, int]] = []
     original = block_copy.block_copy
 
@@ -195,6 +196,7 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         (0, BLOCK_BYTES * 2, False),
         (0, BLOCK_BYTES * 3, True),
         (2, BLOCK_BYTES * 3, False),
+        (712, BLOCK_BYTES * 3, True),
     ):
         monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
         kv, arena = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status)), filled_arena(10)
@@ -316,6 +318,16 @@ def test_an_arena_is_pinned_once_and_until_close() -> None:
     kv.close()
     kv.close()
     assert notes.registered == {}
+
+
+def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status=712))
+    arena = filled_arena(4)
+    with caplog.at_level(logging.WARNING):
+        kv.gather([5], arena, [2])
+    kv.close()
+    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    assert not caplog.records
 
 
 def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
