@@ -28,6 +28,8 @@ from kvtier_kernels.records import RecordLayout
 _log = logging.getLogger(__name__)
 _HOST_REGISTER_PORTABLE = 1
 """Pinned for whichever device a thread of ours has current (CUDA runtime, cudaHostRegisterPortable)."""
+_ALREADY_REGISTERED = 712
+"""By another `CudaKV`, as where a model has several KV groups (cudaErrorHostMemoryAlreadyRegistered)."""
 
 _LEAST_DMA_BYTES = 1 << 20
 """On average. To ask for a DMA takes 5 to 8 us of Python, in which a PCIe 5.0 x16 link moves 0.4 MB. Reckoned."""
@@ -148,7 +150,8 @@ class CudaKV:
                 self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=False)
 
     def close(self) -> None:
-        """Unpins the arenas. Call it when no copy is under way and none will come. Idempotent."""
+        """Unpins the arenas that this one pinned. Call it when no copy is under way and none will come, not even by
+        another `CudaKV` with the same arenas. Idempotent."""
         with self._lock:
             for address in self._registered:
                 self._cuda.cudart().cudaHostUnregister(address)
@@ -236,7 +239,7 @@ class CudaKV:
                 every = torch.from_numpy(rows)
                 host = _Host(every[:, : self.block_bytes], is_pinned=self._pin(every))
                 self._hosts[arena] = host
-                if host.is_pinned:
+                if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
                     self._compile_crossing(host)
             return self._hosts[arena]
 
@@ -248,19 +251,21 @@ class CudaKV:
             block_copy(host.rows, no_block, lane.staging, no_block)
 
     def _pin(self, rows: Tensor) -> bool:
-        """Whether it did. Caller holds _lock. Takes about 0.2 s per GiB."""
-        status = self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _HOST_REGISTER_PORTABLE)
-        if int(status) == 0:
+        """Whether it is pinned now. Caller holds _lock. Takes about 0.2 s per GiB."""
+        status = int(self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _HOST_REGISTER_PORTABLE))
+        if status == 0:
             self._registered.append(rows.data_ptr())
-        else:
-            _log.warning(
-                "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as long; "
-                "raise the limit on locked memory (ulimit -l)", rows.nbytes, int(status),
-            )  # fmt: skip
-            # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-        return int(status) == 0
+            return True
+        # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+        if status == _ALREADY_REGISTERED:
+            return True
+        _log.warning(
+            "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as long; "
+            "raise the limit on locked memory (ulimit -l)", rows.nbytes, status,
+        )  # fmt: skip
+        return False
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Parts]:

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attention_rig import (
     CASES,
@@ -69,6 +72,28 @@ def test_scoring(rules: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest
     check_with_lse(windowed(inputs, 50))
     monkeypatch.setattr(attention_cpu, "_MAX_SCORES", 30 * 9 * 70)
     check_with_lse(inputs)
+
+
+def test_scores_and_masks_of_few_queries_at_a_time_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = scored(
+        make_inputs(Case((200,), (300,), num_heads=2, num_kv_heads=1, head_dim=8), torch.float32), "soft_cap"
+    )
+    monkeypatch.setattr(attention_cpu, "_MAX_SCORES", 20 * 2 * 300)
+    with Largest() as largest:
+        paged_attention(*inputs.args(), scale=0.125, **inputs.options())
+    assert largest.elements == 20 * 2 * 300
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation has returned in one tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = func(*args, **(kwargs or {}))
+        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
 
 
 def check_with_lse(inputs: Inputs) -> None:

@@ -97,7 +97,12 @@ def scoring_error(scoring: Scoring, num_keys: int) -> float:
     error = 0.0 if scoring.soft_cap is None else 12 * scoring.soft_cap
     if scoring.alibi_slopes is not None:
         error += 5 * num_keys * _largest(scoring.alibi_slopes)
-    return error if scoring.sinks is None else error + 9 * _largest(scoring.sinks) + 3
+    return error if scoring.sinks is None else error + 9 * _largest(_counted(scoring.sinks)) + 3
+
+
+def _counted(sinks: Tensor) -> Tensor:
+    """Those of -inf take no share, and no error comes of them."""
+    return sinks.masked_fill(sinks == -math.inf, 0.0)
 
 
 def _largest_score(query: Tensor, values: Tensor, scale: float) -> float:

@@ -117,8 +117,13 @@ def _attend(
 
 def _window_mask(num_queries: int, num_keys: int, window: int) -> Tensor:
     """`[queries, keys]`, true where the query sees the key; the last query stands at the last key."""
-    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
+    distance = _distances(num_keys - num_queries, num_keys, num_keys)
     return (distance >= 0) & (distance < window)
+
+
+def _distances(first: int, last: int, num_keys: int) -> Tensor:
+    """int64 `[last - first, num_keys]`: of each key before a query at these positions; negative behind it."""
+    return torch.arange(first, last)[:, None] - torch.arange(num_keys)[None, :]
 
 
 def _attend_scored(
@@ -129,17 +134,18 @@ def _attend_scored(
     num_keys = keys.size(1)
     keys, values = keys.float(), values.float()
     out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:3])
-    mask = _window_mask(num_queries, num_keys, num_keys if window is None else window)
+    before = num_keys - num_queries
     step = max(1, _MAX_SCORES // (num_kv_heads * group * num_keys))
     for first in range(0, num_queries, step):
-        some = torch.arange(first, min(first + step, num_queries))
+        last = min(first + step, num_queries)
+        some, distance = slice(first, last), _distances(before + first, before + last, num_keys)
         scores = torch.einsum("kqgd,knd->kqgn", query[:, some].float(), keys) * scale
         if scoring.soft_cap is not None:
             scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
         if scoring.alibi_slopes is not None:
-            distance = (num_keys - num_queries + some)[:, None] - torch.arange(num_keys)
             scores -= scoring.alibi_slopes.view(num_kv_heads, 1, group, 1) * distance[:, None, :]
-        scores.masked_fill_(~mask[some][:, None, :], float("-inf"))
+        unseen = (distance < 0) | (distance >= (num_keys if window is None else window))
+        scores.masked_fill_(unseen[:, None, :], float("-inf"))
         out[:, some] = torch.einsum("kqgn,knd->kqgd", scores.softmax(-1), values).to(query.dtype)
         lse[:, some] = scores.logsumexp(-1)
     return out, lse

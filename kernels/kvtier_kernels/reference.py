@@ -53,7 +53,7 @@ def paged_attention_reference(
         scores = scores.masked_fill(unseen, float("-inf"))
         if scoring.sinks is not None:  # a last key that everybody sees, without a value
             sinks = scoring.sinks.double()[:, None, None].expand(-1, stop - start, 1)
-            scores, unseen = torch.cat([scores, sinks], 2), torch.nn.functional.pad(unseen, (0, 1))
+            scores, unseen = torch.cat([scores, sinks], 2), torch.nn.functional.pad(unseen, (0, 1), value=True)
             values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
         if lse is not None:
             lse[start:stop] = scores.logsumexp(dim=-1).t()

@@ -1,10 +1,12 @@
 """What some models do to the scores of attention, beside scaling and masking them."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_MAX_SOFT_CAP = 10_000
+"""Beyond, kernels would be off by more than 0.015: they take numbers near 1 from 1, and multiply what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +14,14 @@ class Scoring:
     """In this order, after a score has been multiplied with `scale`. What is None is left out."""
 
     soft_cap: float | None = None
-    """A score becomes `soft_cap * tanh(score / soft_cap)` (Gemma 2, 2024), and stays below this number. Positive. In
-    kernels it is off by up to 1.5e-6 times as much."""
+    """A score becomes `soft_cap * tanh(score / soft_cap)` (Gemma 2, 2024), and stays below this number. Positive, up
+    to 10,000: in kernels a score is off by up to 1.5e-6 times as much."""
     alibi_slopes: Tensor | None = None
     """float32 `[num_heads]`: a key so many tokens before the query loses as many times the head's slope (ALiBi, Press
     et al., 2022)."""
     sinks: Tensor | None = None
     """float32 `[num_heads]`: a score of each head that takes its share of the weights and has no value (gpt-oss, 2025;
-    after StreamingLLM, Xiao et al., 2024). Log-sum-exps include it."""
+    after StreamingLLM, Xiao et al., 2024). Log-sum-exps include it. -inf for a head without one."""
 
     @property
     def changes_scores(self) -> bool:
@@ -35,8 +37,8 @@ class Scoring:
 
     def check(self, query: Tensor) -> None:
         """It fits queries `[num_tokens, num_heads, head_dim]`; raises `ValueError` that names what does not."""
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise ValueError(f"soft_cap is {self.soft_cap}: needs to be positive, or None")
+        if self.soft_cap is not None and not 0 < self.soft_cap <= _MAX_SOFT_CAP:
+            raise ValueError(f"soft_cap is {self.soft_cap}: needs to be positive, at most {_MAX_SOFT_CAP:,}, or None")
         for name, per_head in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
             if per_head is None:
                 continue

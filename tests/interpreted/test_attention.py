@@ -27,6 +27,7 @@ from kvtier_kernels import prefix_prefill as prefix_prefill_module
 from kvtier_kernels.attention import attend_with_triton
 from kvtier_kernels.paged_decode import paged_decode
 from kvtier_kernels.prefix_prefill import prefix_prefill
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.tiles import Tile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,7 +65,8 @@ def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) ->
     assert out.is_contiguous()
     # Written so that NaN fails.
     assert (out.float() - expected).abs().max().item() <= kernel_error_bound(inputs, scale)
-    assert (lse - expected_lse).abs().max().item() <= lse_error_bound(inputs, scale)
+    both_empty = (lse == -math.inf) & (expected_lse == -math.inf)
+    assert (lse - expected_lse).masked_fill(both_empty, 0.0).abs().max().item() <= lse_error_bound(inputs, scale)
 
 
 def prefill(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +184,20 @@ def test_a_query_without_keys_sees_its_sink() -> None:
         assert inputs.scoring.sinks is not None
         assert (lse[:2] - inputs.scoring.sinks).abs().max().item() < 1e-6
         check(inputs, out, lse, 0.125)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Of the second and last head, and where two queries see no key, too."""
+    inputs = make_inputs(Case((6, 1), (6, 9), num_heads=3, num_kv_heads=1), torch.float32)
+    inputs.seq_lens[0] = 4
+    inputs.scoring = Scoring(sinks=torch.tensor([0.5, -math.inf, -math.inf]))
+    assert kernel_error_bound(inputs, 0.125) < 1e-2
+    assert lse_error_bound(inputs, 0.125) < 1e-2
+    for num_splits in (1, 3):
+        check(inputs, *prefill(inputs, 0.125, num_splits=num_splits), 0.125)
+    ones = make_inputs(Case((1, 1), (33, 9), num_heads=3, num_kv_heads=1), torch.float32)
+    ones.scoring = inputs.scoring
+    check(ones, *decode(ones, 0.125), 0.125)
 
 
 def in_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

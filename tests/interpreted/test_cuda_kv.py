@@ -182,7 +182,8 @@ def test_both_ways_are_compiled_before_the_first_copy(widths: tuple[int, ...], m
 
 
 def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks in two runs, where a DMA is worth two blocks, or three; and in memory that is not pinned."""
+    """Five blocks in two runs, where a DMA is worth two blocks, or three; and in memory that is not pinned, or that
+    another one has pinned."""
     copied: list[tuple[int, int]] = []
     original = block_copy.block_copy
 
@@ -195,6 +196,7 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         (0, BLOCK_BYTES * 2, False),
         (0, BLOCK_BYTES * 3, True),
         (2, BLOCK_BYTES * 3, False),
+        (712, BLOCK_BYTES * 3, True),
     ):
         monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
         kv, arena = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status)), filled_arena(10)
@@ -208,6 +210,20 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
             assert len(copied) == 1 + by_kernel
             assert sum(arena.rows.ctypes.data in pointers for pointers in copied) == by_kernel
         kv.close()
+
+
+@pytest.mark.parametrize(("least_dma_bytes", "num_kernels"), [(BLOCK_BYTES, 1), (BLOCK_BYTES + 1, 4)])
+def test_nothing_is_compiled_for_blocks_that_always_go_by_dma(
+    least_dma_bytes: int, num_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy is one kernel, or with a block too small for a DMA both crossings before, and one of its own."""
+    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    kv, arena, copies = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes()), filled_arena(2), []
+    original = block_copy.block_copy
+    monkeypatch.setattr(transfer_cuda, "block_copy", lambda *tensors: (copies.append(tensors), original(*tensors)))
+    kv.gather([0], arena, [1])
+    assert len(copies) == num_kernels
+    kv.close()
 
 
 def test_copies_come_after_the_engine_and_end_before_the_return() -> None:
@@ -302,6 +318,16 @@ def test_an_arena_is_pinned_once_and_until_close() -> None:
     kv.close()
     kv.close()
     assert notes.registered == {}
+
+
+def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status=712))
+    arena = filled_arena(4)
+    with caplog.at_level(logging.WARNING):
+        kv.gather([5], arena, [2])
+    kv.close()
+    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    assert not caplog.records
 
 
 def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:

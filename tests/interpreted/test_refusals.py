@@ -115,6 +115,7 @@ def test_scoring() -> None:
     refused = {
         "soft_cap is 0.0: needs to be positive": Scoring(soft_cap=0.0),
         "soft_cap is nan": Scoring(soft_cap=math.nan),
+        "soft_cap is 10001: needs to be positive, at most 10,000, or None": Scoring(soft_cap=10_001),
         r"alibi_slopes .* needs contiguous float32 \[9\]": Scoring(alibi_slopes=torch.ones(3)),
         "sinks .* needs contiguous float32": Scoring(sinks=torch.ones(9, dtype=torch.bfloat16)),
         "sinks is on meta, query on cpu": Scoring(sinks=torch.ones(9, device="meta")),
