@@ -79,7 +79,7 @@ class CudaKV:
         self,
         *parts: Tensor,
         layout: RecordLayout | None = None,
-        staging_bytes: int = 64 * 2**20,
+        staging_bytes: int = 32 * 2**20,
         num_lanes: int = 3,
         cuda: Any = torch.cuda,
     ) -> None:

@@ -61,7 +61,7 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
     """Moves blocks of these layers. Enter it in vLLM's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 64 MiB of a CUDA device for staging.
+    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device for staging.
     :raises ConfigError: memory of a kind that is not moved, or no room for that.
     """
     tensors = list(layers)
@@ -79,7 +79,7 @@ def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> 
         cuda_kv = CudaKV(*pages, num_lanes=num_copies)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 64 MiB; lower it"
+            f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 32 MiB; lower it"
         ) from error
     try:
         yield cuda_kv

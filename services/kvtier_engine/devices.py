@@ -47,7 +47,7 @@ def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
 def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 64 MiB of a CUDA device beside
+    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device beside
         `engine.kv_bytes`, for staging.
     :param lossy_codec: in whose form blocks are in host memory, as the namespace has it; empty for as they are.
     :raises ConfigError: there is no room for that, or the codec does not take KV of this dtype.
