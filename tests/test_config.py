@@ -221,8 +221,16 @@ def test_host_memory_is_for_staging_beside_a_pool(tmp_path: Path, pool: str, meb
     assert load_config(path, {}).host_bytes() == mebibytes * 2**20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="how many cores a process may use is known on Linux only")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
 @pytest.mark.parametrize(("num_cores", "threads"), [(1, 1), (2, 1), (3, 2), (11, 2), (12, 3), (16, 4), (192, 4)])
-def test_transfers_at_a_time_follow_the_cores(num_cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(num_cores)))
+def test_transfers_at_a_time_follow_the_cores(
+    num_cores: int, threads: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux those that the process may use, elsewhere all."""
+    monkeypatch.setattr(sys, "platform", platform)
+    known = {
+        "linux": ("sched_getaffinity", lambda _pid: set(range(num_cores))),
+        "darwin": ("cpu_count", lambda: num_cores),
+    }
+    monkeypatch.setattr(os, *known[platform], raising=False)
     assert CacheConfig().load_threads == threads

@@ -1,0 +1,54 @@
+"""Wheels for a machine with a GPU and no package index: which ones, unpacked, and the commands of the checkout."""
+
+import importlib.util
+import zipfile
+from importlib.metadata import distribution, distributions
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def wheels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_env_wheels", ROOT / "kernels" / "gpu_env" / "wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_wheels_are_what_pyproject_says(wheels: ModuleType, tmp_path: Path) -> None:
+    wanted = wheels.requirements(ROOT / "pyproject.toml")
+    names = {requirement.split(">")[0].split("[")[0] for requirement in wanted}
+    assert {"pydantic", "redis", "blosc", "xxhash", "tokenizers", "pytest"} <= names
+    assert not names & {"numpy", "torch", "triton"}
+    asked = wheels.download_command(tmp_path, ["redis"])
+    assert asked[asked.index("--python-version") + 1] == "3.12"
+    assert "--only-binary=:all:" in asked
+
+
+def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wheels.main(["unpack", "--wheels", str(tmp_path)]) == 1
+    assert "fetch them first" in capsys.readouterr().err
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "VALUE = 7\n")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "carried.py,,\n")
+    for _ in range(2):
+        assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
+    assert (tmp_path / "site" / "carried.py").read_text() == "VALUE = 7\n"
+
+
+def test_a_checkout_beside_unpacked_wheels_has_its_commands(wheels: ModuleType, tmp_path: Path) -> None:
+    """A pool is started by one."""
+    wheels.register(ROOT / "pyproject.toml", tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    there = {(entry.group, entry.name, entry.value) for entry in found.entry_points}
+    assert ("kvtier.commands", "pool", "kvtier_pool.cli:app") in there
+    installed = {(entry.group, entry.name, entry.value) for entry in distribution("kvtier").entry_points}
+    assert there == {entry for entry in installed if entry[0] != "console_scripts"}
