@@ -21,9 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kvtier_kernels import block_copy as block_copy_module  # noqa: E402
 from kvtier_kernels import merge_states as merge_states_module  # noqa: E402
 from kvtier_kernels import paged_decode as paged_decode_module  # noqa: E402
-from kvtier_kernels import part_copy as part_copy_module  # noqa: E402
 from kvtier_kernels import prefix_prefill as prefix_prefill_module  # noqa: E402
-from kvtier_kernels import row_copy as row_copy_module  # noqa: E402
 from kvtier_kernels import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
 from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
@@ -286,47 +284,6 @@ def test_merges_compile(head_dim: int, dtype: torch.dtype, chip: int, tmp_path: 
         ptx = compiled(launch, chip, tmp_path)
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx), "parts must be read 16 bytes at a time"
         assert "bar.sync" in ptx
-
-
-@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_kv_write_compiles(dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
-    query, kv_layer, *_ = attention_arguments(128, dtype, 7)
-    rows, index = query[:, :8], torch.zeros(7, dtype=torch.int64)
-    with recorded(slot_write_module, divmod(chip, 10)) as launches:
-        slot_write_module.write_slots(kv_layer, rows, rows, index, index)
-    ptx = compiled(launches[0], chip, tmp_path)
-    assert re.search(r"ld\.global\S*\.v[24]\.b", ptx)
-    assert re.search(r"st\.global\S*\.v[24]\.b", ptx)
-
-
-@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
-@pytest.mark.parametrize(("row_bytes", "wide"), [(2**20 + 16, True), (2**20 + 8, False), (51, False)])
-def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Path) -> None:
-    """Rows of an odd number of 16 bytes too move in accesses of 16 bytes."""
-    blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
-    index = torch.zeros(3, dtype=torch.int64)
-    with recorded(row_copy_module, divmod(chip, 10)) as launches:
-        block_copy_module.block_copy(blocks, index, staging, index)
-    ptx = compiled(launches[0], chip, tmp_path)
-    assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
-    assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide
-
-
-@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
-def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int, tmp_path: Path) -> None:
-    kv, staging = (
-        torch.empty((3, 4, part_bytes), dtype=torch.uint8),
-        torch.empty((4, 3 * part_bytes), dtype=torch.uint8),
-    )
-    index = torch.zeros(3, dtype=torch.int64)
-    with recorded(row_copy_module, divmod(chip, 10)) as launches:
-        part_copy_module.part_copy(part_copy_module.Parts.of(kv.unbind()), index, staging, index, gather=gather)
-    ptx = compiled(launches[0], chip, tmp_path)
-    assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) == wide
-    assert bool(re.search(r"st\.global\S*\.v4\.b32", ptx)) == wide
 
 
 @pytest.mark.parametrize("by_default", [True, False])

@@ -13,7 +13,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
-from kvtier_kernels import part_counters, plane_copy, quantised_copy, row_copy, slot_quantise  # noqa: E402
+from kvtier_kernels import part_counters, plane_copy, quantised_copy, row_copy, slot_quantise, slot_write  # noqa: E402
+from kvtier_kernels.block_copy import block_copy  # noqa: E402
 from kvtier_kernels.copy_tiles import copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
 from kvtier_kernels.records import LossyCodec, RecordLayout  # noqa: E402
@@ -172,3 +173,46 @@ def test_layers_and_numbers_that_differ_share_compiled_kernels() -> None:
             part_counters.wait_for_layer(counters[:num_layers], num_layers - 1, max_programs, counters[:1])
         waits.add(compile_launch(launches[0], 90).hash)
     assert (len(copies), len(waits)) == (1, 1)
+
+
+@pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_kv_write_compiles(dtype: torch.dtype, chip: int, tmp_path: Path) -> None:
+    """Rows of a fused projection."""
+    kv_layer, rows = torch.empty((64, 3, 2, 16, 8, 128), dtype=dtype)[:, 1], torch.empty((7, 48, 128), dtype=dtype)
+    index = torch.zeros(7, dtype=torch.int64)
+
+    def launch() -> None:
+        slot_write.write_slots(kv_layer, rows[:, :8], rows[:, :8], index, index)
+
+    ptx = compiled(slot_write, launch, chip, tmp_path, most_registers=64)
+    assert re.search(r"ld\.global\S*\.v[24]\.b", ptx)
+    assert re.search(r"st\.global\S*\.v[24]\.b", ptx)
+
+
+@pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])
+@pytest.mark.parametrize(("row_bytes", "wide"), [(2**20 + 16, True), (2**20 + 8, False), (51, False)])
+def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Path) -> None:
+    """Rows of an odd number of 16 bytes too move in accesses of 16 bytes."""
+    blocks, staging = (torch.empty((4, row_bytes), dtype=torch.uint8) for _ in range(2))
+    index = torch.zeros(3, dtype=torch.int64)
+
+    def launch() -> None:
+        block_copy(blocks, index, staging, index)
+
+    ptx = compiled(row_copy, launch, chip, tmp_path, most_registers=192)
+    assert bool(re.search(WIDE_LOAD, ptx)) == bool(re.search(WIDE_STORE, ptx)) == wide
+
+
+@pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
+def test_part_copy_compiles(part_bytes: int, wide: bool, gather: bool, chip: int, tmp_path: Path) -> None:
+    kv, staging = (torch.empty(shape, dtype=torch.uint8) for shape in ((3, 4, part_bytes), (4, 3 * part_bytes)))
+    index = torch.zeros(3, dtype=torch.int64)
+
+    def launch() -> None:
+        part_copy(Parts.of(kv.unbind()), index, staging, index, gather=gather)
+
+    ptx = compiled(row_copy, launch, chip, tmp_path, most_registers=64)
+    assert bool(re.search(WIDE_LOAD, ptx)) == bool(re.search(WIDE_STORE, ptx)) == wide
