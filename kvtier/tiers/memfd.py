@@ -8,7 +8,7 @@ import os
 import sys
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.memory import touch_pages
+from kvtier.tiers.memory import read_pages, touch_pages
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4
@@ -58,11 +58,15 @@ def is_sealed(descriptor: int, nbytes: int) -> bool:
 def map_descriptor(descriptor: int, nbytes: int, *, writable: bool) -> memoryview:
     """Maps the first `nbytes`, page tables filled ahead; given back when the last view is gone.
 
-    The descriptor stays the caller's and may be closed. About 0.15 ms per MiB of memory that exists already.
+    The descriptor stays the caller's and may be closed. About 0.15 ms per MiB of memory that exists already, most of
+    which other threads have to wait for, unless it is mapped for reading alone.
     """
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(descriptor, nbytes, flags=flags, prot=protection))
+    if writable:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # Python keeps its lock meanwhile
+        return memoryview(mmap.mmap(descriptor, nbytes, flags=flags))
+    view = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+    read_pages(view)
+    return view
 
 
 def map_new(descriptor: int, nbytes: int, *, prefault: bool) -> memoryview:
