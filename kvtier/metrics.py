@@ -24,7 +24,8 @@ class Metrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self.tier_blocks = Counter(
             "kvtier_tier_blocks",
-            "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...)",
+            "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...). "
+            "Those read from where they lie in its memory count as lend, too",
             ["tier", "op", "status"],
             registry=self.registry,
         )

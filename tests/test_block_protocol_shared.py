@@ -16,6 +16,7 @@ from kvtier.tiers import memfd
 from kvtier.tiers.base import Status
 from kvtier.tiers.pool.groups import group
 from kvtier.tiers.pool.mapped_slab import MappedSlab
+from kvtier.tiers.slab import SharedSlab
 from kvtier.wire.block import encode_head
 from kvtier.wire.shared_memory import PLACE
 from kvtier_pool.metrics import PoolMetrics
@@ -135,7 +136,7 @@ def converse(client: socket.socket) -> None:
         assert received == expected, verb
         if verb == "map":
             (descriptor,) = descriptors
-            slab = MappedSlab.map(descriptor, 64, 3584, writable=True)
+            slab = MappedSlab.map(SharedSlab(descriptor, writable=True, slot_bytes=64, num_slots=3584))
             slab.slot(SLOT, len(PAYLOAD))[:] = PAYLOAD
         else:
             assert not descriptors

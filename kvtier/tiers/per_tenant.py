@@ -1,12 +1,13 @@
 """One tier to the engine, a client of its own for each tenant below: credentials, connections, breaker."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kvtier.errors import InvalidInputError
 from kvtier.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus, require_pairs
+from kvtier.tiers.lending import Lender, Loan
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -36,6 +37,12 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         require_pairs(keys, into)
         pairs = list(zip(keys, into, strict=True))
         return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Loan | None:
+        """See `Lender.lend`. Nothing where the tenant's tier does not lend, and to a batch of several tenants."""
+        tenants = list(self._split(keys))
+        tier = self._tiers[tenants[0]] if len(tenants) == 1 else None
+        return tier.lend(keys, nbytes, ready) if isinstance(tier, Lender) else None
 
     def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
         """See `Tier.write`."""

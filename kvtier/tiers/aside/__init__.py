@@ -4,13 +4,15 @@
     AsideTier  --  verb, keys, places in memory  -->  the tier of that name: disk, pool client
                <--  statuses, events, counts    --
                +------  one memory that both map: payloads never pass the socket  ------+
+    Borrower   <--  places of blocks in the memory of a tier that lends: copied from where they lie
 
 A thread that gives up the GIL waits up to 5 ms to get it back from pure Python code. Reading a batch takes dozens of
 system calls in the tier's own threads, and one round trip here.
 """
 
+from kvtier.tiers.aside.borrowing import Borrower
 from kvtier.tiers.aside.child import SharedMemory
 from kvtier.tiers.aside.supervisor import ProcessSettings, TierProcess
 from kvtier.tiers.aside.tier import AsideTier
 
-__all__ = ["AsideTier", "ProcessSettings", "SharedMemory", "TierProcess"]
+__all__ = ["AsideTier", "Borrower", "ProcessSettings", "SharedMemory", "TierProcess"]

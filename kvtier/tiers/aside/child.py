@@ -12,11 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import KvtierError, UnavailableError
+from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
 from kvtier.tiers.aside.messages import Verb, channel, error_for
 from kvtier.tiers.aside.news import NewsReader
+from kvtier.tiers.slab import SharedSlab
 from kvtier.wire.block import Fields
 from kvtier.wire.block_socket import FrameSocket
+from kvtier.wire.stream import PlainStream
 
 _END_S = 5.0
 """From the end of the control socket to the end of the process, when nothing is wrong."""
@@ -111,6 +113,31 @@ class ChildProcess:
             raise error_for(error, answer.text("message"))
         return answer
 
+    def fetch_slab(self, serial: int, deadline: float) -> SharedSlab | None:
+        """A slab that blocks are lent from, its descriptor the caller's to close. None: it is gone.
+
+        Raises as `call`. Seldom: over a channel of its own, since the others take no descriptors.
+        """
+        ours, theirs = socket.socketpair()
+        stream = PlainStream(ours, takes_descriptors=True)
+        frames = FrameSocket(stream)
+        try:
+            with theirs:
+                self._hand_over(theirs, deadline)
+            frames.send_frame({"verb": Verb.SHARE, "serial": serial}, deadline=deadline)
+            answer, _ = frames.receive_head(deadline=deadline)
+            if not (num_slots := answer.number("num_slots")):
+                return None
+            slot_bytes, descriptor = answer.number("slot_bytes"), stream.take_descriptor()
+            if descriptor is None:
+                raise InvalidInputError("a slab without a descriptor")
+            return SharedSlab(descriptor, writable=False, slot_bytes=slot_bytes, num_slots=num_slots)
+        except (OSError, KvtierError) as failure:
+            self.kill()
+            raise UnavailableError(f"tier process {self.pid}: {Verb.SHARE}: {failure}") from failure
+        finally:
+            frames.close()
+
     def kill(self) -> None:
         """SIGKILL. Returns at once."""
         with self._lock:
@@ -154,20 +181,25 @@ class ChildProcess:
 
     def _take_channel(self, deadline: float) -> FrameSocket:
         with self._lock:
-            if self._ended.is_set():
-                raise UnavailableError("it has ended")
             if self._idle:
                 return self._idle.pop()
-            ours, theirs = socket.socketpair()
-            frames = channel(ours)
-            with theirs:
-                try:
-                    # A few bytes, for which there is always room: the lock is not held for long.
-                    self._control.send_frame({}, deadline=deadline, descriptors=[theirs.fileno()])
-                except BaseException:
-                    frames.close()
-                    raise
-            return frames
+        ours, theirs = socket.socketpair()
+        frames = channel(ours)
+        with theirs:
+            try:
+                self._hand_over(theirs, deadline)
+            except BaseException:
+                frames.close()
+                raise
+        return frames
+
+    def _hand_over(self, theirs: socket.socket, deadline: float) -> None:
+        """Gives the process the other end of a channel."""
+        with self._lock:
+            if self._ended.is_set():
+                raise UnavailableError("it has ended")
+            # A few bytes, for which there is always room: the lock is not held for long.
+            self._control.send_frame({}, deadline=deadline, descriptors=[theirs.fileno()])
 
     def _give_back(self, frames: FrameSocket) -> None:
         with self._lock:

@@ -45,7 +45,7 @@ _ERRORS: dict[str, type[KvtierError]] = {
 
 
 class Verb(enum.StrEnum):
-    """The verbs of `Tier`, and two for the process itself."""
+    """The verbs of `Tier`, those of `Lender`, and some for the process itself."""
 
     OPEN = "open"
     LOOKUP = "lookup"
@@ -54,9 +54,20 @@ class Verb(enum.StrEnum):
     DISCARD = "discard"
     USAGE = "usage"
     CHECK = "check"
+    LEND = "lend"
+    SETTLE = "settle"
+    """Ends a loan."""
+    SHARE = "share"
+    """A slab that blocks are lent from: its descriptor comes with the answer."""
+    SLABS = "slabs"
+    """Which slabs the engine has mapped, and which of them it should give up."""
     NEWS = "news"
     """Nothing but the news that every answer brings."""
     CLOSE = "close"
+
+
+NO_SLAB = 0
+"""Serial of no slab: the place of a block that is not lent."""
 
 
 def channel(end: socket.socket) -> FrameSocket:
@@ -89,6 +100,18 @@ def unpack_places(packed: bytes, num_blocks: int, memory_bytes: int) -> list[tup
         if offset + length > memory_bytes:
             raise InvalidInputError(f"{length} bytes at {offset}: outside of {memory_bytes} bytes of shared memory")
     return found
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    return np.asarray(numbers, dtype="<u8").tobytes()
+
+
+def unpack_numbers(packed: bytes) -> list[int]:
+    """Raises `InvalidInputError` when they are cut off."""
+    if len(packed) % 8:
+        raise InvalidInputError(f"{len(packed)} bytes of numbers: not a multiple of 8")
+    numbers: list[int] = np.frombuffer(packed, dtype="<u8").tolist()
+    return numbers
 
 
 def error_for(name: str, message: str) -> KvtierError:

@@ -21,7 +21,8 @@ from kvtier.events import EventSink
 from kvtier.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
 from kvtier.tiers import memfd
-from kvtier.tiers.aside.messages import Verb, channel, unpack_keys, unpack_places
+from kvtier.tiers.aside.lending import LendingDesk
+from kvtier.tiers.aside.messages import Verb, channel, pack_numbers, unpack_keys, unpack_numbers, unpack_places
 from kvtier.tiers.aside.news import NewsDesk
 from kvtier.tiers.base import Tier
 from kvtier.wire.block import Fields
@@ -52,6 +53,7 @@ class TierServer:
         self._memory = memory
         self._metrics = Metrics()
         self._news = NewsDesk(self._metrics)
+        self._lending = LendingDesk()
         self._tiers: dict[str, Tier] = {}
         """Set by the first request, before any other is made; not changed later."""
 
@@ -60,7 +62,10 @@ class TierServer:
         try:
             while frames.wait():
                 request, _ = frames.receive_head(deadline=_FOREVER)
-                frames.send_frame(self._answer(request), deadline=MONOTONIC() + _ANSWER_S)
+                if request.text("verb") == Verb.SHARE:
+                    self._share(frames, request)
+                else:
+                    frames.send_frame(self._answer(request), deadline=MONOTONIC() + _ANSWER_S)
         except (OSError, KvtierError):
             _log.exception("a channel to the engine ended")
         finally:
@@ -80,6 +85,18 @@ class TierServer:
         number, news = self._news.take(all_counts=verb in (Verb.NEWS, Verb.CLOSE))
         return {**answer, "news_number": number, "news": news}
 
+    def _share(self, frames: FrameSocket, request: Fields) -> None:
+        """Answers with a slab that the engine may map, if it is there. It bears no news."""
+        slab = self._lending.share(request.number("serial"))
+        if slab is None:
+            frames.send_frame({"num_slots": 0}, deadline=MONOTONIC() + _ANSWER_S)
+            return
+        try:
+            fields = {"num_slots": slab.num_slots, "slot_bytes": slab.slot_bytes}
+            frames.send_frame(fields, deadline=MONOTONIC() + _ANSWER_S, descriptors=[slab.descriptor])
+        finally:
+            os.close(slab.descriptor)
+
     def _ask(self, verb: str, request: Fields) -> Mapping[str, object]:
         if verb == Verb.OPEN:
             return self._open(request)
@@ -89,6 +106,10 @@ class TierServer:
             for tier in self._tiers.values():
                 tier.close()
             return {}
+        if verb == Verb.SETTLE:
+            return self._lending.settle(request.number("loan"))
+        if verb == Verb.SLABS:
+            return {"ended": pack_numbers(self._lending.note_mapped(unpack_numbers(request.data("mapped"))))}
         tier = self._tiers[request.text("tier")]
         if verb == Verb.USAGE:
             usage = tier.usage()
@@ -101,6 +122,8 @@ class TierServer:
             return {"statuses": bytes(tier.lookup(keys))}
         if verb == Verb.DISCARD:
             return {"num_discarded": tier.discard(keys)}
+        if verb == Verb.LEND:
+            return self._lending.lend(tier, keys, request.number("payload_bytes"))
         places = unpack_places(request.data("places"), len(keys), len(self._memory))
         views = [self._memory[offset : offset + length] for offset, length in places]
         if verb == Verb.READ:

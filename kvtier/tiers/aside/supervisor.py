@@ -17,6 +17,7 @@ from kvtier.tiers.aside.child import ChildProcess, SharedMemory
 from kvtier.tiers.aside.forgetting import OpeningInventory, Owed
 from kvtier.tiers.aside.messages import MAX_BLOCKS, Verb, pack_keys
 from kvtier.tiers.aside.news import NewsReader
+from kvtier.tiers.slab import SharedSlab
 from kvtier.wire.block import Fields
 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
@@ -111,13 +112,12 @@ class TierProcess:
 
     def call(self, verb: Verb, fields: Mapping[str, object], *, uses_memory: bool = False) -> Fields:
         """See `ChildProcess.call`. Takes `call_timeout_s` at the most, and as long as a killed process takes to end."""
-        with self._lock:
-            child = self._child
-        if child is None:
-            if self._closing.is_set():
-                raise ClosedError("the tier process is closed")
-            raise UnavailableError("no tier process at the moment; one is being started")
+        child = self._serving()
         return child.call(verb, fields, MONOTONIC() + self._settings.call_timeout_s, uses_memory=uses_memory)
+
+    def fetch_slab(self, serial: int) -> SharedSlab | None:
+        """See `ChildProcess.fetch_slab`."""
+        return self._serving().fetch_slab(serial, MONOTONIC() + self._settings.call_timeout_s)
 
     def discard(self, tier: str, keys: Sequence[StoreKey]) -> int:
         """The number that were there of at most `MAX_BLOCKS` keys, which are forgotten now.
@@ -161,6 +161,16 @@ class TierProcess:
         self._shared = None
         if first and self._owed:
             _log.warning("there was no tier process to forget all that it should; the next engine may find it")
+
+    def _serving(self) -> ChildProcess:
+        """`UnavailableError`: there is none."""
+        with self._lock:
+            child = self._child
+        if child is None:
+            if self._closing.is_set():
+                raise ClosedError("the tier process is closed")
+            raise UnavailableError("no tier process at the moment; one is being started")
+        return child
 
     def _run(self, started: "queue.SimpleQueue[KvtierError | None]") -> None:
         """Starts processes and sees them end; a process dies with the thread that started it."""

@@ -1,6 +1,6 @@
 """gRPC to the cache pool. The only module on the engine's side that imports grpc."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
@@ -107,6 +107,9 @@ class GrpcTransport:
                     yield i, fault
             finally:
                 stream.cancel()
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+        """See `PoolTransport.lend`. Nothing: the pool's memory is not here."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""

@@ -1,7 +1,7 @@
 """The pool on this host: its memory where that works, its Unix socket for everything else."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, KvtierError
@@ -10,6 +10,7 @@ from kvtier.metrics import Metrics
 from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.lending import Loan
 from kvtier.tiers.pool.memory import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.wire.pins import PinStatus
@@ -35,6 +36,8 @@ class LocalTransport:
         self._clock = clock
         self._not_before_s = 0.0
         """When memory may be tried again. A single number, written whole: any thread."""
+        self._not_lent_before_s = 0.0
+        """When the pool may be asked to lend again, likewise: one that hangs is waited for in `read` alone."""
         self._failed = QuietLog(_log)
 
     @property
@@ -80,6 +83,20 @@ class LocalTransport:
             remaining_s = max(0.0, deadline - MONOTONIC())
             answers = self._socket.read([keys[i] for i in rest], [into[i] for i in rest], remaining_s)
             yield from ((rest[j], error) for j, error in answers)
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
+        """See `PoolTransport.lend`."""
+        now = self._clock()
+        if now < max(self._not_before_s, self._not_lent_before_s):
+            return None
+        try:
+            return self._memory.lend(keys, nbytes, ready, MONOTONIC() + timeout_s, self._read_bytes.inc)
+        except OSError as error:
+            _log.debug("the pool lends nothing: %s", str(error))
+            self._not_lent_before_s = now + _RETRY_S
+        except KvtierError as error:
+            self._note_failure(error)
+        return None
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""

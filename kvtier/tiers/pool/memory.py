@@ -6,7 +6,7 @@ the generation that it had before, and when the checksum is the writer's. `docs/
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 
 from kvtier.errors import CorruptBlockError
@@ -16,6 +16,7 @@ from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.groups import group, windows
 from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.memory_loan import PoolLoan
 from kvtier.tiers.pool.memory_read import ReadPart
 from kvtier.tiers.pool.memory_write import WritePart
 from kvtier.wire.block import Verb
@@ -28,6 +29,8 @@ _PART_BYTES = 64 << 20
 """Some milliseconds of copying."""
 _PART_BLOCKS = 1024
 """Blocks in one message."""
+_MOST_LENT = 2
+"""Parts of a batch, as many as a thread holds that copies."""
 
 
 class PoolMemory:
@@ -76,6 +79,23 @@ class PoolMemory:
                 part.abandon()
             raise
 
+    def lend(
+        self,
+        keys: Sequence[StoreKey],
+        nbytes: int,
+        ready: Collection[int],
+        deadline: float,
+        on_end: Callable[[int], None],
+    ) -> PoolLoan:
+        """See `Lender.lend`. A large batch is not lent to its end: others can hold blocks, too.
+
+        :param on_end: told how many bytes were lent well.
+        """
+        windows = self._windows([nbytes] * len(keys), self._most_bytes(self._reads, deadline))
+        # Where nothing is ready, nothing is held in vain: the pool would count it as read, and order its blocks by it.
+        parts = list(islice(windows, _MOST_LENT)) if ready else []
+        return PoolLoan(self._reads, keys, nbytes, parts, ready=ready, deadline=deadline, on_end=on_end)
+
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int], deadline: float) -> tuple[int, int]:
         """Holds blocks in place and copies nothing: (lease, how many are there). For measurements."""
         _, answer = self._reads.ask(Verb.ACQUIRE, {"groups": group(keys, sizes).fields}, len(keys), deadline)
@@ -92,8 +112,15 @@ class PoolMemory:
 
     def _ranges(self, link: MemoryLink, sizes: Sequence[int], deadline: float) -> Iterator[tuple[int, int]]:
         """The parts of a batch. The first one is small, since nothing can be copied while the pool prepares it."""
-        most = min(link.session_by(deadline).connection.max_held_bytes // _SHARE, _PART_BYTES)
-        for _, begun in islice(windows(sizes, most // _SHARE, _PART_BLOCKS), 1):
+        most = self._most_bytes(link, deadline)
+        for _, begun in islice(self._windows(sizes, most // _SHARE), 1):
             yield 0, begun
-            for start, stop in windows(sizes[begun:], most, _PART_BLOCKS):
+            for start, stop in self._windows(sizes[begun:], most):
                 yield begun + start, begun + stop
+
+    def _most_bytes(self, link: MemoryLink, deadline: float) -> int:
+        """Of a part."""
+        return min(link.session_by(deadline).connection.max_held_bytes // _SHARE, _PART_BYTES)
+
+    def _windows(self, sizes: Sequence[int], most_bytes: int) -> Iterator[tuple[int, int]]:
+        return windows(sizes, most_bytes, _PART_BLOCKS)

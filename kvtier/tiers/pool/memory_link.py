@@ -12,6 +12,7 @@ from kvtier.errors import ClosedError, InvalidInputError, UnavailableError
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.mapped_slab import MappedSlab
 from kvtier.tiers.pool.session import Request, Session
+from kvtier.tiers.slab import SharedSlab
 from kvtier.wire.block import Fields, Verb
 
 
@@ -100,11 +101,12 @@ class MemoryLink:
             if not slab.in_use:
                 session.slabs.pop(number, None)
         for number in missing:
-            fetched = self._fetch_slab(session, number, deadline)
+            fetched = self.fetch(session, number, deadline)
             if fetched is not None:
-                session.slabs[number] = fetched
+                session.slabs[number] = _map(fetched)
 
-    def _fetch_slab(self, session: Session, number: int, deadline: float) -> MappedSlab | None:
+    def fetch(self, session: Session, number: int, deadline: float) -> SharedSlab | None:
+        """A slab to map, its descriptor the caller's to close. None: it is gone."""
         request = session.send(Verb.MAP, {"slab": number}, 0, deadline)
         answer = self._receive(request, deadline)
         num_slots = answer.number("num_slots")
@@ -113,14 +115,12 @@ class MemoryLink:
         if request.descriptor is None:
             raise InvalidInputError("garbled answer of the pool: a slab without a descriptor")
         try:
-            slot_bytes, writable = answer.number("slot_bytes"), bool(answer.number("writable"))
+            return SharedSlab(
+                request.descriptor, bool(answer.number("writable")), answer.number("slot_bytes"), num_slots
+            )
         except InvalidInputError:
             os.close(request.descriptor)
             raise
-        try:
-            return MappedSlab.map(request.descriptor, slot_bytes, num_slots, writable=writable)
-        except OSError as error:
-            raise UnavailableError(f"a slab of the pool cannot be mapped: {error}") from error
 
     def close(self) -> None:
         """Gives everything back to the pool and unmaps it. Idempotent."""
@@ -139,3 +139,11 @@ class MemoryLink:
         except BaseException:
             request.session.abandon(request, deadline)
             raise
+
+
+def _map(slab: SharedSlab) -> MappedSlab:
+    """Closes the descriptor. `UnavailableError`: no room for it."""
+    try:
+        return MappedSlab.map(slab)
+    except OSError as error:
+        raise UnavailableError(f"a slab of the pool cannot be mapped: {error}") from error

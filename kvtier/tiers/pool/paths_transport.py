@@ -1,7 +1,7 @@
 """Several ways to one cache pool: the best that works carries the calls."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from kvtier.keys import StoreKey
 from kvtier.pieces import Payload, Target
 from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.lending import Loan
 from kvtier.tiers.pool.tier import PoolTransport
 from kvtier.wire.pins import PinStatus
 
@@ -61,6 +62,11 @@ class PathsTransport:
         first, rest = self._first(timeout_s, begin)
         yield from first
         yield from rest
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
+        """See `PoolTransport.lend`. Of the first way that lends."""
+        loans = (path.transport.lend(keys, nbytes, ready, timeout_s) for path in self._usable())
+        return next((loan for loan in loans if loan is not None), None)
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""

@@ -1,7 +1,7 @@
 """The block protocol to the cache pool: what engines speak. Imports no grpc."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -118,6 +118,9 @@ class SocketTransport:
                     yield block.tag, block.fault
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+        """See `PoolTransport.lend`. Nothing: the pool's memory is not here."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. Goes in several requests, one sent ahead of another's answer: the pool receives

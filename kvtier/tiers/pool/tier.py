@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
@@ -14,12 +14,15 @@ from kvtier.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.gate import CallGate
+from kvtier.tiers.lending import Loan
 from kvtier.tiers.remote import RemoteCalls
 from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
 """More is the same to any pool, and has to fit into the message."""
+_LEND_S = 1.0
+"""Many times what a pool takes that is well. One that is not is waited for again, by whoever then reads."""
 
 
 class PoolTransport(Protocol):
@@ -41,6 +44,9 @@ class PoolTransport(Protocol):
         What arrived and is not that block is yielded with the reason. Blocks that are not there are not yielded.
         What was yielded before an exception counts.
         """
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
+        """See `Lender.lend`. Does not raise: what fails is found out by whoever reads."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
@@ -146,6 +152,12 @@ class PoolTier:
         with self._gate:
             self._calls.in_batches("read", [len(buffer) for buffer in into], ask)
         return statuses
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Loan | None:
+        """See `Lender.lend`. Where the pool does not share its memory, and while it fails, it lends nothing."""
+        self._require_own(keys)
+        with self._gate:
+            return self._transport.lend(keys, nbytes, ready, min(self._call_timeout_s, _LEND_S))
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""

@@ -1,0 +1,216 @@
+"""Blocks of a tier in the tier process, read where they lie: the engine's end. See `kvtier.tiers.lending`."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier.errors import KvtierError
+from kvtier.keys import StoreKey
+from kvtier.metrics import Metrics
+from kvtier.quiet_log import QuietLog
+from kvtier.tiers.aside.lending import NO_LOAN
+from kvtier.tiers.aside.messages import MAX_BLOCKS, Verb, pack_keys, pack_numbers, unpack_numbers
+from kvtier.tiers.aside.supervisor import TierProcess
+from kvtier.tiers.base import Status
+from kvtier.tiers.lending import SlotMemory
+from kvtier.tiers.pool.mapped_slab import MappedSlab
+
+_TICK_S = 0.5
+"""Between two looks for slabs that have ended. Until then the system does not have their memory back."""
+
+_log = logging.getLogger(__name__)
+
+
+class Attaches(Protocol):
+    """Who copies out of memory that was lent. Any thread, but one at a time."""
+
+    def attach(self, memory: SlotMemory) -> bool:
+        """Gets ready for copies from there, which may take a while. False: they would be slow."""
+
+    def detach(self, memory: SlotMemory) -> None:
+        """No copy from there is under way, and none will come."""
+
+
+class LentBlocks(NamedTuple):
+    """Of one loan, those that lie in one slab."""
+
+    memory: SlotMemory
+    indexes: list[int]
+    """Of the blocks, among those that were asked for."""
+    slots: list[int]
+    """Where they are in the memory, in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Blocks that may be read where they lie until `Borrower.settle`."""
+
+    blocks: list[LentBlocks]
+    loan_id: int
+    num_blocks: int
+    """That were asked for."""
+    nbytes: int
+    """Of each payload."""
+    serials: list[int]
+    """Of the slabs of `blocks`."""
+
+
+@dataclass(slots=True)
+class _Slab:
+    """Of the tier, mapped here. Guarded by Borrower._lock."""
+
+    memory: MappedSlab
+    num_loans: int = 0
+    has_ended: bool = False
+    """Unmapped with its last loan."""
+
+
+class Borrower:
+    """Borrows from one tier of a `TierProcess`, whatever becomes of the process. Any thread.
+
+    Slabs are mapped, and attached to the device, by a thread of its own: the blocks of a slab are lent once it is. A
+    slab that the tier has given up is unmapped within a second.
+    """
+
+    def __init__(self, tier: str, process: TierProcess, device: Attaches, metrics: Metrics) -> None:
+        """:param process: stays the caller's, like `device`; both outlive this."""
+        self._tier, self._process, self._device = tier, process, device
+        self._hits = [metrics.tier_blocks.labels(tier, op, Status.HIT.name.lower()) for op in ("read", "lend")]
+        self._bytes = metrics.tier_bytes.labels(tier, "read")
+        self._seconds = metrics.tier_batch_seconds.labels(tier, "lend")
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Notified for the thread: slabs are wanted, or it is over."""
+        self._wanted: dict[int, None] = {}
+        """Serials of slabs that are to be mapped, in order. Guarded by _lock."""
+        self._slabs: dict[int, _Slab] = {}
+        """By serial. Changed by the thread alone, under _lock."""
+        self._is_over = False
+        """Closed, or the device cannot copy from there. Guarded by _lock."""
+        self._failed = QuietLog(_log)
+        self._thread = threading.Thread(target=self._run, name="kvtier-borrow", daemon=True)
+        self._thread.start()
+
+    def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed | None:
+        """What the tier lends of these blocks now, to be settled in any case; None where that is nothing.
+
+        :param nbytes: of each payload.
+        """
+        if self._is_over or not 0 < len(keys) <= MAX_BLOCKS:
+            return None
+        request = {"tier": self._tier, "keys": pack_keys(keys), "payload_bytes": nbytes}
+        try:
+            with self._seconds.time():
+                answer = self._process.call(Verb.LEND, request)
+        except KvtierError as error:
+            self._failed.warning(f"tier {self._tier} lends nothing: {error}")
+            return None
+        self._want(unpack_numbers(answer.data("not_ready")))
+        loan_id = answer.number("loan")
+        if loan_id == NO_LOAN:
+            return None
+        borrowed = Borrowed([], loan_id, len(keys), nbytes, [])
+        self._find(borrowed, unpack_numbers(answer.data("slabs")), unpack_numbers(answer.data("slots")))
+        return borrowed
+
+    def settle(self, borrowed: Borrowed) -> list[bool]:
+        """Ends a loan, once. Whether each block that was asked for was lent, and in its place to the end."""
+        whole = bytes(borrowed.num_blocks)
+        try:
+            whole = self._process.call(Verb.SETTLE, {"loan": borrowed.loan_id}).data("whole")
+        except KvtierError as error:
+            self._failed.warning(f"tier {self._tier}: a loan came to nothing: {error}")
+        with self._lock:
+            for serial in borrowed.serials:
+                self._slabs[serial].num_loans -= 1
+        found = {i for lent in borrowed.blocks for i in lent.indexes if whole[i]}
+        for hits in self._hits:
+            hits.inc(len(found))
+        self._bytes.inc(len(found) * borrowed.nbytes)
+        return [i in found for i in range(borrowed.num_blocks)]
+
+    def close(self) -> None:
+        """Unmaps everything. Call it after the last loan. Idempotent."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _want(self, serials: Sequence[int]) -> None:
+        with self._changed:
+            missing = [serial for serial in serials if serial not in self._slabs and serial not in self._wanted]
+            if missing:
+                self._wanted.update(dict.fromkeys(missing))
+                self._changed.notify_all()
+
+    def _find(self, borrowed: Borrowed, serials: Sequence[int], slots: Sequence[int]) -> None:
+        """Where the blocks lie here. What is said of a slab that is not here, or has no such slot, is passed over."""
+        by_serial: dict[int, LentBlocks] = {}
+        with self._lock:
+            for i, (serial, slot) in enumerate(zip(serials, slots, strict=True)):
+                slab = self._slabs.get(serial)
+                if slab is None or slot >= slab.memory.num_slots or borrowed.nbytes > slab.memory.slot_bytes:
+                    continue
+                lent = by_serial.get(serial)
+                if lent is None:
+                    lent = by_serial[serial] = LentBlocks(slab.memory, [], [])
+                    slab.num_loans += 1
+                lent.indexes.append(i)
+                lent.slots.append(slot)
+        borrowed.blocks.extend(by_serial.values())
+        borrowed.serials.extend(by_serial)
+
+    def _run(self) -> None:
+        """Maps what is wanted, and unmaps what has ended."""
+        while not self._is_over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._is_over, _TICK_S if self._slabs else None)
+                wanted = list(self._wanted)
+            try:
+                for serial in wanted:
+                    self._map(serial)
+                    with self._lock:
+                        del self._wanted[serial]
+                self._give_up(self._ended())
+            except Exception:
+                # Blocks are read as ever where none can be lent.
+                _log.exception("tier %s lends nothing any more", self._tier)
+                self._is_over = True
+        self._give_up(list(self._slabs))
+
+    def _map(self, serial: int) -> None:
+        try:
+            shared = self._process.fetch_slab(serial)
+            memory = MappedSlab.map(shared) if shared is not None else None
+        except (OSError, KvtierError) as error:
+            self._failed.warning(f"tier {self._tier}: a slab cannot be mapped: {error}")
+            return
+        if memory is None:
+            return
+        if not self._device.attach(memory):
+            _log.warning("tier %s: the device cannot copy from its memory; blocks go by way of the arena", self._tier)
+            self._is_over = True
+            return
+        with self._lock:
+            self._slabs[serial] = _Slab(memory)
+
+    def _ended(self) -> list[int]:
+        """Serials of mapped slabs that the tier has given up. Tells the tier process which ones there are."""
+        serials = [serial for serial, slab in self._slabs.items() if not slab.has_ended]
+        try:
+            answer = self._process.call(Verb.SLABS, {"mapped": pack_numbers(serials)})
+        except KvtierError:
+            return serials  # with the process that had them
+        return unpack_numbers(answer.data("ended"))
+
+    def _give_up(self, serials: Sequence[int]) -> None:
+        """Unmaps these, and what has ended before, unless it is lent at the moment."""
+        with self._lock:
+            for serial in serials:
+                self._slabs[serial].has_ended = True
+            free = [serial for serial, slab in self._slabs.items() if slab.has_ended and not slab.num_loans]
+            given_up = [self._slabs.pop(serial) for serial in free]
+        for slab in given_up:
+            self._device.detach(slab.memory)

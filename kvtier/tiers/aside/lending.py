@@ -1,0 +1,80 @@
+"""Blocks that the tiers of a tier process lend to the engine: the process's end. See `kvtier.tiers.lending`.
+
+The engine maps slabs of the tier by descriptors that come by way of this process, and tells which of them are ready.
+"""
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+
+from kvtier.errors import InvalidInputError, KvtierError
+from kvtier.keys import StoreKey
+from kvtier.tiers.aside.messages import NO_SLAB, pack_numbers
+from kvtier.tiers.base import Tier
+from kvtier.tiers.lending import LendableSlab, Lender, Loan
+from kvtier.tiers.slab import SharedSlab
+
+NO_LOAN = 0
+"""Id of what lends nothing."""
+_NOTHING = {"loan": NO_LOAN, "slabs": b"", "slots": b"", "not_ready": b""}
+_SHARE_S = 1.0
+"""For a descriptor of a slab."""
+
+
+class LendingDesk:
+    """Loans and slabs of all tiers of this process. Any thread."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(NO_LOAN + 1)
+        self._lock = threading.Lock()
+        self._loans: dict[int, Loan] = {}
+        """By id. Guarded by _lock."""
+        self._slabs: dict[int, LendableSlab] = {}
+        """By serial: those that the engine was told of. Guarded by _lock."""
+        self._ready: set[int] = set()
+        """Serials of those that the engine has mapped. Replaced under _lock, not changed."""
+
+    def lend(self, tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> Mapping[str, object]:
+        """Id of the loan, slab of each block and its slot there, and slabs that are worth mapping."""
+        loan = tier.lend(keys, nbytes, self._ready) if isinstance(tier, Lender) else None
+        if loan is None:
+            return _NOTHING
+        with self._lock:
+            self._slabs.update(loan.not_ready)
+        not_ready = pack_numbers(list(loan.not_ready))
+        if not any(loan.places):
+            loan.settle()
+            return {**_NOTHING, "not_ready": not_ready}
+        with self._lock:
+            loan_id = next(self._ids)
+            self._loans[loan_id] = loan
+        slabs, slots = zip(*(place or (NO_SLAB, 0) for place in loan.places), strict=True)
+        return {"loan": loan_id, "slabs": pack_numbers(slabs), "slots": pack_numbers(slots), "not_ready": not_ready}
+
+    def settle(self, loan_id: int) -> Mapping[str, object]:
+        """A byte per block of the loan, 1 for those that were whole to its end."""
+        with self._lock:
+            loan = self._loans.pop(loan_id, None)
+        if loan is None:
+            raise InvalidInputError(f"no loan {loan_id}")
+        return {"whole": bytes(loan.settle())}
+
+    def share(self, serial: int) -> SharedSlab | None:
+        """A slab for the engine to map; None: it is gone, or cannot be had now."""
+        with self._lock:
+            slab = self._slabs.get(serial)
+        try:
+            return slab.share(_SHARE_S) if slab is not None else None
+        except (OSError, KvtierError):
+            return None  # asked for again by whoever wants a block of it
+
+    def note_mapped(self, serials: Sequence[int]) -> list[int]:
+        """Takes these for the slabs that the engine has mapped; returns those of them that it should unmap.
+
+        What has ended is not lent any more, nor known.
+        """
+        with self._lock:
+            for serial in [serial for serial, slab in self._slabs.items() if slab.has_ended]:
+                del self._slabs[serial]
+            self._ready = self._slabs.keys() & set(serials)
+            return [serial for serial in serials if serial not in self._slabs]

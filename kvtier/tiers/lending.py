@@ -1,0 +1,70 @@
+"""Blocks that a tier lends: they are read where they lie, by a process that maps the tier's memory.
+
+Who borrows maps memory first (`SlotMemory`), which takes time, and says which of it is ready. A loan names places in
+that memory alone. While it lasts the places keep their blocks; should they not, `Loan.settle` says so. So what is made
+of a block counts only once its loan is settled.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.keys import StoreKey
+from kvtier.tiers.slab import SharedSlab
+
+
+class SlotMemory(Protocol):
+    """Host memory in equal slots, to copy blocks from: an arena, or memory of a tier that lends."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """`[num_slots, slot_bytes]`, uint8, a view of all memory, rows contiguous. Maybe read-only."""
+
+
+class LendableSlab(Protocol):
+    """Memory of a tier that another process may map. Any thread."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing in it holds any more, and memory that stays mapped is lost to the tier."""
+
+    def share(self, timeout_s: float) -> SharedSlab | None:
+        """For a process that is to map it; the descriptor is the caller's to close. None: it has ended.
+
+        `OSError` or `KvtierError`: not to be had within the time.
+        """
+
+
+class Loan(Protocol):
+    """Blocks that are lent, until `settle`. One thread."""
+
+    @property
+    def places(self) -> Sequence[tuple[int, int] | None]:
+        """Per block: serial of its slab, and place in it; None for those not lent. Verified against their keys."""
+
+    @property
+    def not_ready(self) -> Mapping[int, LendableSlab]:
+        """By serial: slabs that are worth mapping, none of those that were said to be ready."""
+
+    def settle(self) -> list[bool]:
+        """Ends the loan, once. Whether each block was in its place to the end; False for those not lent."""
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A tier that lends. Any thread."""
+
+    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Loan | None:
+        """What it has of these blocks in memory. None: it lends nothing now, for whatever reason; `read` them.
+
+        :param nbytes: of each payload; others are not lent.
+        :param ready: serials of slabs that the caller has mapped. With none, it is told what it might map.
+        """

@@ -1,0 +1,103 @@
+"""Blocks of a pool's mapped memory, lent on: see `kvtier.tiers.lending`."""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec import checksum
+from kvtier.keys import StoreKey
+from kvtier.tiers.lending import LendableSlab
+from kvtier.tiers.pool.memory_hold import HeldBlock, PartHold
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.session import Session
+from kvtier.tiers.slab import SLAB_STRIDE, SharedSlab
+
+
+class PoolSlab:
+    """`LendableSlab`: one of the pool's, which this process has mapped. Does not keep it mapped."""
+
+    def __init__(self, link: MemoryLink, session: Session, number: int) -> None:
+        """:param number: what the pool calls it, in this session."""
+        self._link, self._session, self._number = link, session, number
+
+    @property
+    def has_ended(self) -> bool:
+        """See `LendableSlab.has_ended`. With its connection, too: the memory of a pool that has ended is nobody's."""
+        slab = self._session.slabs.get(self._number)
+        return slab is None or not slab.in_use
+
+    def share(self, timeout_s: float) -> SharedSlab | None:
+        """See `LendableSlab.share`."""
+        return None if self.has_ended else self._link.fetch(self._session, self._number, MONOTONIC() + timeout_s)
+
+
+class PoolLoan:
+    """`Loan` of blocks in the pool's memory."""
+
+    def __init__(
+        self,
+        link: MemoryLink,
+        keys: Sequence[StoreKey],
+        nbytes: int,
+        parts: Sequence[tuple[int, int]],
+        *,
+        ready: Container[int],
+        deadline: float,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """Blocks until the pool has answered, and all that is to be lent is verified. Errors as of `MemoryLink`.
+
+        :param parts: ranges of `keys` that are asked for in one message each. With none, nothing is lent.
+        :param on_end: told how many bytes were in their places to the end.
+        """
+        self._nbytes, self._on_end = nbytes, on_end
+        self.places: list[tuple[int, int] | None] = [None] * len(keys)
+        self.not_ready: dict[int, LendableSlab] = {}
+        self._lent: list[tuple[int, HeldBlock, float]] = []
+        """Index in the batch, the block, and until when it is held."""
+        self._holds: list[PartHold] = []
+        try:
+            for start, stop in parts:
+                self._holds.append(PartHold(link, keys[start:stop], [nbytes] * (stop - start), deadline))
+            for (start, stop), hold in zip(parts, self._holds, strict=True):
+                hold.await_places()
+                self._lend(hold, start, keys[start:stop], ready, deadline)
+                self._offer(link, hold.session, {block.slot // SLAB_STRIDE for block in hold.blocks()}, ready)
+            if not parts:
+                session = link.session_by(deadline)
+                self._offer(link, session, session.slabs, ready)
+        except BaseException:
+            self._release()
+            raise
+
+    def settle(self) -> list[bool]:
+        """See `Loan.settle`."""
+        whole, now = [False] * len(self.places), MONOTONIC()
+        for i, block, held_until_s in self._lent:
+            whole[i] = now < held_until_s and block.is_in_place()
+        self._release()
+        self._on_end(self._nbytes * sum(whole))
+        return whole
+
+    def _lend(
+        self, hold: PartHold, first: int, keys: Sequence[StoreKey], ready: Container[int], deadline: float
+    ) -> None:
+        """What is not whole is not lent: whoever then reads it finds out, and has it dropped."""
+        for block in hold.blocks():
+            if MONOTONIC() > deadline:
+                return
+            if block.slab.serial not in ready:
+                continue
+            if checksum(keys[block.position], block.slab.slot(block.slot, self._nbytes)) == block.checksum:
+                self.places[first + block.position] = block.slab.serial, block.slot % SLAB_STRIDE
+                self._lent.append((first + block.position, block, hold.held_until_s))
+
+    def _offer(self, link: MemoryLink, session: Session, numbers: Iterable[int], ready: Container[int]) -> None:
+        slabs = session.slabs
+        for number in list(numbers):
+            slab = slabs.get(number)
+            if slab is not None and slab.serial not in ready:
+                self.not_ready[slab.serial] = PoolSlab(link, session, number)
+
+    def _release(self) -> None:
+        for hold in self._holds:
+            hold.release()

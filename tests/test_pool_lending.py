@@ -1,0 +1,290 @@
+"""Blocks that a pool lends out of its memory: what is lent, to whom, and whether it still was what it said."""
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import InvalidInputError
+from kvtier.keys import StoreKey, tenant_id
+from kvtier.metrics import Metrics
+from kvtier.testing.contract import make_key, read_blocks
+from kvtier.tiers import memfd
+from kvtier.tiers.aside.lending import NO_LOAN, LendingDesk
+from kvtier.tiers.aside.messages import NO_SLAB, unpack_numbers
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.lending import Lender, Loan
+from kvtier.tiers.per_tenant import PerTenant
+from kvtier.tiers.pool import memory_link
+from kvtier.tiers.pool.local_transport import LocalTransport
+from kvtier.tiers.pool.mapped_slab import MappedSlab
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier_pool.settings import PoolLimits
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    RED,
+    WAIT_S,
+    connect,
+    held_bytes,
+    items,
+    keys,
+    payloads,
+    running_pool,
+    until,
+)
+
+pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
+KEYS, PAYLOADS = keys(range(16)), payloads(range(16))
+
+
+class Everything(set[int]):
+    """Says of any slab that it is mapped."""
+
+    def __contains__(self, serial: object) -> bool:
+        return True
+
+
+ALL = Everything([0])
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    with running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock", "127.0.0.1:0")) as pool:
+        yield ",".join(pool.block)
+
+
+@contextlib.contextmanager
+def tier_at(address: str, tenant: str = "red", *, metrics: Metrics | None = None) -> Iterator[PoolTier]:
+    tier = connect(address, tenant, shared_memory=True, metrics=metrics)
+    with contextlib.closing(tier):
+        yield tier
+
+
+def lend(tier: Lender, keys: Sequence[StoreKey], ready: Collection[int] = ALL, nbytes: int = BLOCK_BYTES) -> Loan:
+    loan = tier.lend(keys, nbytes, ready)
+    assert loan is not None
+    return loan
+
+
+class Borrower:
+    """Maps what it is offered."""
+
+    def __init__(self, tier: PoolTier) -> None:
+        self.tier = tier
+        self.slabs: dict[int, MappedSlab] = {}
+
+    def borrow(self, keys: Sequence[StoreKey]) -> Loan:
+        read_blocks(self.tier, keys, BLOCK_BYTES)
+        offered = lend(self.tier, keys, self.slabs)
+        for serial, slab in offered.not_ready.items():
+            shared = slab.share(WAIT_S)
+            assert shared is not None
+            assert not shared.writable
+            self.slabs[serial] = MappedSlab.map(shared)
+        offered.settle()
+        return lend(self.tier, keys, self.slabs)
+
+    def bytes_of(self, place: tuple[int, int] | None) -> bytes | None:
+        if place is None:
+            return None
+        serial, slot = place
+        return bytes(self.slabs[serial].rows[slot][:BLOCK_BYTES])
+
+
+def test_places_are_of_slabs_that_are_ready(address: str) -> None:
+    metrics = Metrics()
+    with tier_at(address) as writer, tier_at(address, metrics=metrics) as reader:
+        writer.write(items(range(16)))
+        absent = make_key("absent")
+        first = lend(reader, [*KEYS, absent], ready=())
+        assert (first.places, first.not_ready) == ([None] * 17, {}), "of what it has read from nothing yet"
+        assert first.settle() == [False] * 17
+        read_blocks(reader, KEYS[:1], BLOCK_BYTES)
+        first = lend(reader, [*KEYS, absent], ready=())
+        assert first.places == [None] * 17
+        assert len(first.not_ready) == 1
+        first.settle()
+        borrower = Borrower(reader)
+        loan = borrower.borrow([*KEYS, absent])
+        assert not loan.not_ready
+        assert [borrower.bytes_of(place) for place in loan.places] == [*PAYLOADS, None]
+        assert not any(slab.rows.flags.writeable for slab in borrower.slabs.values())
+        assert loan.settle() == [True] * 16 + [False]
+        moved = metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": "shm", "op": "read"})
+        assert moved == (1 + 16 + 16) * BLOCK_BYTES, "what was lent well counts like what was read, and once"
+
+
+def test_what_is_lent_is_held_until_it_is_settled(tmp_path: Path) -> None:
+    with (
+        running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool,
+        tier_at(pool.block[0]) as tier,
+    ):
+        tier.write(items(range(16)))
+        loan = lend(tier, KEYS)
+        assert held_bytes(pool) == 16 * BLOCK_BYTES
+        loan.settle()
+        until(lambda: held_bytes(pool) == 0)
+
+
+def test_a_block_of_another_length_is_not_lent(address: str) -> None:
+    with tier_at(address) as tier:
+        tier.write(items(range(2)))
+        for nbytes in (BLOCK_BYTES // 2, 2 * BLOCK_BYTES):
+            assert lend(tier, KEYS[:2], nbytes=nbytes).places == [None, None]
+
+
+def test_a_broken_block_is_not_lent_and_who_reads_it_has_it_dropped(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer goes on writing to a slot that it has committed."""
+    written: list[MappedSlab] = []
+    map_slab = memory_link._map
+    monkeypatch.setattr(memory_link, "_map", lambda shared: written.append(map_slab(shared)) or written[-1])
+    metrics = Metrics()
+    with tier_at(address) as writer, tier_at(address, metrics=metrics) as reader:
+        writer.write(items(range(4)))
+        (slab,) = written
+        assert slab.writable
+        place = next(i for i in range(slab.num_slots) if bytes(slab.slot(i, BLOCK_BYTES)) == PAYLOADS[2])
+        slab.slot(place, BLOCK_BYTES)[BLOCK_BYTES - 1] ^= 1
+        loan = lend(reader, KEYS[:4])
+        assert [place is not None for place in loan.places] == [True, True, False, True]
+        assert loan.settle() == [True, True, False, True]
+        assert read_blocks(reader, KEYS[2:3], BLOCK_BYTES) == [None]
+        assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 1
+
+
+@pytest.mark.parametrize("is_over", [True, False], ids=["lease over", "lease runs"])
+def test_a_block_that_went_meanwhile(is_over: bool, tmp_path: Path) -> None:
+    """While it is held its slot is not given away. Once the lease is over it counts no more, gone or not."""
+    limits = PoolLimits(lease_s=0.1 if is_over else 60.0, max_held_bytes=8 * MIB)
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, tier_at(pool.block[0]) as tier:
+        tier.write(items(range(8)))
+        borrower = Borrower(tier)
+        loan = borrower.borrow(KEYS[:8])
+        assert None not in loan.places
+        if is_over:
+            until(lambda: held_bytes(pool) == 0)
+        tier.discard(KEYS[:8])
+        tier.write(items(range(100, 140)))
+        found = [borrower.bytes_of(place) for place in loan.places]
+        assert (found == PAYLOADS[:8]) == (not is_over)
+        assert loan.settle() == [not is_over] * 8
+
+
+def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path) -> None:
+    """The lease would run on for long, but the pool has heard that nobody holds it."""
+    limits = PoolLimits(lease_s=60.0, max_held_bytes=8 * MIB)
+    with (
+        running_pool(2 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits) as pool,
+        tier_at(pool.block[0]) as tier,
+        tier_at(pool.block[0]) as other,
+    ):
+        other.write(items(range(8)))
+        borrower = Borrower(tier)
+        loan = borrower.borrow(KEYS[:8])
+        assert isinstance(tier._transport, LocalTransport)
+        tier._transport.memory._reads.session_by(time.monotonic() + WAIT_S).end()
+        until(lambda: held_bytes(pool) == 0)
+        other.discard(KEYS[:8])
+        other.write(items(range(100, 140)))
+        assert [borrower.bytes_of(place) for place in loan.places] != PAYLOADS[:8]
+        whole = loan.settle()
+        assert not all(whole)
+        for is_whole, place, payload in zip(whole, loan.places, PAYLOADS, strict=False):
+            assert not is_whole or borrower.bytes_of(place) == payload
+
+
+def test_tenants_never_meet(address: str) -> None:
+    blue_keys = keys(range(4), tenant=BLUE)
+    with tier_at(address) as red, tier_at(address, "blue") as blue:
+        red.write(items(range(4)))
+        assert lend(blue, blue_keys).places == [None] * 4
+        with pytest.raises(InvalidInputError, match="another tenant"):
+            blue.lend(KEYS[:4], BLOCK_BYTES, ALL)
+        both = PerTenant("pool", {RED: red, BLUE: blue})
+        assert lend(both, KEYS[:4]).settle() == [True] * 4
+        assert both.lend([KEYS[0], blue_keys[0]], BLOCK_BYTES, ALL) is None, "read, each from its own"
+        with pytest.raises(InvalidInputError, match="not connected for"):
+            both.lend(keys([1], tenant=tenant_id("green")), BLOCK_BYTES, ALL)
+
+
+def test_over_a_network_nothing_is_lent(address: str) -> None:
+    with contextlib.closing(connect(address.split(",")[1])) as tier:
+        tier.write(items(range(2)))
+        assert tier.lend(KEYS[:2], BLOCK_BYTES, ALL) is None
+    with contextlib.closing(connect(address, shared_memory=False)) as tier:
+        assert tier.lend(KEYS[:2], BLOCK_BYTES, ALL) is None
+
+
+def test_a_large_batch_is_not_lent_to_its_end(tmp_path: Path) -> None:
+    """Others can hold blocks, too."""
+    limits = PoolLimits(max_held_bytes=32 * BLOCK_BYTES)
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen, limits=limits) as pool, tier_at(pool.block[0]) as tier:
+        tier.write(items(range(16)))
+        assert lend(tier, KEYS).settle() == [True] * 8 + [False] * 8
+
+
+def test_a_pool_that_cannot_be_reached_lends_nothing(tmp_path: Path) -> None:
+    with tier_at(f"unix:{tmp_path}/nobody.sock") as tier:
+        assert tier.lend(KEYS, BLOCK_BYTES, ALL) is None
+
+
+def test_a_loan_outlives_its_pool_and_its_tier(tmp_path: Path) -> None:
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen) as pool, tier_at(pool.block[0]) as tier:
+        tier.write(items(range(4)))
+        first, second = lend(tier, KEYS[:4]), lend(tier, KEYS[:4])
+        slabs = lend(tier, KEYS[:4], ready=()).not_ready
+        assert [slab.has_ended for slab in slabs.values()] == [False]
+        tier.close()
+        assert first.settle() in ([True] * 4, [False] * 4)
+        assert [slab.has_ended for slab in slabs.values()] == [True]
+        assert [slab.share(WAIT_S) for slab in slabs.values()] == [None]
+    assert len(second.settle()) == 4
+
+
+class TestLendingDesk:
+    def test_slabs_are_ready_once_the_engine_says_so(self, address: str) -> None:
+        desk = LendingDesk()
+        with tier_at(address) as tier:
+            tier.write(items(range(4)))
+            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
+            answer = desk.lend(tier, KEYS[:4], BLOCK_BYTES)
+            assert answer["loan"] == NO_LOAN
+            (serial,) = unpack_numbers(answer["not_ready"])
+            shared = desk.share(serial)
+            assert shared is not None
+            slab = MappedSlab.map(shared)
+            assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN, "not told yet"
+            assert desk.note_mapped([serial, serial + 1]) == [serial + 1], "never heard of"
+            answer = desk.lend(tier, [*KEYS[:4], make_key("absent")], BLOCK_BYTES)
+            assert unpack_numbers(answer["slabs"]) == [serial] * 4 + [NO_SLAB]
+            slots = unpack_numbers(answer["slots"])[:4]
+            assert [bytes(slab.rows[slot][:BLOCK_BYTES]) for slot in slots] == PAYLOADS[:4]
+            assert desk.settle(answer["loan"]) == {"whole": bytes([1, 1, 1, 1, 0])}
+            with pytest.raises(InvalidInputError, match="no loan"):
+                desk.settle(answer["loan"])
+        assert desk.note_mapped([serial]) == [serial]
+        assert desk.share(serial) is None
+
+    def test_a_slab_that_the_engine_gave_up_is_not_ready(self, address: str) -> None:
+        desk = LendingDesk()
+        with tier_at(address) as tier:
+            tier.write(items(range(4)))
+            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
+            (serial,) = unpack_numbers(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["not_ready"])
+            desk.note_mapped([serial])
+            desk.note_mapped([])
+            assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN
+
+    def test_a_tier_that_does_not_lend(self) -> None:
+        tier = HostTier(MIB, slab_bytes=64 * 1024)
+        assert LendingDesk().lend(tier, KEYS, BLOCK_BYTES)["loan"] == NO_LOAN
+        tier.close()
