@@ -4,11 +4,12 @@ The arena is the host tier's memory and, when there is no host tier, the staging
 slot, preallocated and pre-faulted, because a copy into fresh pages runs at a tenth of the speed.
 """
 
+import ctypes
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from kvtier.copy_ranges import Ranges, copy_from, copy_to, ranges_of
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
 from kvtier.tiers import memfd
+from kvtier.tiers.lending import SlotMemory
 from kvtier.tiers.memory import map_memory
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -94,6 +96,14 @@ class Arena:
             self._descriptor = None
 
 
+class Blocks(NamedTuple):
+    """Blocks in one memory, and where they are on the device. As many slots on either side."""
+
+    memory: SlotMemory
+    slots: Sequence[int]
+    device_slots: Sequence[int]
+
+
 class DeviceKV(Protocol):
     """The device side of a copy: paged KV seen as one row of bytes per block.
 
@@ -110,17 +120,42 @@ class DeviceKV(Protocol):
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Arena to device. On return the engine's next forward pass sees the bytes."""
 
+    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+        """The same at once from several memories, arenas or attached."""
 
-def check_slots(device: DeviceKV, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+    def attach(self, memory: SlotMemory) -> bool:
+        """Gets ready to copy from memory that is no arena, read-only maybe. One thread at a time, beside copies.
+
+        Blocks for as long as that takes, about 0.2 s per GiB on CUDA. False: its copies would be slow.
+        """
+
+    def detach(self, memory: SlotMemory) -> None:
+        """Undoes `attach`, if there was one. No copy from there is under way, and none will come."""
+
+
+def writable_rows(memory: SlotMemory) -> Bytes2D:
+    """`memory.rows` for torch, which warns of memory that is read-only: whoever writes there is ended by the system.
+
+    Valid as long as `memory` is kept.
+    """
+    rows = memory.rows
+    if rows.flags.writeable:
+        return rows
+    alias = (ctypes.c_uint8 * rows.nbytes).from_address(rows.ctypes.data)
+    return np.frombuffer(memoryview(alias), dtype=np.uint8).reshape(rows.shape)
+
+
+def check_slots(device: DeviceKV, blocks: Blocks) -> None:
     """Raises `InvalidInputError`: slots that are not there, more on one side, or too small."""
-    if device.block_bytes > arena.slot_bytes:
-        raise InvalidInputError(f"blocks of {device.block_bytes} bytes in slots of {arena.slot_bytes}")
-    if len(device_slots) != len(arena_slots):
-        raise InvalidInputError(f"{len(device_slots)} device slots and {len(arena_slots)} arena slots")
-    for slots, num_slots in ((device_slots, device.num_blocks), (arena_slots, arena.num_slots)):
+    memory, memory_slots, device_slots = blocks
+    if device.block_bytes > memory.slot_bytes:
+        raise InvalidInputError(f"blocks of {device.block_bytes} bytes in slots of {memory.slot_bytes}")
+    if len(device_slots) != len(memory_slots):
+        raise InvalidInputError(f"{len(device_slots)} device slots and {len(memory_slots)} arena slots")
+    for slots, num_slots in ((device_slots, device.num_blocks), (memory_slots, memory.num_slots)):
         if slots and not 0 <= min(slots) <= max(slots) < num_slots:
             raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
 
@@ -162,9 +197,10 @@ class HostMemoryKV:
         return self._block_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        check_slots(self, device_slots, arena, arena_slots)
+        blocks = Blocks(arena, arena_slots, device_slots)
+        check_slots(self, blocks)
         pieces = list(_pieces(device_slots, arena_slots))
-        if self._in_one_call(copy_from, pieces, device_slots, arena, arena_slots):
+        if self._in_one_call(copy_from, [blocks], pieces):
             return
         for layers, slots in self._beside(arena):
             for source, target in pieces:
@@ -173,38 +209,51 @@ class HostMemoryKV:
                 else:
                     slots[:, target] = layers[:, source]
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        check_slots(self, device_slots, arena, arena_slots)
-        pieces = list(_pieces(device_slots, arena_slots))
+    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+
+    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+        for blocks in sources:
+            check_slots(self, blocks)
+        pieces = [list(_pieces(blocks.device_slots, blocks.slots)) for blocks in sources]
         with self._scattering:
-            if self._in_one_call(copy_to, pieces, device_slots, arena, arena_slots):
+            if self._in_one_call(copy_to, sources, list(itertools.chain(*pieces))):
                 return
-            for layers, slots in self._beside(arena):
-                for target, source in pieces:
-                    layers[:, target] = slots[:, source]
+            for blocks, theirs in zip(sources, pieces, strict=True):
+                for layers, slots in self._beside(blocks.memory):
+                    for target, source in theirs:
+                        layers[:, target] = slots[:, source]
+
+    def attach(self, memory: SlotMemory) -> bool:
+        return True
+
+    def detach(self, memory: SlotMemory) -> None:
+        pass
 
     def _in_one_call(
         self,
         copy: Callable[[Ranges, Ranges], bool],
+        every: Sequence[Blocks],
         pieces: Sequence[tuple[_Places, _Places]],
-        device_slots: Sequence[int],
-        arena: Arena,
-        arena_slots: Sequence[int],
     ) -> bool:
         """Has the kernel copy large blocks that are all over the place. False: it does not, or numpy does it better."""
         are_runs = all(isinstance(place, slice) for piece in pieces for place in piece)
         is_small = min(part.shape[1] for part in self._parts) < _LARGE_BYTES
         if not self._copies_ranges or is_small or (are_runs and len(pieces) * len(self._layers) <= _FEW_PIECES):
             return False
-        rows = arena.rows  # kept until all is copied: addresses alone do not keep the memory
+        rows = [blocks.memory.rows for blocks in every]
+        """Kept until all is copied: addresses alone do not keep the memory."""
         widths = [part.shape[1] for part in self._parts]
-        starts = itertools.accumulate(widths[:-1], initial=rows.ctypes.data)
-        columns = [(start, arena.slot_bytes) for start in starts]
+        beside: list[Ranges] = []
+        for blocks, theirs in zip(every, rows, strict=True):
+            starts = itertools.accumulate(widths[:-1], initial=theirs.ctypes.data)
+            beside.append(ranges_of(blocks.slots, [(start, blocks.memory.slot_bytes) for start in starts], widths))
+        device_slots = [slot for blocks in every for slot in blocks.device_slots]
         device = ranges_of(device_slots, [(part.ctypes.data, part.strides[0]) for part in self._parts], widths)
-        self._copies_ranges = copy(device, ranges_of(arena_slots, columns, widths))
+        self._copies_ranges = copy(device, np.concatenate(beside))
         return self._copies_ranges
 
-    def _beside(self, arena: Arena) -> Iterator[tuple[Bytes3D, Bytes3D]]:
+    def _beside(self, arena: SlotMemory) -> Iterator[tuple[Bytes3D, Bytes3D]]:
         """Views `[num_parts, slots, part_bytes]` of device and arena, for all parts that are alike."""
         start = 0
         for layers in self._layers:

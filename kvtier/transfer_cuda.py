@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import InvalidInputError
-from kvtier.transfer import Arena
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Blocks, writable_rows
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.quantised_copy import quantised_copy
@@ -28,8 +29,10 @@ from kvtier_kernels.records import RecordLayout
 _log = logging.getLogger(__name__)
 _HOST_REGISTER_PORTABLE = 1
 """Pinned for whichever device a thread of ours has current (CUDA runtime, cudaHostRegisterPortable)."""
-_ALREADY_REGISTERED = 712
-"""By another `CudaKV`, as where a model has several KV groups (cudaErrorHostMemoryAlreadyRegistered)."""
+_HOST_REGISTER_READ_ONLY = 8
+"""By the device; what this process cannot write is not pinned without it (cudaHostRegisterReadOnly)."""
+_REGISTERED, _ALREADY_REGISTERED = 0, 712
+"""The latter by another `CudaKV`, as where a model has several KV groups (cudaErrorHostMemoryAlreadyRegistered)."""
 
 _LEAST_DMA_BYTES = 1 << 20
 """On average. To ask for a DMA takes 5 to 8 us of Python, in which a PCIe 5.0 x16 link moves 0.4 MB. Reckoned."""
@@ -51,11 +54,16 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """An arena, as copies see it."""
+    """An arena, or memory that is attached, as copies see it."""
 
     rows: Tensor
-    """uint8 `[num_slots, block_bytes]`."""
-    is_pinned: bool
+    """uint8 `[num_slots, block_bytes]`. Does not keep the memory."""
+    status: int
+    """What CUDA said when it was to be pinned."""
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.status in (_REGISTERED, _ALREADY_REGISTERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +125,7 @@ class CudaKV:
         for _ in range(num_lanes):
             self._lanes.put(self._new_lane(rows))
         self._lock = threading.Lock()
-        self._hosts: dict[Arena, _Host] = {}  # guarded by _lock
-        self._registered: list[int] = []  # guarded by _lock; addresses to give back
+        self._hosts: dict[SlotMemory, _Host] = {}  # changed under _lock
         with self._lane() as lane:
             no_block = lane.staging_rows[:1] - 1
             for gather in (True, False):
@@ -135,28 +142,50 @@ class CudaKV:
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
-        pairs, host = self._checked(arena, arena_slots, device_slots), self._host(arena)
+        pairs, host = self._checked(Blocks(arena, arena_slots, device_slots)), self._host(arena)
         with self._lane() as lane:
             for part in _parts(pairs, lane.staging.size(0)):
                 self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=True)
                 self._cross(part, lane, host, gather=True)
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Arena to device. On return the engine's next forward pass sees the bytes."""
-        pairs, host = self._checked(arena, arena_slots, device_slots), self._host(arena)
+        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+
+    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+        """The same at once from several memories, arenas or attached."""
+        pairs = [self._checked(blocks) for blocks in sources]
+        hosts = [self._host(blocks.memory) for blocks in sources]
         with self._lane() as lane:
-            for part in _parts(pairs, lane.staging.size(0)):
-                self._cross(part, lane, host, gather=False)
-                self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=False)
+            for theirs, host in zip(pairs, hosts, strict=True):
+                for part in _parts(theirs, lane.staging.size(0)):
+                    self._cross(part, lane, host, gather=False)
+                    self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=False)
+
+    def attach(self, memory: SlotMemory) -> bool:
+        """Pins memory that is no arena. False: the system does not let us, which is logged."""
+        host = self._pinned(memory)  # no lock is held: copies from other memory go on
+        if not host.is_pinned:
+            _log.warning("shared memory could not be pinned (CUDA error %d)", host.status)
+            return False
+        with self._lock:
+            self._hosts[memory] = host
+        return True
+
+    def detach(self, memory: SlotMemory) -> None:
+        """Unpins it. No copy from there is under way, and none will come, not even by another `CudaKV`."""
+        with self._lock:
+            host = self._hosts.pop(memory, None)
+        if host is not None:
+            self._unpin(host)
 
     def close(self) -> None:
-        """Unpins the arenas that this one pinned. Call it when no copy is under way and none will come, not even by
-        another `CudaKV` with the same arenas. Idempotent."""
+        """Unpins all that this one pinned. Call it when no copy is under way and none will come, not even by another
+        `CudaKV` with the same memory. Idempotent."""
         with self._lock:
-            for address in self._registered:
-                self._cuda.cudart().cudaHostUnregister(address)
-            self._registered.clear()
-            self._hosts.clear()
+            hosts, self._hosts = list(self._hosts.values()), {}
+        for host in hosts:
+            self._unpin(host)
 
     def _copy(self, device_slots: Tensor, lane: _Lane, *, gather: bool) -> None:
         """Between these blocks and the first rows of the lane's staging buffer, on its stream."""
@@ -216,56 +245,62 @@ class CudaKV:
         finally:
             self._lanes.put(lane)
 
-    def _checked(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> Pairs:
+    def _checked(self, blocks: Blocks) -> Pairs:
         """The kernel leaves out slots that do not exist, and so does a slice of a tensor, without a word."""
         for name, slots, number in (
-            ("device", device_slots, self.num_blocks),
-            ("arena", arena_slots, arena.num_slots),
+            ("device", blocks.device_slots, self.num_blocks),
+            ("arena", blocks.slots, blocks.memory.num_slots),
         ):
             for slot in slots:
                 if not 0 <= slot < number:
                     raise InvalidInputError(f"{name} slot {slot}: there are {number}")
-        return sorted(zip(arena_slots, device_slots, strict=True))
+        return sorted(zip(blocks.slots, blocks.device_slots, strict=True))
 
     def _on_device(self, slots: Iterable[int]) -> Tensor:
         return torch.tensor(list(slots), dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _host(self, arena: Arena) -> _Host:
+    def _host(self, memory: SlotMemory) -> _Host:
         """Pinned if the system lets us."""
-        rows = arena.rows
+        nbytes = memory.rows.nbytes  # raises for an arena that is closed
         # Held while pinning: whoever comes second needs it pinned as well.
         with self._lock:
-            if arena not in self._hosts:
-                every = torch.from_numpy(rows)
-                host = _Host(every[:, : self.block_bytes], is_pinned=self._pin(every))
-                self._hosts[arena] = host
-                if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
-                    self._compile_crossing(host)
-            return self._hosts[arena]
+            if memory not in self._hosts:
+                host = self._hosts[memory] = self._pinned(memory)
+                if not host.is_pinned:
+                    _log.warning(
+                        "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as "
+                        "long; raise the limit on locked memory (ulimit -l)", nbytes, host.status,
+                    )  # fmt: skip
+            return self._hosts[memory]
 
-    def _compile_crossing(self, host: _Host) -> None:
+    def _compile_crossing(self, rows: Tensor, *, gathers: bool) -> None:
         """Beside the time that pinning takes, a second is little; later a load would wait for it."""
         with self._lane() as lane:
             no_block = lane.staging_rows[:1] - 1
-            block_copy(lane.staging, no_block, host.rows, no_block)
-            block_copy(host.rows, no_block, lane.staging, no_block)
+            block_copy(rows, no_block, lane.staging, no_block)
+            if gathers:
+                block_copy(lane.staging, no_block, rows, no_block)
 
-    def _pin(self, rows: Tensor) -> bool:
-        """Whether it is pinned now. Caller holds _lock. Takes about 0.2 s per GiB."""
-        status = int(self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, _HOST_REGISTER_PORTABLE))
-        if status == 0:
-            self._registered.append(rows.data_ptr())
-            return True
-        # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
-        if status == _ALREADY_REGISTERED:
-            return True
-        _log.warning(
-            "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as long; "
-            "raise the limit on locked memory (ulimit -l)", rows.nbytes, status,
-        )  # fmt: skip
-        return False
+    def _pinned(self, memory: SlotMemory) -> _Host:
+        """Pins it, if the system lets us. Takes about 0.2 s per GiB."""
+        rows, is_writable = torch.from_numpy(writable_rows(memory)), memory.rows.flags.writeable
+        flags = _HOST_REGISTER_PORTABLE | (0 if is_writable else _HOST_REGISTER_READ_ONLY)
+        # Of the device that it is for: a thread that names none sets up another one's memory beside it.
+        with self._cuda.device(self._device):
+            status = int(self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, flags))
+        host = _Host(rows[:, : self.block_bytes], status)
+        if status != _REGISTERED:
+            # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+        if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
+            self._compile_crossing(host.rows, gathers=is_writable)
+        return host
+
+    def _unpin(self, host: _Host) -> None:
+        if host.status == _REGISTERED:  # or whoever has pinned it unpins it
+            with self._cuda.device(self._device):
+                self._cuda.cudart().cudaHostUnregister(host.rows.data_ptr())
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Parts]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import InvalidInputError
-from kvtier.transfer import Arena, check_slots
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Blocks, check_slots, writable_rows
 from kvtier_kernels.quantise_reference import from_records, to_records
 from kvtier_kernels.records import RecordLayout
 
@@ -48,24 +49,36 @@ class QuantisedHostKV:
         return self._layout.record_bytes
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        check_slots(self, device_slots, arena, arena_slots)
+        blocks = Blocks(arena, arena_slots, device_slots)
+        check_slots(self, blocks)
         records = self._records(arena)
-        for devices, slots in _batches(device_slots, arena_slots):
+        for devices, slots in _batches(blocks):
             records[slots] = to_records(self._blocks[devices], self._layout)
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        check_slots(self, device_slots, arena, arena_slots)
-        records = self._records(arena)
-        for devices, slots in _batches(device_slots, arena_slots):
-            self._blocks[devices] = from_records(records[slots], self._layout)
+    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
 
-    def _records(self, arena: Arena) -> Tensor:
+    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+        for blocks in sources:
+            check_slots(self, blocks)
+        for blocks in sources:
+            records = self._records(blocks.memory)
+            for devices, slots in _batches(blocks):
+                self._blocks[devices] = from_records(records[slots], self._layout)
+
+    def attach(self, memory: SlotMemory) -> bool:
+        return True
+
+    def detach(self, memory: SlotMemory) -> None:
+        pass
+
+    def _records(self, memory: SlotMemory) -> Tensor:
         """`[num_slots, block_bytes]`, a view."""
-        return torch.from_numpy(arena.rows)[:, : self.block_bytes]
+        return torch.from_numpy(writable_rows(memory))[:, : self.block_bytes]
 
 
-def _batches(device_slots: Sequence[int], arena_slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
     """Places on both sides, so many at a time."""
-    for start in range(0, len(arena_slots), _BATCH_BLOCKS):
+    for start in range(0, len(blocks.slots), _BATCH_BLOCKS):
         batch = slice(start, start + _BATCH_BLOCKS)
-        yield torch.tensor(device_slots[batch]), torch.tensor(arena_slots[batch])
+        yield torch.tensor(blocks.device_slots[batch]), torch.tensor(blocks.slots[batch])

@@ -2,14 +2,18 @@
 
 import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import transfer
+from kvtier.copy_ranges import copy_to
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.transfer import Arena, HostMemoryKV, _pieces
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import _LARGE_BYTES, Arena, Blocks, HostMemoryKV, _pieces
 
 NUM_SLOTS, NUM_BLOCKS, BLOCK_BYTES = 12, 20, 64
 
@@ -85,6 +89,36 @@ def test_parts_that_are_alike_are_copied_together(apart: bool, slots: tuple[list
     assert np.array_equal(np.concatenate(parts, axis=1), expected)
     assert np.array_equal(memory[:, :, 16:], before[:, :, 16:]), "what lies between the rows"
     arena.close()
+
+
+def read_only(memory: Arena) -> SlotMemory:
+    """The same memory as one that is mapped for reading."""
+    rows = memory.rows.view()
+    rows.flags.writeable = False
+    return SimpleNamespace(num_slots=memory.num_slots, slot_bytes=memory.slot_bytes, rows=rows)
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 2 * _LARGE_BYTES], ids=["numpy", "one system call"])
+def test_from_several_memories_at_once(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(transfer, "copy_to", lambda into, source: calls.append(len(into)) or copy_to(into, source))
+    random = np.random.default_rng(3)
+    arenas = [Arena(4, block_bytes + 64), Arena(3, block_bytes)]
+    for arena in arenas:
+        arena.rows[:] = random.integers(0, 256, arena.rows.shape, dtype=np.uint8)
+    device = np.zeros((8, block_bytes), dtype=np.uint8)
+    kv = HostMemoryKV(device)
+    sources = [Blocks(read_only(arenas[0]), [3, 0, 2], [5, 1, 0]), Blocks(read_only(arenas[1]), [1, 2], [7, 2])]
+    kv.scatter_all(sources)
+    expected = np.zeros_like(device)
+    for arena, (_, slots, device_slots) in zip(arenas, sources, strict=True):
+        expected[list(device_slots)] = arena.rows[list(slots), :block_bytes]
+    assert np.array_equal(device, expected)
+    assert calls == ([] if block_bytes < _LARGE_BYTES else [5])
+    with pytest.raises(InvalidInputError, match="slots 3 to 3, of 3"):
+        kv.scatter_all([Blocks(arenas[0], [1], [0]), Blocks(arenas[1], [3], [0])])
+    assert np.array_equal(device, expected), "refused as a whole"
+    kv.scatter_all([])
 
 
 def test_as_many_slots_on_both_sides() -> None:

@@ -1,11 +1,13 @@
 """Blocks that go down in the form of a lossy codec and come back."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from kvtier.errors import InvalidInputError
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, Blocks
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_kernels.quantise_reference import dequantise_reference, quantise_reference
 from kvtier_kernels.records import LossyCodec, RecordLayout
@@ -55,6 +57,24 @@ def test_blocks_come_back_as_the_codec_says(codec: LossyCodec, dtype: torch.dtyp
     kv.scatter(arena, slots[::2], back)
     expected = torch.full_like(rows, 0x5A)
     expected[back] = dequantise_reference(stored, scales, dtype).view(NUM_BLOCKS, -1).view(torch.uint8)[back]
+    assert torch.equal(rows, expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_records_in_memory_that_is_read_only() -> None:
+    layout = layout_of(LossyCodec.INT8)
+    rows = blocks_of(layout).view(NUM_BLOCKS, -1).view(torch.uint8)
+    expected, arena = rows.clone(), Arena(NUM_BLOCKS, layout.record_bytes)
+    kv = QuantisedHostKV(rows, layout)
+    slots = list(range(NUM_BLOCKS))
+    kv.gather(slots, arena, slots)
+    kv.scatter(arena, slots, slots)
+    expected.copy_(rows)
+    rows.zero_()
+    seen = arena.rows.view()
+    seen.flags.writeable = False
+    lent = SimpleNamespace(num_slots=NUM_BLOCKS, slot_bytes=layout.record_bytes, rows=seen)
+    kv.scatter_all([Blocks(lent, slots[:20], slots[:20]), Blocks(lent, slots[20:], slots[20:])])
     assert torch.equal(rows, expected)
 
 

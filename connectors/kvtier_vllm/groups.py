@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from kvtier.hierarchy.jobs import Block
 from kvtier.keys import BlockKey, ChainHash, block_key, split_block_key
-from kvtier.transfer import Arena, DeviceKV
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Blocks, DeviceKV
 
 _LABEL = b"kvtier.vllm.group.v1"
 _NULL_BLOCK = 0
@@ -99,10 +100,30 @@ class GroupedKV:
                 if group.block_bytes < self.block_bytes:  # or bytes of another block would be stored with this one
                     arena.rows[into, group.block_bytes : self.block_bytes] = 0
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        for group, (theirs, source) in zip(self._groups, self._by_group(device_slots, arena_slots), strict=True):
+    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+
+    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+        by_source = [self._by_group(blocks.device_slots, blocks.slots) for blocks in sources]
+        for number, group in enumerate(self._groups):
+            theirs = [
+                Blocks(blocks.memory, slots, device_slots)
+                for blocks, by_group in zip(sources, by_source, strict=True)
+                for device_slots, slots in by_group[number : number + 1]
+                if slots
+            ]
             if theirs:
-                group.scatter(arena, source, theirs)
+                group.scatter_all(theirs)
+
+    def attach(self, memory: SlotMemory) -> bool:
+        if all(group.attach(memory) for group in self._groups):
+            return True
+        self.detach(memory)
+        return False
+
+    def detach(self, memory: SlotMemory) -> None:
+        for group in self._groups:
+            group.detach(memory)
 
     def _by_group(self, device_slots: Sequence[int], arena_slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
         """Blocks of each group, and their arena slots."""

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from kvtier import transfer_cuda
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.transfer import Arena, HostMemoryKV
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Blocks, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_kernels import block_copy, part_copy, row_copy
@@ -51,6 +53,8 @@ class Notes:
         self.notes: list[tuple[Any, ...]] = []
         self.engine_stream = Stream(self.notes)
         self.registered: dict[int, int] = {}
+        self.flags: dict[int, int] = {}
+        self.current_device: torch.device | None = None
         self._register_status = register_status
 
     def current_stream(self, _device: torch.device) -> Stream:
@@ -63,6 +67,12 @@ class Notes:
         return Event(self.notes)
 
     @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.current_device = device
+        yield
+        self.current_device = None
+
+    @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         self.notes.append(("enter", stream))
         yield
@@ -71,10 +81,12 @@ class Notes:
     def cudart(self) -> "Notes":
         return self
 
-    def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert self.current_device is not None, "or it would be done for the first device of all"
         if self._register_status == 0:
             assert address not in self.registered
             self.registered[address] = num_bytes
+            self.flags[address] = flags
         return self._register_status
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -318,6 +330,60 @@ def test_an_arena_is_pinned_once_and_until_close() -> None:
     kv.close()
     kv.close()
     assert notes.registered == {}
+
+
+def read_only(memory: Arena) -> SlotMemory:
+    """The same memory as one that is mapped for reading."""
+    rows = memory.rows.view()
+    rows.flags.writeable = False
+
+    class Lent:
+        num_slots, slot_bytes = memory.num_slots, memory.slot_bytes
+
+        @property
+        def rows(self) -> npt.NDArray[np.uint8]:
+            return rows
+
+    return Lent()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
+def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned for reading from `attach` to `detach`; one lane copies from all of it."""
+    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    notes, ours = Notes(), random_rows(NUM_BLOCKS)
+    expected = ours.clone()
+    kv = CudaKV(ours, staging_bytes=2 * BLOCK_BYTES, cuda=notes)
+    arenas = [filled_arena(5, BLOCK_BYTES + 16), filled_arena(4)]
+    lent = [read_only(arena) for arena in arenas]
+    assert all(kv.attach(memory) for memory in lent)
+    assert set(notes.flags.values()) == {1 | 8}, "portable, read-only"
+    notes.notes.clear()
+    kv.scatter_all([Blocks(lent[0], [4, 1, 2], [0, 7, 3]), Blocks(lent[1], [0, 3], [9, 5])])
+    assert [note[0] for note in notes.notes] == ["wait", "enter", "synchronize", "leave"]
+    for arena, slots, device_slots in ((arenas[0], [4, 1, 2], [0, 7, 3]), (arenas[1], [0, 3], [9, 5])):
+        for slot, device_slot in zip(slots, device_slots, strict=True):
+            expected[device_slot] = torch.from_numpy(arena.rows[slot][:BLOCK_BYTES])
+    assert torch.equal(ours, expected)
+    with pytest.raises(InvalidInputError, match="arena slot 4"):
+        kv.scatter_all([Blocks(lent[0], [0], [0]), Blocks(lent[1], [4], [1])])
+    kv.detach(lent[0])
+    assert list(notes.registered.values()) == [4 * BLOCK_BYTES]
+    kv.detach(lent[0])
+    kv.close()
+    assert notes.registered == {}
+
+
+@pytest.mark.parametrize("status", [1, 712, 801])
+def test_lent_memory_that_cannot_be_pinned_is_not_attached(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    notes, lent = Notes(register_status=status), read_only(filled_arena(4))
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
+    is_pinned = status == 712  # by another one
+    assert kv.attach(lent) == is_pinned
+    assert (f"CUDA error {status}" in caplog.text) == (not is_pinned)
+    kv.detach(lent)
+    kv.close()
 
 
 def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
