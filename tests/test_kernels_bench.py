@@ -153,6 +153,7 @@ def test_time_to_first_token_in_tiny_size() -> None:
     assert cases["host"].floor == "device"
     assert set(cases["pool"].beside) == {"one pinned copy"}
     assert cases["pool"].figures["x (device + one copy)"] > 0
+    assert 0 <= cases["pool"].figures["lent"] <= 1
     assert cases["cold"].gb_per_s is None
 
 

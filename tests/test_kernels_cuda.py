@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, Blocks
 from kvtier_engine.devices import device_kv, weights_on
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.selfcheck import run_checks
+from kvtier_kernels_bench.part_copies import lent_by
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -45,6 +46,26 @@ def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest
     expected = torch.zeros_like(before)
     expected[SLOTS] = before[SLOTS]
     assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
+def test_blocks_come_from_memory_that_is_mapped_for_reading(
+    least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a pool on the same host; attached again after it was given back, at the same address maybe."""
+    monkeypatch.setattr("kvtier.transfer_cuda._LEAST_DMA_BYTES", least_dma_bytes)
+    kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
+    arena = Arena(20, kv.block_bytes, shared=True)
+    slots = [9, 10, 11, 3, 19, 0]
+    with device_kv(kv, num_copies=3) as mover_side:
+        for seed in range(2):
+            arena.rows[:] = np.random.default_rng(seed).integers(0, 256, arena.rows.shape, dtype=np.uint8)
+            kv.byte_rows().zero_()
+            with lent_by(arena, mover_side) as lent:
+                assert not lent.rows.flags.writeable
+                mover_side.scatter_all([Blocks(lent, slots[:2], SLOTS[:2]), Blocks(lent, slots[2:], SLOTS[2:])])
+            assert np.array_equal(kv.byte_rows().cpu()[SLOTS].numpy(), arena.rows[slots])
+    arena.close()
 
 
 @pytest.mark.parametrize("codec", LossyCodec)

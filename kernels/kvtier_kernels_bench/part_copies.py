@@ -1,15 +1,20 @@
 """Blocks on the device and to pinned host memory, each beside one plain copy of as many bytes."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier.errors import KvtierError
-from kvtier.transfer import Arena, DeviceKV, HostMemoryKV
+from kvtier.tiers import memfd
+from kvtier.transfer import Arena, Blocks, DeviceKV, HostMemoryKV
 from kvtier_kernels.reference import block_copy_reference
 from kvtier_kernels_bench.rows import row
 from kvtier_kernels_bench.setting import Run, Setting
@@ -32,7 +37,8 @@ def on_device(setting: Setting) -> Iterator[Case]:
 def to_host(setting: Setting) -> Iterator[Case]:
     """`CudaKV` between scattered device blocks and arena slots, beside one large copy to and from pinned memory.
 
-    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered.
+    By the wall, with all that a mover's thread does. Slots are adjacent, as in a fresh arena, and scattered. What is
+    lent is the same memory mapped once more, for reading, as a pool's is.
     """
     for block_bytes in block_sizes(setting):
         yield from _to_host(setting, block_bytes)
@@ -59,8 +65,8 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
     blocks, adjacent = torch.randperm(2 * count)[:count].tolist(), range(count)
     scattered = torch.randperm(count).tolist()
     pinned = torch.empty((count, block_bytes), dtype=torch.uint8, pin_memory=setting.on_cuda)
-    clock, arena = DeviceClock(setting), Arena(count, block_bytes)
-    with contextlib.closing(arena), moved_by(setting, kv) as mover:
+    clock, arena = DeviceClock(setting), Arena(count, block_bytes, shared=True)
+    with contextlib.closing(arena), moved_by(setting, kv) as mover, lent_by(arena, mover) as lent:
         down: dict[str, Run] = {
             "one copy": lambda: pinned.copy_(kv[:count], non_blocking=True),
             "gather, adjacent slots": lambda: mover.gather(blocks, arena, adjacent),
@@ -70,6 +76,8 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
             "one copy": lambda: kv[:count].copy_(pinned, non_blocking=True),
             "scatter, adjacent slots": lambda: mover.scatter(arena, adjacent, blocks),
             "scatter, scattered slots": lambda: mover.scatter(arena, scattered, blocks),
+            "lent, adjacent slots": lambda: mover.scatter_all([Blocks(lent, adjacent, blocks)]),
+            "lent, scattered slots": lambda: mover.scatter_all([Blocks(lent, scattered, blocks)]),
         }
         for op, subjects in (("device to pinned host", down), ("pinned host to device", up)):
             samples = in_turns(subjects, setting, clock.wall_s)
@@ -141,6 +149,41 @@ def moved_by(setting: Setting, kv: Tensor) -> Iterator[DeviceKV]:
         yield mover
     finally:
         mover.close()
+
+
+@dataclass(frozen=True, eq=False)
+class LentSlots:
+    """A `kvtier.tiers.lending.SlotMemory` that is mapped for reading."""
+
+    rows: npt.NDArray[np.uint8]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.rows)
+
+    @property
+    def slot_bytes(self) -> int:
+        return int(self.rows.shape[1])
+
+
+@contextlib.contextmanager
+def lent_by(arena: Arena, mover: DeviceKV) -> Iterator[LentSlots]:
+    """A shared arena's memory as a pool lends its own, attached to the mover.
+
+    :raises KvtierError: it cannot be.
+    """
+    descriptor = memfd.reopen_read_only(arena.descriptor)
+    try:
+        memory = memfd.map_descriptor(descriptor, arena.rows.nbytes, writable=False)
+    finally:
+        os.close(descriptor)
+    lent = LentSlots(np.frombuffer(memory, dtype=np.uint8).reshape(arena.rows.shape))
+    if not mover.attach(lent):
+        raise KvtierError("memory that is mapped for reading could not be pinned")
+    try:
+        yield lent
+    finally:
+        mover.detach(lent)
 
 
 def require_pinned(setting: Setting, arena: Arena) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from kvtier_kernels_bench.timing import DeviceClock, note
 _TOKENS_PER_BLOCK = 16
 _SPARE_BLOCKS = 2
 """Of the device, beyond one prompt: asking for one document evicts the other."""
+_WARM_UP = 2
+"""Loads from the pool, so that its memory is mapped and pinned, as it is in an engine that has been running."""
 _DOCUMENTS_IN_HOST = 4
 """Both, the one that was forgotten last, and room for copies on their way."""
 _LEAST_SHARE = 0.95
@@ -38,7 +41,7 @@ def measure(setting: Setting) -> Iterator[Case]:
     cached, new = setting.size(16_384, 1024), setting.size(64, 8)
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(_engine(setting, prompt_tokens=cached + new))
-        first_token, config = engine
+        first_token, config, registry = engine
         token_bytes = bytes_per_block(config, 1, setting.dtype)
         copy = _plain_copy(setting, cached * token_bytes)
         clock = DeviceClock(setting)
@@ -48,7 +51,12 @@ def measure(setting: Setting) -> Iterator[Case]:
         for document in documents:
             first_token.ask(document.fresh())
             first_token.settle()  # more than may wait for the pool at a time would not be saved
+        for _ in range(_WARM_UP):
+            first_token.leave_to_the_pool()
+            first_token.ask(documents[0].follow_up())
         samples: dict[str, Samples] = {}
+        lent: list[float] = []
+        """Of each load from the pool, the share that was copied from where it lies in the pool's memory."""
 
         def ask(document: Prompts, tier: str | None) -> float:
             """Seconds to the first token of a follow-up, whose document must be in this tier; of a new one if None."""
@@ -60,13 +68,16 @@ def measure(setting: Setting) -> Iterator[Case]:
             return seconds
 
         def one_round() -> dict[str, float]:
-            first_token.settle()
-            ask(documents[0], "host")
-            taken = {"device": ask(documents[0], "device"), "host": ask(documents[1], "host")}
             first_token.leave_to_the_pool()
-            taken["pool"] = ask(documents[0], "pool")
-            first_token.settle()
-            return {**taken, "one pinned copy": clock.wall_s(copy), "cold": ask(documents[1], None)}
+            before = _num_lent(registry)
+            taken = {"pool": ask(documents[0], "pool")}
+            lent.append((_num_lent(registry) - before) * _TOKENS_PER_BLOCK / cached)
+            taken["cold"] = ask(documents[1], None)
+            first_token.settle()  # what was computed is in host memory then, too
+            taken["device"] = ask(documents[1], "device")
+            first_token.ask(documents[0].follow_up())
+            taken["host"] = ask(documents[1], "host")
+            return {**taken, "one pinned copy": clock.wall_s(copy)}
 
         # Rows are given before the engine and the pool are closed, which takes seconds.
         try:
@@ -77,12 +88,18 @@ def measure(setting: Setting) -> Iterator[Case]:
                 if setting.left_s() < left_s - setting.left_s():  # another round would not end in time
                     break
         except KvtierError:
-            yield from _rows(samples, cached, new, cached * token_bytes)
+            yield from _rows(samples, lent, cached, new, cached * token_bytes)
             raise
-        yield from _rows(samples, cached, new, cached * token_bytes)
+        yield from _rows(samples, lent, cached, new, cached * token_bytes)
 
 
-def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> Iterator[Case]:
+def _num_lent(registry: CollectorRegistry) -> float:
+    """Blocks so far."""
+    labels = {"tier": "pool", "op": "lend", "status": "hit"}
+    return registry.get_sample_value("kvtier_tier_blocks_total", labels) or 0.0
+
+
+def _rows(samples: dict[str, Samples], lent: list[float], cached: int, new: int, nbytes: int) -> Iterator[Case]:
     """Of all whole rounds."""
     if not samples:
         return
@@ -96,6 +113,8 @@ def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> It
             "x (device + one copy)": took_s / (device_s + bound_s),
             "copies more than the device": (took_s - device_s) / bound_s,
         }
+        if name == "pool":
+            figures["lent"] = median(lent)
         beside = {"one pinned copy": samples["one pinned copy"]} if fetched else {}
         yield row(
             name,
@@ -109,7 +128,7 @@ def _rows(samples: dict[str, Samples], cached: int, new: int, nbytes: int) -> It
 
 
 @contextlib.contextmanager
-def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToken, ModelConfig]]:
+def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToken, ModelConfig, CollectorRegistry]]:
     model, config = model_of(setting)
     num_blocks = -(-(prompt_tokens + 1) // _TOKENS_PER_BLOCK) + _SPARE_BLOCKS
     kv = allocate_kv(config, num_blocks, _TOKENS_PER_BLOCK, setting.dtype, setting.device)
@@ -120,7 +139,7 @@ def _engine(setting: Setting, *, prompt_tokens: int) -> Iterator[tuple[FirstToke
         host_bytes = max(_DOCUMENTS_IN_HOST * num_blocks, 64) * kv.block_bytes
         settings = _config(pool, host_bytes)
         engine = stack.enter_context(engine_of(settings, model, config, kv, namespace, registry))
-        yield FirstToken(engine, registry), config
+        yield FirstToken(engine, registry), config, registry
 
 
 def _config(pool: PoolProcess, host_bytes: int) -> Config:

@@ -46,7 +46,8 @@ def bench_fetch(
 ) -> None:
     """Fetch blocks from the pool to the device, with the engine's thread idle, and in a pure Python loop, in turn.
 
-    With the tier process of `cache.io_process` and without. The device is host memory. The loop's own speed is held
+    From where they lie (`pool.direct_loads`), by way of host memory with the tier process of `cache.io_process`, and
+    without that. The device is host memory. The loop's own speed is held
     against the same loop while nothing is fetched, beside that of the loop while another process copies memory.
     """
     keep_freed_memory()
@@ -56,8 +57,12 @@ def bench_fetch(
     with working_folder() as folder, ExitStack() as stack:
         pool = stack.enter_context(pool_process(folder, 2 * payload_bytes * blocks + (64 << 20)))
         fetches = {
-            name: stack.enter_context(_fetch(pool, payload_bytes, blocks, {**settings, "io_process": io_process}))
-            for name, io_process in (("process", True), ("threads", False))
+            name: stack.enter_context(
+                _fetch(
+                    pool, payload_bytes, blocks, {**settings, "io_process": io_process}, direct_loads=name == "direct"
+                )
+            )
+            for name, io_process in (("direct", True), ("process", True), ("threads", False))
         }
         copies = stack.enter_context(CopyProcess(payload_bytes, NUM_SLOTS))
         beside_copies: list[float] = []
@@ -180,14 +185,16 @@ def _waited_for_core_s() -> float:
 
 
 @contextmanager
-def _fetch(pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[str, object]) -> Iterator[_Fetch]:
+def _fetch(
+    pool: PoolProcess, payload_bytes: int, num_blocks: int, cache: dict[str, object], *, direct_loads: bool
+) -> Iterator[_Fetch]:
     config = parse_config(
         {
             "tenant": TENANT,
             "tenants": {TENANT: {"secret": "env:SECRET", "token": "env:TOKEN"}},
             "cache": cache,
             "host": {"capacity_bytes": 2 * num_blocks * payload_bytes},
-            "pool": {"address": pool.unix},
+            "pool": {"address": pool.unix, "direct_loads": direct_loads},
         },
         source="kvtier bench fetch",
         environ={"SECRET": "of a benchmark, shared with nobody", "TOKEN": pool.token},
