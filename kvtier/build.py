@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from kvtier.build_tiers import DISK, POOL, has_io_process, tiers_below
+from kvtier.build_tiers import DISK, POOL, borrows, has_io_process, tiers_below
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import (
@@ -25,6 +25,7 @@ from kvtier.hierarchy import (
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.namespace import Namespace
+from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Tier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
@@ -121,11 +122,16 @@ def mover_half(
                 for tenant in tenants:
                     process.forget_untold(tier, tenant + namespace)
 
+        borrowers: dict[str, Borrower] = {}
+        if process is not None and borrows(config):
+            borrowers[POOL] = Borrower(POOL, process, device, metrics)
+            stack.callback(borrowers[POOL].close)
         mover = Mover(
             namespace=namespace,
             device=device,
             arena=arena,
             tiers=below,
+            borrowers=borrowers,
             inventory=inventory,
             num_load_threads=config.cache.load_threads,
             forget_untold=forget_untold,
@@ -164,6 +170,7 @@ def directory_half(
         settings=DirectorySettings(
             batch_blocks=config.cache.batch_blocks,
             copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
+            borrows=borrows(config),
             saving_fraction=config.cache.saving_fraction,
             load_deadline_s=config.cache.load_deadline_s,
             lookup_deadline_s=config.cache.lookup_deadline_s,

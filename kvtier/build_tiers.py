@@ -25,6 +25,7 @@ from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.transfer import Arena
+from kvtier.wire.address import UNIX_PREFIX
 from kvtier.wire.tls import ClientTls
 
 DISK, POOL = "disk", "pool"
@@ -51,6 +52,13 @@ def has_io_process(config: Config) -> bool:
     if not memfd.available():
         raise ConfigError("cache.io_process: needs Linux; set it to false")
     return True
+
+
+def borrows(config: Config) -> bool:
+    """Whether the pool is asked to lend blocks that lie in its memory: see `kvtier.tiers.lending`."""
+    pool = config.pool
+    is_here = any(address.startswith(UNIX_PREFIX) for address in pool.address)
+    return is_here and pool.shared_memory and pool.direct_loads and has_io_process(config)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from kvtier.build import EngineCache, engine_cache
 from kvtier.config import parse_config
 from kvtier.hierarchy import Hierarchy, JobResult
 from kvtier.namespace import Namespace
-from kvtier.transfer import HostMemoryKV
+from kvtier.transfer import DeviceKV, HostMemoryKV
 
 TOKEN, SECRET = "t" * 32, "s" * 32
 NAMESPACE = Namespace(
@@ -30,7 +30,11 @@ NAMESPACE = Namespace(
 
 @contextmanager
 def build(
-    folder: Path, device: np.ndarray[Any, Any], *, registry: CollectorRegistry | None = None, **sections: Any
+    folder: Path,
+    device: np.ndarray[Any, Any] | DeviceKV,
+    *,
+    registry: CollectorRegistry | None = None,
+    **sections: Any,
 ) -> Iterator[EngineCache]:
     config = parse_config(
         {
@@ -44,7 +48,8 @@ def build(
         environ={"SECRET": SECRET, "TOKEN": TOKEN},
     )
     registry = registry or CollectorRegistry()
-    with engine_cache(config, device=HostMemoryKV(device), namespace=NAMESPACE, registry=registry) as cache:
+    kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device
+    with engine_cache(config, device=kv, namespace=NAMESPACE, registry=registry) as cache:
         yield cache
 
 

@@ -1,10 +1,11 @@
 """One small engine's worth of hierarchy over real tiers, and tiers that can be held up or broken."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,8 @@ from kvtier.hierarchy import (
     Mover,
 )
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
+from kvtier.tiers.aside import Borrower
+from kvtier.tiers.aside.borrowing import Borrowed, LentBlocks
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
 from kvtier.tiers.host import HostTier
 from kvtier.transfer import Arena, HostMemoryKV
@@ -78,6 +81,32 @@ class Held(WrappedTier):
         return super().write(items)
 
 
+class SomeLent:
+    """A `Borrower` of a tier here that lends whatever it likes of its blocks, and takes some back before they are
+    settled: what lies in their places then is anything."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self._random = tier, random.Random(1)
+        self.num_lent = self.num_taken_back = 0
+
+    def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed | None:
+        if self._random.random() < 0.2:
+            return None
+        memory = Arena(len(keys), nbytes)
+        statuses = self._tier.read(keys, [memory.view(i) for i in range(len(keys))])
+        lent = [i for i, status in enumerate(statuses) if status is Status.HIT and self._random.random() < 0.7]
+        taken_back = [i for i in lent if self._random.random() < 0.2]
+        memory.rows[taken_back] = 0xEE
+        self.num_lent += len(lent)
+        self.num_taken_back += len(taken_back)
+        blocks = [LentBlocks(memory, lent[turn::2], lent[turn::2]) for turn in range(2) if lent[turn::2]]
+        return Borrowed(blocks, 1, len(keys), nbytes, taken_back)
+
+    def settle(self, borrowed: Borrowed) -> list[bool]:
+        whole = {i for lent in borrowed.blocks for i in lent.indexes} - set(borrowed.serials)
+        return [i in whole for i in range(borrowed.num_blocks)]
+
+
 class Rig:
     """An engine's device memory, arena and hierarchy; `device[i]` is block i's bytes."""
 
@@ -95,7 +124,9 @@ class Rig:
         tenant: TenantId = TENANT,
         namespace: NamespaceId = NAMESPACE,
         settle_s: float = 10.0,
+        borrower: SomeLent | None = None,
     ) -> None:
+        """:param borrower: of the shared tier."""
         self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
         self.registry = CollectorRegistry()
         self.metrics = HierarchyMetrics(self.registry)
@@ -106,6 +137,7 @@ class Rig:
             device=HostMemoryKV(self.device),
             arena=self.arena,
             tiers=tiers,
+            borrowers={shared.name: cast(Borrower, borrower)} if shared and borrower else {},
             inventory=inventory or InventoryLog([tenant], namespace),
         )
         self.directory = Directory(
@@ -114,7 +146,9 @@ class Rig:
             local_tiers=[local.name] if local else [],
             shared=shared,
             metrics=self.metrics,
-            settings=replace(settings or DirectorySettings(), lookup_deadline_s=lookup_deadline_s),
+            settings=replace(
+                settings or DirectorySettings(), lookup_deadline_s=lookup_deadline_s, borrows=borrower is not None
+            ),
             clock=clock,
             on_answer=self.mover.nudge,
         )

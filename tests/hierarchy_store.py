@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, until
+from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, SomeLent, chain, until
 from kvtier.codec import Codec
 from kvtier.hierarchy import DirectorySettings, InventoryLog, JobResult
 from kvtier.keys import rank_keys
@@ -45,10 +45,12 @@ class HierarchyStore:
 
     forgets_for_good = False
 
-    def __init__(self, folder: Path, settings: DirectorySettings) -> None:
+    def __init__(self, folder: Path, settings: DirectorySettings, *, lends: bool = False) -> None:
+        """:param lends: the pool lends some of its blocks."""
         self._folder, self._settings = folder, settings
         self._shared = HostTier(2**17, slab_bytes=2**14, name="pool")
         self.pool = Held(self._shared)
+        self.lent = SomeLent(self.pool) if lends else None
         self.hits: Counter[str] = Counter()
         """Blocks loaded, by the tier they came from."""
         self.loaded: list[tuple[int, bytes]] = []
@@ -181,6 +183,7 @@ class HierarchyStore:
             num_slots=NUM_SLOTS,
             num_blocks=DEVICE_BLOCKS,
             settings=self._settings,
+            borrower=self.lent,
         )
         self._directory = self.rig.hierarchy._directory
         self._changes = self._directory.watch()

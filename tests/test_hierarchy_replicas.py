@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from hierarchy_rig import BLOCK_BYTES, NAMESPACE, PATIENCE_S, TENANT, Held, chain, memory_tier, until
+from hierarchy_rig import BLOCK_BYTES, NAMESPACE, PATIENCE_S, TENANT, Held, SomeLent, chain, memory_tier, until
 from kvtier.hierarchy import Directory, DirectorySettings, HierarchyMetrics, InventoryLog, JobResult, Mover, Replica
 from kvtier.keys import StoreKey
+from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import ReadableBuffer, Status, WriteStatus
 from kvtier.transfer import Arena, HostMemoryKV
 
@@ -41,15 +43,17 @@ class Counted(Held):
 
 
 class Rank:
-    def __init__(self, rank: int, pool: Held) -> None:
+    def __init__(self, rank: int, pool: Held, *, borrows: bool) -> None:
         self.pool, self.disk = Counted(pool), memory_tier("disk")
         random = np.random.default_rng(7)  # the same in all ranks
         self.device = random.integers(0, 256, (48, BLOCK_BYTES), dtype=np.uint8)
+        self.lent = SomeLent(self.pool)
         self.mover = Mover(
             namespace=NAMESPACE,
             device=HostMemoryKV(self.device),
             arena=Arena(NUM_SLOTS, BLOCK_BYTES),
             tiers={"disk": self.disk, "pool": self.pool},
+            borrowers={"pool": cast(Borrower, self.lent)} if borrows else {},
             inventory=InventoryLog([TENANT], NAMESPACE),
             shared_tiers=["pool"],
             replica=Replica(rank, NUM_RANKS),
@@ -57,8 +61,9 @@ class Rank:
 
 
 class Engine:
-    def __init__(self, pool: Held) -> None:
-        self.ranks = [Rank(rank, pool) for rank in range(NUM_RANKS)]
+    def __init__(self, pool: Held, *, borrowing: Sequence[int] = ()) -> None:
+        """:param borrowing: ranks to which the pool lends."""
+        self.ranks = [Rank(rank, pool, borrows=rank in borrowing) for rank in range(NUM_RANKS)]
         self.pool = Counted(pool)
         self.directory = Directory(
             namespaces=[NAMESPACE] * NUM_RANKS,
@@ -66,7 +71,7 @@ class Engine:
             local_tiers=["disk"],
             shared=self.pool,
             metrics=HierarchyMetrics(CollectorRegistry()),
-            settings=DirectorySettings(lookup_deadline_s=PATIENCE_S),
+            settings=DirectorySettings(lookup_deadline_s=PATIENCE_S, borrows=bool(borrowing), batch_blocks=4),
         )
 
     def step(self) -> list[JobResult]:
@@ -126,6 +131,24 @@ def test_each_block_is_written_once_and_read_by_all(pool: Held) -> None:
     for rank in other.ranks:
         assert np.array_equal(rank.device[list(LOADED)], engine.ranks[0].device[list(SAVED)])
     other.close()
+
+
+@pytest.mark.parametrize("borrowing", [range(NUM_RANKS), [0, 2]], ids=["all ranks", "two of three"])
+def test_a_block_that_one_rank_was_not_lent_comes_to_all_by_the_arenas(pool: Held, borrowing: Sequence[int]) -> None:
+    saving = Engine(pool)
+    saving.save()
+    saving.close()
+    engine = Engine(pool, borrowing=borrowing)
+    for turn in range(3):
+        for rank in engine.ranks:
+            rank.device[list(LOADED)] = turn
+        result = engine.result(engine.directory.start_load(list(zip(KEYS, LOADED, strict=True))))
+        assert not result.failed
+        assert result.tiers == ("pool",) * len(KEYS) if turn == 0 else set(result.tiers) <= {"pool", "host"}
+        for rank in engine.ranks:
+            assert np.array_equal(rank.device[list(LOADED)], saving.ranks[0].device[list(SAVED)])
+    assert all(engine.ranks[rank].lent.num_lent for rank in borrowing)
+    engine.close()
 
 
 def test_what_a_rank_cannot_write_is_missing_and_nothing_else(pool: Held) -> None:

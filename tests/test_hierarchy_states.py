@@ -109,14 +109,17 @@ def settings_for(policy: WritePolicy) -> DirectorySettings:
     )
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
-def test_states_against_a_dict(tmp_path: Path, policy: WritePolicy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "lends"), [*((policy, False) for policy in WritePolicy), (WritePolicy.WRITE_THROUGH, True)]
+)
+def test_states_against_a_dict(tmp_path: Path, policy: WritePolicy, lends: bool) -> None:
     settings = settings_for(policy)
     hits: Counter[str] = Counter()
+    lent: Counter[str] = Counter()
 
     class Machine(HierarchyStateMachine):
         def make_store(self) -> HierarchyStore:
-            return HierarchyStore(tmp_path / "disk", settings)
+            return HierarchyStore(tmp_path / "disk", settings, lends=lends)
 
         def teardown(self) -> None:
             try:
@@ -124,11 +127,14 @@ def test_states_against_a_dict(tmp_path: Path, policy: WritePolicy) -> None:
                 self.loads_brought_what_was_saved()
             finally:
                 hits.update(self.store.hits)
+                if self.store.lent is not None:
+                    lent.update(lent=self.store.lent.num_lent, taken_back=self.store.lent.num_taken_back)
                 super().teardown()
 
     Machine.TestCase.settings = store_settings(max_examples=60, num_steps=40)
     Machine.TestCase().runTest()
     assert hits["host"] > 0, "a machine that never hits proves nothing"
+    assert not lends or lent["lent"] > lent["taken_back"] > 0
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

@@ -159,6 +159,10 @@ class PoolConfig(Section):
     its memory."""
     shared_memory: bool = True
     """Map the pool's memory where it is shared. Off to compare, or where descriptors cannot be passed."""
+    direct_loads: bool = True
+    """Copy blocks to the device from where they lie in memory that the pool shares, not by way of host memory. Needs
+    `shared_memory` and `cache.io_process`. A device on CUDA has that memory pinned as its blocks are first asked for.
+    Off to compare, or where it must not be pinned."""
     tls_ca: Path | None = None
     """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets; without, token and blocks travel
     in the clear."""

@@ -24,6 +24,8 @@ class DirectorySettings:
     copy_batch_blocks: int = 0
     """The same, where it is more, between device and host memory alone: nothing overlaps there, and a mover's thread
     waits for the interpreter several times per message, 5 ms each if the engine's thread is busy."""
+    borrows: bool = False
+    """Whether the shared tier is asked to lend blocks first. Those that it lends take no slot of the arena."""
     saving_fraction: float = 0.5
     """Share of the arena that saves may hold while lower tiers are written; beyond it, saves are dropped.
     Small drops saves in bursts, large lets a slow tier crowd out loads."""

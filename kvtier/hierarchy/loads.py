@@ -31,6 +31,9 @@ class _Job:
     open: set[int] = field(default_factory=set)
     """Batches that may still write to the job's device slots."""
     ok: set[int] = field(default_factory=set)
+    not_lent: set[int] = field(default_factory=set)
+    """Blocks that the shared tier did not lend: they come by way of the arenas."""
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class _Batch:
     source: str
     """The tier to read."""
     entries: list[Entry[BlockKey]]
-    """Index entries of the blocks: pinned if the source is `HOST`, else being written."""
+    """Index entries of the blocks: pinned if the source is `HOST`, else being written. None for what is lent."""
     ok: list[bool]
     on_device: set[int]
     """Ranks that may still write to the device slots."""
@@ -109,6 +112,7 @@ class Loads:
         job = self._jobs.get(job_id)
         if job is None:
             return
+        job.is_cancelled = True
         job.queued.clear()
         job.deadline = float("inf")
         for batch_id in job.open:
@@ -152,6 +156,7 @@ class Loads:
         """
         by_source: dict[str, dict[int, Entry[BlockKey]]] = {}
         waiting: list[int] = []
+        lent: list[int] = []
         queued = iter(job.queued)
         for index in queued:
             key = job.blocks[index][0]
@@ -159,6 +164,8 @@ class Loads:
             source = where.tier or self._shared_tier
             if where is PENDING:
                 waiting.append(index)  # another job is bringing it: then it comes from the arena
+            elif self._settings.borrows and source == self._shared_tier and index not in job.not_lent:
+                lent.append(index)
             elif source:
                 entry = self._index.slots.pin(key) if source == HOST else self._index.prepare(key)
                 if entry is None:
@@ -166,6 +173,8 @@ class Loads:
                     break
                 by_source.setdefault(source, {})[index] = entry
         job.queued = [*waiting, *queued]
+        for indexes in chunks(lent, self._settings.batch_of(self._shared_tier)):
+            self._send(job, indexes, self._shared_tier, [])
         for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_of(source)):
                 self._send(job, indexes, source, [entries[index] for index in indexes])
@@ -193,6 +202,9 @@ class Loads:
             if good and not batch.cancelled:
                 job.ok.add(index)
                 job.tiers[index] = batch.source
+            elif not batch.entries and not job.is_cancelled:
+                job.not_lent.add(index)
+                job.queued.append(index)
         self._end_if_over(job)
 
     def _leave_arena(self, batch: _Batch, rank: int) -> None:
@@ -201,6 +213,8 @@ class Loads:
         if batch.on_arena:
             return
         del self._batches[batch.batch_id]
+        if not batch.entries:  # it was lent
+            return
         for entry, good in zip(batch.entries, batch.ok, strict=True):
             if batch.source == HOST:
                 self._index.slots.unpin(entry)

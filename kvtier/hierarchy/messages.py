@@ -18,7 +18,10 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class LoadBatch:
-    """Fill `arena_slots` from tier `source` (not at all when it is `HOST`), then copy to `device_slots`."""
+    """Fill `arena_slots` from tier `source` (not at all when it is `HOST`), then copy to `device_slots`.
+
+    Without arena slots: copy to the device what the source lends, from where it lies. The rest comes again with some.
+    """
 
     batch_id: int
     source: str
@@ -66,7 +69,7 @@ class CancelBatch:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load is over. `ok[i]` is 1 when device and arena hold the block."""
+    """A load is over. `ok[i]` is 1 when the device holds the block, and the arena if the load had slots there."""
 
     batch_id: int
     ok: bytes

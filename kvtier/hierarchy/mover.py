@@ -34,8 +34,12 @@ from kvtier.hierarchy.messages import (
 )
 from kvtier.hierarchy.replica import ALONE, Replica
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
-from kvtier.transfer import Arena, DeviceKV
+from kvtier.transfer import Arena, Blocks, DeviceKV
+
+_LOAN_BYTES = 64 << 20
+"""Of a part of a batch. While it is copied, another thread's is verified; each takes some milliseconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class Mover:
         device: DeviceKV,
         arena: Arena,
         tiers: Mapping[str, Tier],
+        borrowers: Mapping[str, Borrower] | None = None,
         inventory: InventoryLog,
         num_load_threads: int = 2,
         forget_untold: Callable[[str], None] = lambda tier: None,
@@ -77,6 +82,7 @@ class Mover:
     ) -> None:
         """
         :param tiers: the tiers below the arena by name.
+        :param borrowers: of those of the tiers that lend, by name.
         :param inventory: listens to those of the tiers that belong to this mover alone.
         :param num_load_threads: batches under way at a time, each with arena slots of its own: 2 are a double
             buffer, one read from its tier while the other is copied to the device; more help tiers with latency.
@@ -91,6 +97,7 @@ class Mover:
             )
         self._namespace = namespace
         self._device, self._arena, self._tiers = device, arena, dict(tiers)
+        self._borrowers = dict(borrowers or {})
         self._inventory, self._forget_untold = inventory, forget_untold
         self._shared_tiers, self._replica = frozenset(shared_tiers), replica
         self._block_bytes = device.block_bytes
@@ -182,16 +189,7 @@ class Mover:
     def _load(self, batch: LoadBatch) -> None:
         begun_s, ok = MONOTONIC(), bytes(len(batch.keys))
         try:
-            ok = self._read(batch)
-            with self._lock:
-                go = self._running[batch.batch_id] is _LoadState.RUNNING
-                if go:
-                    self._running[batch.batch_id] = _LoadState.COPYING
-            if go:
-                present = [i for i, good in enumerate(ok) if good]
-                self._device.scatter(
-                    self._arena, [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
-                )
+            ok = self._fetch(batch) if batch.arena_slots else self._fetch_lent(batch)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
             _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
@@ -203,12 +201,59 @@ class Mover:
             seconds, self._loaded_s[batch.source] = now - max(begun_s, before_s), now
         self._post(Loaded(batch.batch_id, ok, seconds))
 
+    def _fetch(self, batch: LoadBatch) -> bytes:
+        """By way of the arena."""
+        ok = self._read(batch)
+        if self._begin_copy(batch):
+            present = [i for i, good in enumerate(ok) if good]
+            self._device.scatter(
+                self._arena, [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
+            )
+        return ok
+
+    def _fetch_lent(self, batch: LoadBatch) -> bytes:
+        """From where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
+        borrower, ok = self._borrowers.get(batch.source), b""
+        if borrower is not None:
+            loans = range(0, len(batch.keys), max(1, _LOAN_BYTES // self._block_bytes))
+            ok = b"".join(self._copy_lent(batch, borrower, slice(start, start + loans.step)) for start in loans)
+        return ok or bytes(len(batch.keys))
+
+    def _copy_lent(self, batch: LoadBatch, borrower: Borrower, part: slice) -> bytes:
+        """A part of the batch, on one loan."""
+        keys, device_slots = self._store_keys(batch.keys[part]), batch.device_slots[part]
+        borrowed = None if self._is_cancelled(batch) else borrower.borrow(keys, self._block_bytes)
+        if borrowed is None:
+            return bytes(len(keys))
+        try:
+            if borrowed.blocks and self._begin_copy(batch):
+                self._device.scatter_all(
+                    [
+                        Blocks(lent.memory, lent.slots, [device_slots[i] for i in lent.indexes])
+                        for lent in borrowed.blocks
+                    ]
+                )
+        finally:
+            whole = borrower.settle(borrowed)
+        return bytes(whole)
+
+    def _is_cancelled(self, batch: LoadBatch) -> bool:
+        with self._lock:
+            return self._running[batch.batch_id] is _LoadState.CANCELLED
+
+    def _begin_copy(self, batch: LoadBatch) -> bool:
+        """Whether the device slots may be written."""
+        with self._lock:
+            if self._running[batch.batch_id] is _LoadState.CANCELLED:
+                return False
+            self._running[batch.batch_id] = _LoadState.COPYING
+            return True
+
     def _read(self, batch: LoadBatch) -> bytes:
         if batch.source == HOST:
             return b"\1" * len(batch.keys)
-        with self._lock:
-            if self._running[batch.batch_id] is _LoadState.CANCELLED:
-                return bytes(len(batch.keys))
+        if self._is_cancelled(batch):
+            return bytes(len(batch.keys))
         tier = self._tiers[batch.source]
         statuses = tier.read(self._store_keys(batch.keys), [self._view(slot) for slot in batch.arena_slots])
         return bytes(status is Status.HIT for _, status in zip(batch.keys, statuses, strict=True))
