@@ -41,11 +41,6 @@ def touch_pages(memory: memoryview) -> None:
     np.copyto(np.frombuffer(memory, dtype=np.uint8)[::PAGE_BYTES], 0)
 
 
-def read_pages(memory: memoryview) -> None:
-    """Reads of every page, so that nobody has to wait for page tables later. Releases the GIL."""
-    np.max(np.frombuffer(memory, dtype=np.uint8)[::PAGE_BYTES], initial=0)
-
-
 def copy_bytes(into: memoryview, source: ReadableBuffer) -> None:
     """Copies all of `source` over the front of `into`; releases the GIL, unlike a slice assignment."""
     nbytes = len(source)
