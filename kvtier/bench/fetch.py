@@ -26,6 +26,7 @@ from kvtier.errors import KvtierError
 from kvtier.hierarchy import Block
 from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
 from kvtier.malloc import keep_freed_memory
+from kvtier.tiers.base import Status
 from kvtier.transfer import HostMemoryKV
 
 _STEP_ITERATIONS = 100_000
@@ -85,6 +86,7 @@ def bench_fetch(
             f"({min(speeds):.1%} .. {max(speeds):.1%}); {median(on_core):.1%} without the time in which it waited "
             "for a core, not for the interpreter."
         )
+    notes.append(f"lent: {fetches['direct'].share_lent():.0%} of the blocks of direct, from its first fetch on.")
     kept = beside_copies[-rounds:]
     notes.append(
         f"copies: beside a process that only copies memory the loop keeps {median(kept):.1%} of its speed "
@@ -99,6 +101,7 @@ class _Fetch:
 
     cache: EngineCache
     blocks: list[Block]
+    registry: CollectorRegistry
     loop_speeds: list[float] = field(default_factory=list)
     """Of each busy round: steps of the loop per second, as a share of those while nothing is fetched."""
     speeds_on_core: list[float] = field(default_factory=list)
@@ -107,6 +110,17 @@ class _Fetch:
     def forget(self) -> None:
         """Leaves the blocks to the pool alone."""
         self.cache.hierarchy.reset()
+
+    def share_lent(self) -> float:
+        """Of all blocks that came from the pool, those that were copied from where they lie."""
+        lent, read = (
+            self.registry.get_sample_value(
+                "kvtier_tier_blocks_total", {"tier": "pool", "op": op, "status": Status.HIT.name.lower()}
+            )
+            or 0.0
+            for op in ("lend", "read")
+        )
+        return lent / read
 
     def idle(self) -> list[float]:
         """Fetches while this thread waits."""
@@ -205,12 +219,13 @@ def _fetch(
     keys = hasher.hash_blocks(np.arange(num_blocks, dtype=np.int32))
     # As in an engine that has been running for a while: a prefix is spread over the device.
     blocks = list(zip(keys, np.random.default_rng(1).permutation(num_blocks).tolist(), strict=True))
-    with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=CollectorRegistry()) as built:
+    registry = CollectorRegistry()
+    with engine_cache(config, device=HostMemoryKV(kv), namespace=namespace, registry=registry) as built:
         built.hierarchy.start_save(blocks)
         _wait_for_pool(built, keys)
         expected = kv.copy()
         kv[:] = 0
-        yield _Fetch(built, blocks)
+        yield _Fetch(built, blocks, registry)
         if not np.array_equal(kv, expected):
             raise KvtierError("a fetched block is not what was saved")
 
