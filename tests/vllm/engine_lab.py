@@ -40,6 +40,10 @@ class Child:
         self._process, self._answers, self._log, self._stack = process, answers, log, stack
         self._received = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def call(self, name: str, **arguments: Any) -> Any:
         """Raises `EngineError`."""
         self.send(name, **arguments)
@@ -161,6 +165,11 @@ class Engine:
         vLLM refuses as long as blocks are in use, which those of a load or save under way may be.
         """
         until(lambda: bool(self._child.call("reset", connector=connector)), "vLLM's prefix cache could be reset")
+
+    @property
+    def pid(self) -> int:
+        """Of the process that it runs in, unless it has processes of its own."""
+        return self._child.pid
 
     def counter(self, name: str) -> int:
         """One of vLLM's."""

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny_llama
 from engine_lab import Lab
@@ -62,6 +63,24 @@ def test_a_cold_start_hits_everything(
             assert tokens_of(answers) == tokens_of(expected)
             assert cached_of(answers) == hits
     assert filled_pool.num_read() - num_read >= 2 * sum(all_hit(PROMPTS)) // BLOCK
+
+
+def test_blocks_come_from_where_they_lie(lab: Lab, expected: list[Answer], filled_pool: CachePool) -> None:
+    """Once vLLM's process has mapped the pool's memory, it reads nothing by way of host memory any more."""
+    with lab.engine(_sharing(filled_pool)) as engine:
+
+        def answers_right() -> None:
+            engine.reset(connector=True)
+            answers = engine.generate(PROMPTS)
+            assert tokens_of(answers) == tokens_of(expected)
+            assert cached_of(answers) == all_hit(PROMPTS)
+
+        def is_mapped() -> bool:
+            answers_right()
+            return any("kvtier-slab" in each.path for each in psutil.Process(engine.pid).memory_maps())
+
+        until(is_mapped, "vLLM's process maps the pool's memory")
+        answers_right()
 
 
 def test_tenants_never_meet(lab: Lab, expected: list[Answer], filled_pool: CachePool) -> None:
