@@ -36,6 +36,19 @@ def _multiply_kernel(factor, out):
 
 
 @triton.jit
+def _each_kernel(lhs, rhs, out, KIND: tl.constexpr):
+    index = tl.arange(0, 4)
+    left, right = tl.load(lhs + index), tl.load(rhs + index)
+    if KIND == "add":
+        result = left + right
+    elif KIND == "sub":
+        result = left - right
+    else:
+        result = left * right
+    tl.store(out + index, result)
+
+
+@triton.jit
 def _fill_kernel(number, out, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
     tl.store(out + index, 1.0, mask=(index < SIZE) & ((number > 3) & (number < 9)))
@@ -101,6 +114,31 @@ def test_integers_that_wrap_raise() -> None:
     assert out.item() == 40_000**2
     with pytest.raises(InterpreterError, match="int32 overflow"):
         _multiply_kernel[(1,)](50_000, out)
+
+
+# The operands of one of four elements: with the first pair it fits as well as can be, with the second it wraps.
+AT_THE_LIMITS = [
+    ("add", torch.int32, (2**31 - 2, 1), (2**31 - 1, 1)),
+    ("add", torch.int8, (-127, -1), (-128, -1)),
+    ("add", torch.uint8, (254, 1), (255, 1)),
+    ("sub", torch.int32, (-(2**31) + 1, 1), (-(2**31), 1)),
+    ("sub", torch.uint8, (1, 1), (0, 1)),
+    ("mul", torch.int32, (2**30, -2), (2**30, 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "fitting", "wrapping"), AT_THE_LIMITS)
+def test_an_element_that_wraps_raises(
+    kind: str, dtype: torch.dtype, fitting: tuple[int, int], wrapping: tuple[int, int]
+) -> None:
+    lhs, rhs = torch.ones((2, 4), dtype=dtype)
+    lhs[2], rhs[2] = fitting
+    out = torch.zeros_like(lhs)
+    _each_kernel[(1,)](lhs, rhs, out, KIND=kind)
+    assert torch.equal(out, getattr(torch, kind)(lhs, rhs))
+    lhs[2], rhs[2] = wrapping
+    with pytest.raises(InterpreterError, match=f"int{8 * dtype.itemsize} overflow detected for operation {kind}"):
+        _each_kernel[(1,)](lhs, rhs, out, KIND=kind)
 
 
 def test_comparisons_of_scalars_are_booleans() -> None:
