@@ -1,4 +1,4 @@
-"""Runs the tests of `tests/interpreted`, a process for each file: Triton's interpreter is chosen before its import."""
+"""Runs the tests of `tests/interpreted` in other processes: Triton's interpreter is chosen before its import."""
 
 import os
 import subprocess
@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
+FILES = sorted(FOLDER.glob("test_*.py"))
+NUM_PROCESSES = 4
+"""Few: each spends seconds on importing torch and Triton. `make test-triton` has them run side by side."""
 TIMEOUT_S = 280
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_in_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [FILES[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)],
+    ids=lambda files: " ".join(path.stem.removeprefix("test_") for path in files),
+)
+def test_in_the_interpreter(files: list[Path]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3", str(FOLDER / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3", *map(str, files)]
     run = subprocess.run(
         command, cwd=FOLDER.parent.parent, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
