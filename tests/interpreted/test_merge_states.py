@@ -36,11 +36,11 @@ def check(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize(
     "shape",
-    [(3, 5, 1, 64), (2, 3, 2, 80), (2, 3, 33, 128), (1, 7, 70, 24), (2, 1, 65, 1)],
+    [(3, 5, 1, 64), (2, 3, 2, 80), (2, 3, 33, 128), (1, 7, 150, 24), (2, 1, 65, 1)],
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_states_are_merged(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """33, 65 and 70 are more than a program takes at a time."""
+    """33 and 150, of these sizes, are more than a program takes at a time."""
     parts, part_lse = make_states(shape, dtype)
     for out_dtype in {dtype, torch.float32}:
         out = torch.full((*shape[:2], shape[3]), math.nan, dtype=out_dtype)
@@ -51,6 +51,17 @@ def test_states_are_merged(shape: tuple[int, int, int, int], dtype: torch.dtype)
         again = torch.full_like(out, math.nan)
         merge_states(parts, part_lse, again)
         assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("last", [2.0, -2.0])
+def test_the_peak_may_be_among_the_last(last: float) -> None:
+    """Of more states than a program takes at a time: what it summed before is made smaller then."""
+    parts = torch.randn((1, 1, 33, 128), generator=torch.Generator().manual_seed(4))
+    part_lse = torch.zeros(1, 1, 33)
+    part_lse[0, 0, -1] = last
+    out, lse = torch.full((1, 1, 128), math.nan), torch.full((1, 1), math.nan)
+    merge_states(parts, part_lse, out, lse)
+    check(out, lse, parts, part_lse)
 
 
 def test_a_sink_is_a_state_of_nothing() -> None:
