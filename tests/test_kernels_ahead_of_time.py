@@ -36,10 +36,10 @@ TOKENS_PER_BLOCK = 16
 NUM_SEQS = 5
 
 
-@pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path / "triton")
+        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
         yield
 
 

@@ -25,10 +25,10 @@ CHIP_IDS = ["sm_80", "sm_90", "sm_100"]
 WIDE_LOAD, WIDE_STORE = r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"
 
 
-@pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path / "triton")
+        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
         yield
 
 
