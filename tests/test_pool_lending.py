@@ -20,7 +20,10 @@ from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool import memory_link
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier.tiers.pool.mapped_slab import MappedSlab
+from kvtier.tiers.pool.memory_link import MemoryLink
+from kvtier.tiers.pool.session import Session
 from kvtier.tiers.pool.tier import PoolTier
+from kvtier.tiers.slab import SharedSlab
 from kvtier_pool.settings import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
@@ -200,6 +203,43 @@ def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path
             assert not is_whole or borrower.bytes_of(place) == payload
 
 
+def test_threads_that_map_a_slab_at_once_have_it_as_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would map it twice, and pin it twice, and have one of the two for nothing."""
+    map_slab, meanwhile = memory_link._map, list[Loan]()
+
+    def slowly(shared: SharedSlab) -> MappedSlab:
+        monkeypatch.setattr(memory_link, "_map", map_slab)
+        meanwhile.append(lend(tier, KEYS[:4]))
+        return map_slab(shared)
+
+    with tier_at(address) as tier:
+        tier.write(items(range(4)))
+        monkeypatch.setattr(memory_link, "_map", slowly)
+        loan = lend(tier, KEYS[:4])
+        assert None not in loan.places
+        assert loan.places == meanwhile[0].places
+        assert loan.settle() == meanwhile[0].settle() == [True] * 4
+
+
+def test_a_slab_that_is_mapped_when_its_connection_has_ended(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that was killed has not said of its memory that it is in use no more."""
+    fetch = MemoryLink.fetch
+
+    def late(link: MemoryLink, session: Session, number: int, deadline: float) -> SharedSlab | None:
+        fetched = fetch(link, session, number, deadline)
+        session.end()
+        assert session.watcher is not None
+        session.watcher.join()  # it ends the session once more
+        return fetched
+
+    with tier_at(address) as tier:
+        tier.write(items(range(4)))
+        monkeypatch.setattr(MemoryLink, "fetch", late)
+        slabs = list(lend(tier, KEYS[:4], ready=[0]).not_ready.values())
+        assert [slab.has_ended for slab in slabs] == [True]
+        assert [slab.share(WAIT_S) for slab in slabs] == [None]
+
+
 def test_tenants_never_meet(address: str) -> None:
     blue_keys = keys(range(4), tenant=BLUE)
     with tier_at(address) as red, tier_at(address, "blue") as blue:
@@ -283,6 +323,20 @@ class TestLendingDesk:
             desk.note_mapped([serial])
             desk.note_mapped([])
             assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN
+
+    def test_a_loan_of_the_process_before_is_none_of_this_one(self, address: str) -> None:
+        """It was copied while the pool gave its slots away; another thread's loan here says nothing of that."""
+        loans: list[int] = []
+        with tier_at(address) as tier:
+            tier.write(items(range(4)))
+            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
+            for desk in (LendingDesk(), LendingDesk()):
+                desk.note_mapped(unpack_numbers(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["not_ready"]))
+                loans.append(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"])
+            assert NO_LOAN not in loans
+            with pytest.raises(InvalidInputError, match="no loan"):
+                desk.settle(loans[0])
+            assert desk.settle(loans[1]) == {"whole": bytes([1] * 4)}
 
     def test_a_tier_that_does_not_lend(self) -> None:
         tier = HostTier(MIB, slab_bytes=64 * 1024)

@@ -4,6 +4,7 @@ The engine maps slabs of the tier by descriptors that come by way of this proces
 """
 
 import itertools
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +26,8 @@ class LendingDesk:
     """Loans and slabs of all tiers of this process. Any thread."""
 
     def __init__(self) -> None:
-        self._ids = itertools.count(NO_LOAN + 1)
+        # Unlike those of the process before: the engine may still have to settle loans of that.
+        self._ids = itertools.count(NO_LOAN + 1 + secrets.randbits(62))
         self._lock = threading.Lock()
         self._loans: dict[int, Loan] = {}
         """By id. Guarded by _lock."""

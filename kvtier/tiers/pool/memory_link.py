@@ -103,7 +103,7 @@ class MemoryLink:
         for number in missing:
             fetched = self.fetch(session, number, deadline)
             if fetched is not None:
-                session.slabs[number] = _map(fetched)
+                session.slabs.setdefault(number, _map(fetched))  # another thread may have been faster
 
     def fetch(self, session: Session, number: int, deadline: float) -> SharedSlab | None:
         """A slab to map, its descriptor the caller's to close. None: it is gone."""

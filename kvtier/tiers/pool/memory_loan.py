@@ -23,7 +23,7 @@ class PoolSlab:
     def has_ended(self) -> bool:
         """See `LendableSlab.has_ended`. With its connection, too: the memory of a pool that has ended is nobody's."""
         slab = self._session.slabs.get(self._number)
-        return slab is None or not slab.in_use
+        return self._session.has_ended or slab is None or not slab.in_use
 
     def share(self, timeout_s: float) -> SharedSlab | None:
         """See `LendableSlab.share`."""
