@@ -17,9 +17,9 @@ from hierarchy_rig import chain
 from kvtier.build import EngineCache
 from kvtier.config import token_sha256
 from kvtier.hierarchy import JobResult
-from kvtier.keys import rank_keys
+from kvtier.keys import BlockKey, rank_keys
 from kvtier.tiers import memfd
-from kvtier.tiers.aside import Borrower
+from kvtier.tiers.aside import Borrower, borrowing
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks, HostMemoryKV
 from kvtier_pool.settings import PoolLimits
@@ -200,6 +200,86 @@ def test_a_device_that_cannot_copy_from_there(address: str, tmp_path: Path, capl
             assert is_right(only, saved, loaded)
         assert only.device.num_lent == 0
     assert caplog.text.count("cannot copy from its memory") == 1
+
+
+@pytest.fixture
+def two_slabs(address: str, tmp_path: Path) -> Iterator[list[tuple[BlockKey, int]]]:
+    """Half of the blocks in the slab of one writer, half in that of another; each by the place where they were."""
+    with engine(tmp_path, address) as first, engine(tmp_path, address) as second:
+        strange = chain(NUM_BLOCKS, seed=9)
+        for writer, keys in ((first, KEYS), (second, strange)):
+            job_id = writer.cache.hierarchy.start_save(list(zip(keys, range(NUM_BLOCKS), strict=True)))
+            assert not result(writer.cache.hierarchy, job_id).failed
+        until(lambda: all(writer.num_stored() >= NUM_BLOCKS for writer in (first, second)))
+        yield [(key, i) for i, key in enumerate([*KEYS[: NUM_BLOCKS // 2], *strange[NUM_BLOCKS // 2 :]])]
+
+
+def test_a_device_that_refuses_is_not_asked_again(
+    two_slabs: list[tuple[BlockKey, int]], address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(tmp_path, address) as only:
+        only.device.can_attach = False
+        for _ in range(2):
+            only.cache.hierarchy.reset()
+            only.finish(only.cache.hierarchy.start_load(two_slabs))
+        until(lambda: "cannot copy from its memory" in caplog.text)
+    assert caplog.text.count("cannot copy from its memory") == 1
+
+
+def test_what_is_lent_while_the_device_refuses_more_is_given_back(
+    two_slabs: list[tuple[BlockKey, int]], address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(tmp_path, address) as only:
+        only.get_ready()
+        job_id = only.load_into_gate()
+        only.device.can_attach = False
+        only.finish(only.cache.hierarchy.start_load(two_slabs[NUM_BLOCKS // 2 :]))
+        until(lambda: "cannot copy from its memory" in caplog.text)
+        assert only.device.attached, "it is being copied from"
+        only.device.gate.set()
+        assert not only.finish(job_id).failed
+        until(lambda: not only.device.attached)
+
+
+def test_memory_is_lent_while_more_is_made_ready(
+    two_slabs: list[tuple[BlockKey, int]], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(borrowing, "_TICK_S", 0.0)
+    with engine(tmp_path, address) as only:
+        may_attach, attach = threading.Event(), only.device.attach
+
+        def one_and_wait(memory: SlotMemory) -> bool:
+            assert not only.device.attached or may_attach.wait(WAIT_S)
+            return attach(memory)
+
+        def num_lent() -> int:
+            only.cache.hierarchy.reset()
+            before = only.device.num_lent
+            assert not only.finish(only.cache.hierarchy.start_load(two_slabs)).failed
+            return only.device.num_lent - before
+
+        monkeypatch.setattr(only.device, "attach", one_and_wait)
+        until(lambda: num_lent() == NUM_BLOCKS // 2)
+        may_attach.set()
+        until(lambda: num_lent() == NUM_BLOCKS)
+
+
+def test_a_device_that_fails_in_the_middle_of_getting_ready(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(tmp_path, address) as only:
+        saved, attach = only.save(), only.device.attach
+
+        def fail(memory: SlotMemory) -> bool:
+            attach(memory)
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(only.device, "attach", fail)
+        for _ in range(2):
+            only.load_from_pool()
+        until(lambda: "lends nothing any more" in caplog.text)
+        assert is_right(only, saved, only.load_from_pool())
+        assert only.device.attached == []
 
 
 def test_what_the_pool_has_not_in_memory_comes_by_the_arena(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
 from kvtier.keys import StoreKey
 from kvtier.metrics import Metrics
@@ -18,7 +19,8 @@ from kvtier.tiers.lending import SlotMemory
 from kvtier.tiers.pool.mapped_slab import MappedSlab
 
 _TICK_S = 0.5
-"""Between two looks for slabs that have ended. Until then the system does not have their memory back."""
+"""Between two looks for slabs that have ended. Until then the system does not have their memory back. When many are to
+be mapped, the tier hears as often of those that are."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ class Borrower:
         """By serial. Changed by the thread alone, under _lock."""
         self._is_over = False
         """Closed, or the device cannot copy from there. Guarded by _lock."""
+        self._is_closed = False
+        """Guarded by _lock."""
         self._failed = QuietLog(_log)
         self._thread = threading.Thread(target=self._run, name="kvtier-borrow", daemon=True)
         self._thread.start()
@@ -134,7 +138,7 @@ class Borrower:
     def close(self) -> None:
         """Unmaps everything. Call it after the last loan. Idempotent."""
         with self._changed:
-            self._is_over = True
+            self._is_over = self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
 
@@ -168,17 +172,24 @@ class Borrower:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted or self._is_over, _TICK_S if self._slabs else None)
                 wanted = list(self._wanted)
+            tell_at_s = MONOTONIC() + _TICK_S
             try:
                 for serial in wanted:
                     self._map(serial)
                     with self._lock:
                         del self._wanted[serial]
+                    if self._is_over or MONOTONIC() > tell_at_s:
+                        break
                 self._give_up(self._ended())
             except Exception:
                 # Blocks are read as ever where none can be lent.
                 _log.exception("tier %s lends nothing any more", self._tier)
                 self._is_over = True
         self._give_up(list(self._slabs))
+        while self._slabs and not self._is_closed:  # what is left is lent at the moment
+            with self._changed:
+                self._changed.wait(_TICK_S)
+            self._give_up([])
 
     def _map(self, serial: int) -> None:
         try:
@@ -189,7 +200,12 @@ class Borrower:
             return
         if memory is None:
             return
-        if not self._device.attach(memory):
+        try:
+            is_attached = self._device.attach(memory)
+        except BaseException:
+            self._device.detach(memory)  # as far as it came
+            raise
+        if not is_attached:
             _log.warning("tier %s: the device cannot copy from its memory; blocks go by way of the arena", self._tier)
             self._is_over = True
             return
