@@ -294,7 +294,11 @@ class CudaKV:
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
         if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
-            self._compile_crossing(host.rows, gathers=is_writable)
+            try:
+                self._compile_crossing(host.rows, gathers=is_writable)
+            except BaseException:  # nobody would unpin it, and CUDA would take for pinned whatever is mapped there next
+                self._unpin(host)
+                raise
         return host
 
     def _unpin(self, host: _Host) -> None:

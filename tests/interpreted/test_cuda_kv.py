@@ -375,6 +375,22 @@ def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPat
     assert notes.registered == {}
 
 
+def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    notes, arena = Notes(), filled_arena(4)
+    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
+    monkeypatch.setattr(transfer_cuda, "block_copy", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kv.attach(read_only(arena))
+    assert notes.registered == {}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kv.gather([5], arena, [2])
+    assert notes.registered == {}
+    kv.close()
+
+
 @pytest.mark.parametrize("status", [1, 712, 801])
 def test_lent_memory_that_cannot_be_pinned_is_not_attached(status: int, caplog: pytest.LogCaptureFixture) -> None:
     notes, lent = Notes(register_status=status), read_only(filled_arena(4))
