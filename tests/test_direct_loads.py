@@ -1,6 +1,7 @@
 """Blocks from the pool's memory straight to the device: real pools and tier processes, and what may happen to both."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from kvtier.hierarchy import JobResult
 from kvtier.keys import BlockKey, rank_keys
 from kvtier.tiers import memfd
 from kvtier.tiers.aside import Borrower, borrowing
+from kvtier.tiers.aside import child as child_module
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks, HostMemoryKV
+from kvtier.wire.stream import PlainStream
 from kvtier_pool.settings import PoolLimits
 from pool_rig import MIB, TENANTS, WAIT_S, connect, held_bytes, pool_process, running_pool, until
 from suspending import resume, suspend
@@ -419,6 +422,31 @@ def test_a_tier_process_that_is_killed_in_the_middle_of_a_copy(address: str, tmp
         only.device.gate.set()
         assert is_right(only, saved, only.finish(job_id))
         only.get_ready()
+        assert is_right(only, saved, only.load())
+
+
+def test_an_engine_without_a_descriptor_for_a_slab(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier process is not ended for it, and is asked again."""
+    refused = threading.Event()
+
+    def none_left(stream: PlainStream) -> int | None:
+        descriptor = take(stream)
+        if descriptor is not None:
+            refused.set()
+            os.close(descriptor)
+        return None
+
+    take = PlainStream.take_descriptor
+    with engine(tmp_path, address) as only, monkeypatch.context() as patched:
+        saved = only.save()
+        (child,) = psutil.Process().children()
+        patched.setattr(child_module, "PlainStream", type("Full", (PlainStream,), {"take_descriptor": none_left}))
+        until(lambda: is_right(only, saved, only.load_from_pool()) and refused.is_set())
+        patched.undo()
+        only.get_ready()
+        assert psutil.Process().children() == [child]
         assert is_right(only, saved, only.load())
 
 

@@ -2,7 +2,7 @@
 
 Threads: a few for loads, one for copies from the device, one writer per lower tier, so that a slow
 tier holds up nobody else. What they may take on is bounded by the arena: the directory gives every
-block on the move a slot of it.
+block on the move a slot of it, but for those that a tier may lend.
 """
 
 import enum

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
+from kvtier.errors import KvtierError, UnavailableError
 from kvtier.tiers.aside.messages import Verb, channel, error_for
 from kvtier.tiers.aside.news import NewsReader
 from kvtier.tiers.slab import SharedSlab
@@ -114,7 +114,8 @@ class ChildProcess:
         return answer
 
     def fetch_slab(self, serial: int, deadline: float) -> SharedSlab | None:
-        """A slab that blocks are lent from, its descriptor the caller's to close. None: it is gone.
+        """A slab that blocks are lent from, its descriptor the caller's to close. None: it is gone, or cannot be
+        had now.
 
         Raises as `call`. Seldom: over a channel of its own, since the others take no descriptors.
         """
@@ -129,8 +130,8 @@ class ChildProcess:
             if not (num_slots := answer.number("num_slots")):
                 return None
             slot_bytes, descriptor = answer.number("slot_bytes"), stream.take_descriptor()
-            if descriptor is None:
-                raise InvalidInputError("a slab without a descriptor")
+            if descriptor is None:  # it has come, but this process may not have so many: no fault of the other's
+                return None
             return SharedSlab(descriptor, writable=False, slot_bytes=slot_bytes, num_slots=num_slots)
         except (OSError, KvtierError) as failure:
             self.kill()
