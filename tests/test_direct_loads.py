@@ -103,6 +103,11 @@ class Engine:
         self.cache.hierarchy.reset()
         return self.load()
 
+    def load_blocks(self, blocks: Sequence[tuple[BlockKey, int]]) -> JobResult:
+        """From the pool."""
+        self.cache.hierarchy.reset()
+        return self.finish(self.cache.hierarchy.start_load(blocks))
+
     def load_into_gate(self) -> int:
         """A load whose copy has begun, and waits for the device's gate."""
         self.cache.hierarchy.reset()
@@ -222,10 +227,7 @@ def test_a_device_that_refuses_is_not_asked_again(
 ) -> None:
     with engine(tmp_path, address) as only:
         only.device.can_attach = False
-        for _ in range(2):
-            only.cache.hierarchy.reset()
-            only.finish(only.cache.hierarchy.start_load(two_slabs))
-        until(lambda: "cannot copy from its memory" in caplog.text)
+        until(lambda: bool(only.load_blocks(two_slabs)) and "cannot copy from its memory" in caplog.text)
     assert caplog.text.count("cannot copy from its memory") == 1
 
 
@@ -236,8 +238,8 @@ def test_what_is_lent_while_the_device_refuses_more_is_given_back(
         only.get_ready()
         job_id = only.load_into_gate()
         only.device.can_attach = False
-        only.finish(only.cache.hierarchy.start_load(two_slabs[NUM_BLOCKS // 2 :]))
-        until(lambda: "cannot copy from its memory" in caplog.text)
+        others = two_slabs[NUM_BLOCKS // 2 :]
+        until(lambda: bool(only.load_blocks(others)) and "cannot copy from its memory" in caplog.text)
         assert only.device.attached, "it is being copied from"
         only.device.gate.set()
         assert not only.finish(job_id).failed
@@ -256,9 +258,8 @@ def test_memory_is_lent_while_more_is_made_ready(
             return attach(memory)
 
         def num_lent() -> int:
-            only.cache.hierarchy.reset()
             before = only.device.num_lent
-            assert not only.finish(only.cache.hierarchy.start_load(two_slabs)).failed
+            assert not only.load_blocks(two_slabs).failed
             return only.device.num_lent - before
 
         monkeypatch.setattr(only.device, "attach", one_and_wait)
@@ -278,9 +279,7 @@ def test_a_device_that_fails_in_the_middle_of_getting_ready(
             raise RuntimeError("CUDA error: out of memory")
 
         monkeypatch.setattr(only.device, "attach", fail)
-        for _ in range(2):
-            only.load_from_pool()
-        until(lambda: "lends nothing any more" in caplog.text)
+        until(lambda: bool(only.load_from_pool()) and "lends nothing any more" in caplog.text)
         assert is_right(only, saved, only.load_from_pool())
         assert only.device.attached == []
 
