@@ -1,5 +1,6 @@
 """One small engine's worth of hierarchy over real tiers, and tiers that can be held up or broken."""
 
+import math
 import random
 import threading
 import time
@@ -99,8 +100,8 @@ class SomeLent:
         memory.rows[taken_back] = 0xEE
         self.num_lent += len(lent)
         self.num_taken_back += len(taken_back)
-        blocks = [LentBlocks(memory, lent[turn::2], lent[turn::2]) for turn in range(2) if lent[turn::2]]
-        return Borrowed(blocks, 1, len(keys), nbytes, taken_back)
+        blocks = [LentBlocks(memory, lent[turn::2], lent[turn::2], []) for turn in range(2) if lent[turn::2]]
+        return Borrowed(blocks, 1, len(keys), nbytes, math.inf, taken_back)
 
     def settle(self, borrowed: Borrowed) -> list[bool]:
         whole = {i for lent in borrowed.blocks for i in lent.indexes} - set(borrowed.serials)

@@ -19,6 +19,7 @@ from kvtier.build import EngineCache
 from kvtier.config import token_sha256
 from kvtier.hierarchy import JobResult
 from kvtier.keys import BlockKey, rank_keys
+from kvtier.testing.blocks import make_key
 from kvtier.tiers import memfd
 from kvtier.tiers.aside import Borrower, borrowing
 from kvtier.tiers.aside import child as child_module
@@ -411,7 +412,7 @@ def test_a_pool_that_is_killed_in_the_middle_of_a_copy(tmp_path: Path, monkeypat
 
 
 def test_a_tier_process_that_is_killed_in_the_middle_of_a_copy(address: str, tmp_path: Path) -> None:
-    """What it had lent counts for nothing; the next one lends again."""
+    """What it had lent counts if it is still in place; the next one lends again."""
     with engine(tmp_path, address) as only:
         saved = only.save()
         only.get_ready()
@@ -422,6 +423,27 @@ def test_a_tier_process_that_is_killed_in_the_middle_of_a_copy(address: str, tmp
         assert is_right(only, saved, only.finish(job_id))
         only.get_ready()
         assert is_right(only, saved, only.load())
+
+
+def test_slots_that_were_given_away_because_the_tier_process_was_killed(tmp_path: Path) -> None:
+    """The lease would run on for long, but nobody holds it any more."""
+    limits = PoolLimits(lease_s=60.0, max_held_bytes=64 * MIB)
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, engine(tmp_path, pool.block[0]) as reader:
+        saved = reader.save()
+        reader.get_ready()
+        job_id = reader.load_into_gate()
+        (child,) = psutil.Process().children()
+        child.kill()
+        until(lambda: held_bytes(pool) == 0)
+        with contextlib.closing(connect(pool.block[0], token=TOKEN, shared_memory=True)) as other:
+            for label in range(64):
+                other.write([(make_key(label), bytes(BLOCK_BYTES))])
+            reader.device.gate.set()
+            loaded = reader.finish(job_id)
+        assert reader.device.num_lent == NUM_BLOCKS, "they were copied"
+        assert loaded.failed
+        assert is_right(reader, saved, loaded)
 
 
 def test_an_engine_without_a_descriptor_for_a_slab(

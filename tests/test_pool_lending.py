@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError
 from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
@@ -15,7 +16,7 @@ from kvtier.tiers import memfd
 from kvtier.tiers.aside.lending import NO_LOAN, LendingDesk
 from kvtier.tiers.aside.messages import NO_SLAB, unpack_numbers
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.lending import Lender, Loan
+from kvtier.tiers.lending import Lender, Loan, Place
 from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool import memory_link
 from kvtier.tiers.pool.local_transport import LocalTransport
@@ -67,6 +68,12 @@ def tier_at(address: str, tenant: str = "red", *, metrics: Metrics | None = None
         yield tier
 
 
+def are_lent(loan: Loan) -> list[bool]:
+    """Ends the loan."""
+    loan.release()
+    return [place is not None for place in loan.places]
+
+
 def lend(tier: Lender, keys: Sequence[StoreKey], ready: Collection[int] = ALL, nbytes: int = BLOCK_BYTES) -> Loan:
     loan = tier.lend(keys, nbytes, ready)
     assert loan is not None
@@ -88,14 +95,18 @@ class Borrower:
             assert shared is not None
             assert not shared.writable
             self.slabs[serial] = MappedSlab.map(shared)
-        offered.settle()
+        offered.release()
         return lend(self.tier, keys, self.slabs)
 
-    def bytes_of(self, place: tuple[int, int] | None) -> bytes | None:
-        if place is None:
-            return None
-        serial, slot = place
-        return bytes(self.slabs[serial].rows[slot][:BLOCK_BYTES])
+    def bytes_of(self, place: Place | None) -> bytes | None:
+        return bytes(self.slabs[place.serial].rows[place.slot][:BLOCK_BYTES]) if place is not None else None
+
+    def are_in_place(self, loan: Loan) -> list[bool]:
+        """By their generations alone."""
+        return [
+            place is not None and self.slabs[place.serial].generation(place.slot) == place.generation
+            for place in loan.places
+        ]
 
 
 def test_places_are_of_slabs_that_are_ready(address: str) -> None:
@@ -105,23 +116,24 @@ def test_places_are_of_slabs_that_are_ready(address: str) -> None:
         absent = make_key("absent")
         first = lend(reader, [*KEYS, absent], ready=())
         assert (first.places, first.not_ready) == ([None] * 17, {}), "of what it has read from nothing yet"
-        assert first.settle() == [False] * 17
+        first.release()
         read_blocks(reader, KEYS[:1], BLOCK_BYTES)
         first = lend(reader, [*KEYS, absent], ready=())
         assert first.places == [None] * 17
         assert len(first.not_ready) == 1
-        first.settle()
+        first.release()
         borrower = Borrower(reader)
         loan = borrower.borrow([*KEYS, absent])
         assert not loan.not_ready
         assert [borrower.bytes_of(place) for place in loan.places] == [*PAYLOADS, None]
         assert not any(slab.rows.flags.writeable for slab in borrower.slabs.values())
-        assert loan.settle() == [True] * 16 + [False]
+        assert borrower.are_in_place(loan) == [True] * 16 + [False]
+        loan.release()
         moved = metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": "shm", "op": "read"})
-        assert moved == (1 + 16 + 16) * BLOCK_BYTES, "what was lent well counts like what was read, and once"
+        assert moved == (1 + 16 + 16) * BLOCK_BYTES, "what was lent counts like what was read, and once"
 
 
-def test_what_is_lent_is_held_until_it_is_settled(tmp_path: Path) -> None:
+def test_what_is_lent_is_held_until_it_is_released(tmp_path: Path) -> None:
     with (
         running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool,
         tier_at(pool.block[0]) as tier,
@@ -129,7 +141,7 @@ def test_what_is_lent_is_held_until_it_is_settled(tmp_path: Path) -> None:
         tier.write(items(range(16)))
         loan = lend(tier, KEYS)
         assert held_bytes(pool) == 16 * BLOCK_BYTES
-        loan.settle()
+        loan.release()
         until(lambda: held_bytes(pool) == 0)
 
 
@@ -155,8 +167,7 @@ def test_a_broken_block_is_not_lent_and_who_reads_it_has_it_dropped(
         place = next(i for i in range(slab.num_slots) if bytes(slab.slot(i, BLOCK_BYTES)) == PAYLOADS[2])
         slab.slot(place, BLOCK_BYTES)[BLOCK_BYTES - 1] ^= 1
         loan = lend(reader, KEYS[:4])
-        assert [place is not None for place in loan.places] == [True, True, False, True]
-        assert loan.settle() == [True, True, False, True]
+        assert are_lent(loan) == [True, True, False, True]
         assert read_blocks(reader, KEYS[2:3], BLOCK_BYTES) == [None]
         assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 1
 
@@ -177,7 +188,9 @@ def test_a_block_that_went_meanwhile(is_over: bool, tmp_path: Path) -> None:
         tier.write(items(range(100, 140)))
         found = [borrower.bytes_of(place) for place in loan.places]
         assert (found == PAYLOADS[:8]) == (not is_over)
-        assert loan.settle() == [not is_over] * 8
+        assert all(borrower.are_in_place(loan)) == (not is_over)
+        assert (MONOTONIC() < loan.held_until_s) == (not is_over)
+        loan.release()
 
 
 def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path) -> None:
@@ -197,7 +210,8 @@ def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path
         other.discard(KEYS[:8])
         other.write(items(range(100, 140)))
         assert [borrower.bytes_of(place) for place in loan.places] != PAYLOADS[:8]
-        whole = loan.settle()
+        whole = borrower.are_in_place(loan)
+        loan.release()
         assert not all(whole)
         for is_whole, place, payload in zip(whole, loan.places, PAYLOADS, strict=False):
             assert not is_whole or borrower.bytes_of(place) == payload
@@ -218,7 +232,7 @@ def test_threads_that_map_a_slab_at_once_have_it_as_one(address: str, monkeypatc
         loan = lend(tier, KEYS[:4])
         assert None not in loan.places
         assert loan.places == meanwhile[0].places
-        assert loan.settle() == meanwhile[0].settle() == [True] * 4
+        assert are_lent(loan) == are_lent(meanwhile[0]) == [True] * 4
 
 
 def test_a_slab_that_is_mapped_when_its_connection_has_ended(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +262,7 @@ def test_tenants_never_meet(address: str) -> None:
         with pytest.raises(InvalidInputError, match="another tenant"):
             blue.lend(KEYS[:4], BLOCK_BYTES, ALL)
         both = PerTenant("pool", {RED: red, BLUE: blue})
-        assert lend(both, KEYS[:4]).settle() == [True] * 4
+        assert are_lent(lend(both, KEYS[:4])) == [True] * 4
         assert both.lend([KEYS[0], blue_keys[0]], BLOCK_BYTES, ALL) is None, "read, each from its own"
         with pytest.raises(InvalidInputError, match="not connected for"):
             both.lend(keys([1], tenant=tenant_id("green")), BLOCK_BYTES, ALL)
@@ -268,7 +282,7 @@ def test_a_large_batch_is_not_lent_to_its_end(tmp_path: Path) -> None:
     listen = (f"unix:{tmp_path}/pool.sock",)
     with running_pool(32 * MIB, listen=listen, limits=limits) as pool, tier_at(pool.block[0]) as tier:
         tier.write(items(range(16)))
-        assert lend(tier, KEYS).settle() == [True] * 8 + [False] * 8
+        assert are_lent(lend(tier, KEYS)) == [True] * 8 + [False] * 8
 
 
 def test_a_pool_that_cannot_be_reached_lends_nothing(tmp_path: Path) -> None:
@@ -284,10 +298,10 @@ def test_a_loan_outlives_its_pool_and_its_tier(tmp_path: Path) -> None:
         slabs = lend(tier, KEYS[:4], ready=()).not_ready
         assert [slab.has_ended for slab in slabs.values()] == [False]
         tier.close()
-        assert first.settle() in ([True] * 4, [False] * 4)
+        first.release()
         assert [slab.has_ended for slab in slabs.values()] == [True]
         assert [slab.share(WAIT_S) for slab in slabs.values()] == [None]
-    assert len(second.settle()) == 4
+    second.release()
 
 
 class TestLendingDesk:
@@ -305,12 +319,13 @@ class TestLendingDesk:
             assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN, "not told yet"
             assert desk.note_mapped([serial, serial + 1]) == [serial + 1], "never heard of"
             answer = desk.lend(tier, [*KEYS[:4], make_key("absent")], BLOCK_BYTES)
-            assert unpack_numbers(answer["slabs"]) == [serial] * 4 + [NO_SLAB]
+            assert unpack_numbers(answer["serials"]) == [serial] * 4 + [NO_SLAB]
             slots = unpack_numbers(answer["slots"])[:4]
             assert [bytes(slab.rows[slot][:BLOCK_BYTES]) for slot in slots] == PAYLOADS[:4]
-            assert desk.settle(answer["loan"]) == {"whole": bytes([1, 1, 1, 1, 0])}
-            with pytest.raises(InvalidInputError, match="no loan"):
-                desk.settle(answer["loan"])
+            assert unpack_numbers(answer["generations"])[:4] == [slab.generation(slot) for slot in slots]
+            assert 0 < answer["held_until_ms"] / 1000 - MONOTONIC() < PoolLimits().lease_s
+            desk.release([answer["loan"]])
+            desk.release([answer["loan"], NO_LOAN])
         assert desk.note_mapped([serial]) == [serial]
         assert desk.share(serial) is None
 
@@ -324,19 +339,21 @@ class TestLendingDesk:
             desk.note_mapped([])
             assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN
 
-    def test_a_loan_of_the_process_before_is_none_of_this_one(self, address: str) -> None:
-        """It was copied while the pool gave its slots away; another thread's loan here says nothing of that."""
+    def test_a_loan_of_the_process_before_is_none_of_this_one(self, tmp_path: Path) -> None:
+        """The engine still tells of its end; another thread's loan here goes on."""
         loans: list[int] = []
-        with tier_at(address) as tier:
+        listen = (f"unix:{tmp_path}/pool.sock",)
+        with running_pool(32 * MIB, listen=listen) as pool, tier_at(pool.block[0]) as tier:
             tier.write(items(range(4)))
             assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
             for desk in (LendingDesk(), LendingDesk()):
                 desk.note_mapped(unpack_numbers(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["not_ready"]))
                 loans.append(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"])
             assert NO_LOAN not in loans
-            with pytest.raises(InvalidInputError, match="no loan"):
-                desk.settle(loans[0])
-            assert desk.settle(loans[1]) == {"whole": bytes([1] * 4)}
+            desk.release(loans[:1])
+            assert held_bytes(pool) == 2 * 4 * BLOCK_BYTES
+            desk.release(loans)
+            until(lambda: held_bytes(pool) == 4 * BLOCK_BYTES)
 
     def test_a_tier_that_does_not_lend(self) -> None:
         tier = HostTier(MIB, slab_bytes=64 * 1024)

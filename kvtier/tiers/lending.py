@@ -1,12 +1,12 @@
 """Blocks that a tier lends: they are read where they lie, by a process that maps the tier's memory.
 
 Who borrows maps memory first (`SlotMemory`), which takes time, and says which of it is ready. A loan names places in
-that memory alone. While it lasts the places keep their blocks; should they not, `Loan.settle` says so. So what is made
-of a block counts only once its loan is settled.
+that memory alone. While it lasts the places keep their blocks; should they not, their generations say so. So what is
+made of a block counts only if its place had the same generation afterwards, and the loan was not over.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,19 +43,34 @@ class LendableSlab(Protocol):
         """
 
 
+class Place(NamedTuple):
+    """Where a block lies."""
+
+    serial: int
+    """Of its slab."""
+    slot: int
+    """In the slab."""
+    generation: int
+    """Of what the slot holds: it changes before anybody may write there."""
+
+
 class Loan(Protocol):
-    """Blocks that are lent, until `settle`. One thread."""
+    """Blocks that are lent, until `release`. One thread at a time."""
 
     @property
-    def places(self) -> Sequence[tuple[int, int] | None]:
-        """Per block: serial of its slab, and place in it; None for those not lent. Verified against their keys."""
+    def places(self) -> Sequence[Place | None]:
+        """Of each block; None for those not lent. Verified against their keys."""
+
+    @property
+    def held_until_s(self) -> float:
+        """By the monotonic clock. What is read later counts for nothing."""
 
     @property
     def not_ready(self) -> Mapping[int, LendableSlab]:
         """By serial: slabs that are worth mapping, none of those that were said to be ready."""
 
-    def settle(self) -> list[bool]:
-        """Ends the loan, once. Whether each block was in its place to the end; False for those not lent."""
+    def release(self) -> None:
+        """Ends the loan, once."""
 
 
 @runtime_checkable

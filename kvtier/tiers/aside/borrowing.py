@@ -1,9 +1,11 @@
 """Blocks of a tier in the tier process, read where they lie: the engine's end. See `kvtier.tiers.lending`."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple, Protocol
 
 from kvtier.clock import MONOTONIC
@@ -15,7 +17,7 @@ from kvtier.tiers.aside.lending import NO_LOAN
 from kvtier.tiers.aside.messages import MAX_BLOCKS, Verb, pack_keys, pack_numbers, unpack_numbers
 from kvtier.tiers.aside.supervisor import TierProcess
 from kvtier.tiers.base import Status
-from kvtier.tiers.lending import SlotMemory
+from kvtier.tiers.lending import Place, SlotMemory
 from kvtier.tiers.pool.mapped_slab import MappedSlab
 
 _TICK_S = 0.5
@@ -38,11 +40,13 @@ class Attaches(Protocol):
 class LentBlocks(NamedTuple):
     """Of one loan, those that lie in one slab."""
 
-    memory: SlotMemory
+    memory: MappedSlab
     indexes: list[int]
     """Of the blocks, among those that were asked for."""
     slots: list[int]
     """Where they are in the memory, in the same order."""
+    generations: list[int]
+    """Of what these slots hold, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Borrowed:
     """That were asked for."""
     nbytes: int
     """Of each payload."""
+    held_until_s: float
+    """By the monotonic clock."""
     serials: list[int]
     """Of the slabs of `blocks`."""
 
@@ -84,11 +90,13 @@ class Borrower:
         self._seconds = metrics.tier_batch_seconds.labels(tier, "lend")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        """Notified for the thread: slabs are wanted, or it is over."""
+        """Notified for the thread: slabs are wanted, loans are settled, or it is over."""
         self._wanted: dict[int, None] = {}
         """Serials of slabs that are to be mapped, in order. Guarded by _lock."""
         self._slabs: dict[int, _Slab] = {}
         """By serial. Changed by the thread alone, under _lock."""
+        self._settled: list[int] = []
+        """Ids of loans that are over, as the tier does not know yet. Guarded by _lock."""
         self._is_over = False
         """Closed, or the device cannot copy from there. Guarded by _lock."""
         self._is_closed = False
@@ -115,25 +123,32 @@ class Borrower:
         loan_id = answer.number("loan")
         if loan_id == NO_LOAN:
             return None
-        borrowed = Borrowed([], loan_id, len(keys), nbytes, [])
-        self._find(borrowed, unpack_numbers(answer.data("slabs")), unpack_numbers(answer.data("slots")))
+        borrowed = Borrowed([], loan_id, len(keys), nbytes, answer.number("held_until_ms") / 1000, [])
+        places = (unpack_numbers(answer.data(field)) for field in ("serials", "slots", "generations"))
+        self._find(borrowed, starmap(Place, zip(*places, strict=True)))
         return borrowed
 
     def settle(self, borrowed: Borrowed) -> list[bool]:
-        """Ends a loan, once. Whether each block that was asked for was lent, and in its place to the end."""
-        whole = bytes(borrowed.num_blocks)
-        try:
-            whole = self._process.call(Verb.SETTLE, {"loan": borrowed.loan_id}).data("whole")
-        except KvtierError as error:
-            self._failed.warning(f"tier {self._tier}: a loan came to nothing: {error}")
-        with self._lock:
+        """Ends a loan, once. Whether each block that was asked for was lent, and in its place until now.
+
+        Asks nobody, so that a thread of a busy interpreter is not held up: the tier hears of it from another thread.
+        """
+        held = MONOTONIC() < borrowed.held_until_s
+        whole = {
+            i
+            for lent in borrowed.blocks
+            for i, slot, generation in zip(lent.indexes, lent.slots, lent.generations, strict=True)
+            if held and lent.memory.generation(slot) == generation
+        }
+        with self._changed:
             for serial in borrowed.serials:
                 self._slabs[serial].num_loans -= 1
-        found = {i for lent in borrowed.blocks for i in lent.indexes if whole[i]}
+            self._settled.append(borrowed.loan_id)
+            self._changed.notify_all()
         for hits in self._hits:
-            hits.inc(len(found))
-        self._bytes.inc(len(found) * borrowed.nbytes)
-        return [i in found for i in range(borrowed.num_blocks)]
+            hits.inc(len(whole))
+        self._bytes.inc(len(whole) * borrowed.nbytes)
+        return [i in whole for i in range(borrowed.num_blocks)]
 
     def close(self) -> None:
         """Unmaps everything. Call it after the last loan. Idempotent."""
@@ -149,38 +164,37 @@ class Borrower:
                 self._wanted.update(dict.fromkeys(missing))
                 self._changed.notify_all()
 
-    def _find(self, borrowed: Borrowed, serials: Sequence[int], slots: Sequence[int]) -> None:
+    def _find(self, borrowed: Borrowed, places: Iterable[Place]) -> None:
         """Where the blocks lie here. What is said of a slab that is not here, or has no such slot, is passed over."""
         by_serial: dict[int, LentBlocks] = {}
         with self._lock:
-            for i, (serial, slot) in enumerate(zip(serials, slots, strict=True)):
+            for i, (serial, slot, generation) in enumerate(places):
                 slab = self._slabs.get(serial)
                 if slab is None or slot >= slab.memory.num_slots or borrowed.nbytes > slab.memory.slot_bytes:
                     continue
                 lent = by_serial.get(serial)
                 if lent is None:
-                    lent = by_serial[serial] = LentBlocks(slab.memory, [], [])
+                    lent = by_serial[serial] = LentBlocks(slab.memory, [], [], [])
                     slab.num_loans += 1
                 lent.indexes.append(i)
                 lent.slots.append(slot)
+                lent.generations.append(generation)
         borrowed.blocks.extend(by_serial.values())
         borrowed.serials.extend(by_serial)
 
     def _run(self) -> None:
-        """Maps what is wanted, and unmaps what has ended."""
+        """Maps what is wanted, unmaps what has ended, and tells the tier which loans are over."""
+        look_at_s = 0.0
         while not self._is_over:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._is_over, _TICK_S if self._slabs else None)
+                self._changed.wait_for(self._is_due, _TICK_S if self._slabs else None)
                 wanted = list(self._wanted)
-            tell_at_s = MONOTONIC() + _TICK_S
             try:
-                for serial in wanted:
-                    self._map(serial)
-                    with self._lock:
-                        del self._wanted[serial]
-                    if self._is_over or MONOTONIC() > tell_at_s:
-                        break
-                self._give_up(self._ended())
+                self._release()
+                if wanted or MONOTONIC() > look_at_s:
+                    self._map_some(wanted)
+                    self._give_up(self._ended())
+                    look_at_s = MONOTONIC() + _TICK_S
             except Exception:
                 # Blocks are read as ever where none can be lent.
                 _log.exception("tier %s lends nothing any more", self._tier)
@@ -190,6 +204,30 @@ class Borrower:
             with self._changed:
                 self._changed.wait(_TICK_S)
             self._give_up([])
+        self._release()
+
+    def _is_due(self) -> bool:
+        """Caller holds _lock."""
+        return bool(self._wanted or self._settled) or self._is_over
+
+    def _release(self) -> None:
+        """Tells the tier of loans that are over."""
+        with self._lock:
+            settled, self._settled = self._settled, []
+        if settled:
+            with contextlib.suppress(KvtierError):  # the process has ended, and its loans with it
+                self._process.call(Verb.RELEASE, {"loans": pack_numbers(settled)})
+
+    def _map_some(self, wanted: Sequence[int]) -> None:
+        """As many as can be mapped before the tier should hear of them."""
+        tell_at_s = MONOTONIC() + _TICK_S
+        for serial in wanted:
+            self._map(serial)
+            with self._lock:
+                del self._wanted[serial]
+            self._release()
+            if self._is_over or MONOTONIC() > tell_at_s:
+                return
 
     def _map(self, serial: int) -> None:
         try:

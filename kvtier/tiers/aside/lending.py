@@ -8,16 +8,17 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvtier.errors import InvalidInputError, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.keys import StoreKey
 from kvtier.tiers.aside.messages import NO_SLAB, pack_numbers
 from kvtier.tiers.base import Tier
-from kvtier.tiers.lending import LendableSlab, Lender, Loan
+from kvtier.tiers.lending import LendableSlab, Lender, Loan, Place
 from kvtier.tiers.slab import SharedSlab
 
 NO_LOAN = 0
 """Id of what lends nothing."""
-_NOTHING = {"loan": NO_LOAN, "slabs": b"", "slots": b"", "not_ready": b""}
+_NOTHING = {"loan": NO_LOAN, "not_ready": b""}
+_NOWHERE = Place(NO_SLAB, 0, 0)
 _SHARE_S = 1.0
 """For a descriptor of a slab."""
 
@@ -37,7 +38,7 @@ class LendingDesk:
         """Serials of those that the engine has mapped. Replaced under _lock, not changed."""
 
     def lend(self, tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> Mapping[str, object]:
-        """Id of the loan, slab of each block and its slot there, and slabs that are worth mapping."""
+        """Id of the loan, the place of each block, until when it holds, and slabs that are worth mapping."""
         loan = tier.lend(keys, nbytes, self._ready) if isinstance(tier, Lender) else None
         if loan is None:
             return _NOTHING
@@ -45,21 +46,27 @@ class LendingDesk:
             self._slabs.update(loan.not_ready)
         not_ready = pack_numbers(list(loan.not_ready))
         if not any(loan.places):
-            loan.settle()
+            loan.release()
             return {**_NOTHING, "not_ready": not_ready}
         with self._lock:
             loan_id = next(self._ids)
             self._loans[loan_id] = loan
-        slabs, slots = zip(*(place or (NO_SLAB, 0) for place in loan.places), strict=True)
-        return {"loan": loan_id, "slabs": pack_numbers(slabs), "slots": pack_numbers(slots), "not_ready": not_ready}
+        serials, slots, generations = zip(*(place or _NOWHERE for place in loan.places), strict=True)
+        return {
+            "loan": loan_id,
+            "held_until_ms": int(loan.held_until_s * 1000),
+            "serials": pack_numbers(serials),
+            "slots": pack_numbers(slots),
+            "generations": pack_numbers(generations),
+            "not_ready": not_ready,
+        }
 
-    def settle(self, loan_id: int) -> Mapping[str, object]:
-        """A byte per block of the loan, 1 for those that were whole to its end."""
+    def release(self, loan_ids: Sequence[int]) -> None:
+        """Ends these loans, but for those of another process, which ended with it."""
         with self._lock:
-            loan = self._loans.pop(loan_id, None)
-        if loan is None:
-            raise InvalidInputError(f"no loan {loan_id}")
-        return {"whole": bytes(loan.settle())}
+            loans = [self._loans.pop(loan_id) for loan_id in loan_ids if loan_id in self._loans]
+        for loan in loans:
+            loan.release()
 
     def share(self, serial: int) -> SharedSlab | None:
         """A slab for the engine to map; None: it is gone, or cannot be had now."""

@@ -106,8 +106,9 @@ class TierServer:
             for tier in self._tiers.values():
                 tier.close()
             return {}
-        if verb == Verb.SETTLE:
-            return self._lending.settle(request.number("loan"))
+        if verb == Verb.RELEASE:
+            self._lending.release(unpack_numbers(request.data("loans")))
+            return {}
         if verb == Verb.SLABS:
             return {"ended": pack_numbers(self._lending.note_mapped(unpack_numbers(request.data("mapped"))))}
         tier = self._tiers[request.text("tier")]

@@ -1,12 +1,13 @@
 """Blocks of a pool's mapped memory, lent on: see `kvtier.tiers.lending`."""
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec import checksum
 from kvtier.keys import StoreKey
-from kvtier.tiers.lending import LendableSlab
-from kvtier.tiers.pool.memory_hold import HeldBlock, PartHold
+from kvtier.tiers.lending import LendableSlab, Place
+from kvtier.tiers.pool.memory_hold import PartHold
 from kvtier.tiers.pool.memory_link import MemoryLink
 from kvtier.tiers.pool.session import Session
 from kvtier.tiers.slab import SLAB_STRIDE, SharedSlab
@@ -47,19 +48,19 @@ class PoolLoan:
         """Blocks until the pool has answered, and all that is to be lent is verified. Errors as of `MemoryLink`.
 
         :param parts: ranges of `keys` that are asked for in one message each. With none, nothing is lent.
-        :param on_end: told how many bytes were in their places to the end.
+        :param on_end: told how many bytes were lent.
         """
         self._nbytes, self._on_end = nbytes, on_end
-        self.places: list[tuple[int, int] | None] = [None] * len(keys)
+        self.places: list[Place | None] = [None] * len(keys)
         self.not_ready: dict[int, LendableSlab] = {}
-        self._lent: list[tuple[int, HeldBlock, float]] = []
-        """Index in the batch, the block, and until when it is held."""
+        self.held_until_s = math.inf
         self._holds: list[PartHold] = []
         try:
             for start, stop in parts:
                 self._holds.append(PartHold(link, keys[start:stop], [nbytes] * (stop - start), deadline))
             for (start, stop), hold in zip(parts, self._holds, strict=True):
                 hold.await_places()
+                self.held_until_s = min(self.held_until_s, hold.held_until_s)
                 self._lend(hold, start, keys[start:stop], ready, deadline)
                 self._offer(link, hold.session, {block.slot // SLAB_STRIDE for block in hold.blocks()}, ready)
             if not parts:
@@ -69,14 +70,10 @@ class PoolLoan:
             self._release()
             raise
 
-    def settle(self) -> list[bool]:
-        """See `Loan.settle`."""
-        whole, now = [False] * len(self.places), MONOTONIC()
-        for i, block, held_until_s in self._lent:
-            whole[i] = now < held_until_s and block.is_in_place()
+    def release(self) -> None:
+        """See `Loan.release`."""
         self._release()
-        self._on_end(self._nbytes * sum(whole))
-        return whole
+        self._on_end(self._nbytes * (len(self.places) - self.places.count(None)))
 
     def _lend(
         self, hold: PartHold, first: int, keys: Sequence[StoreKey], ready: Container[int], deadline: float
@@ -85,11 +82,12 @@ class PoolLoan:
         for block in hold.blocks():
             if MONOTONIC() > deadline:
                 return
-            if block.slab.serial not in ready:
+            slab = block.slab
+            if slab.serial not in ready:
                 continue
-            if checksum(keys[block.position], block.slab.slot(block.slot, self._nbytes)) == block.checksum:
-                self.places[first + block.position] = block.slab.serial, block.slot % SLAB_STRIDE
-                self._lent.append((first + block.position, block, hold.held_until_s))
+            if checksum(keys[block.position], slab.slot(block.slot, self._nbytes)) == block.checksum:
+                place = Place(slab.serial, block.slot % SLAB_STRIDE, block.generation)
+                self.places[first + block.position] = place
 
     def _offer(self, link: MemoryLink, session: Session, numbers: Iterable[int], ready: Container[int]) -> None:
         slabs = session.slabs
