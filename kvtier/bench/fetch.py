@@ -38,7 +38,7 @@ _PATIENCE_S = 60.0
 def bench_fetch(
     json: Json = None,
     payload_bytes: Annotated[int, typer.Option(min=4096, help="Bytes per block.")] = 2 << 20,
-    batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Blocks per transfer (cache.batch_blocks).")] = 32,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per fetch.")] = 256,
     load_threads: Annotated[
         int | None, typer.Option(min=1, help="Transfers at a time; default: that of cache.load_threads.")

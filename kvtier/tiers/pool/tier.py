@@ -21,8 +21,9 @@ from kvtier.wire.pins import PinStatus
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
 """More is the same to any pool, and has to fit into the message."""
-_LEND_S = 1.0
-"""Many times what a pool takes that is well. One that is not is waited for again, by whoever then reads."""
+_LEND_SHARE = 0.5
+"""Of a call's time. A pool that hangs is waited for again, by whoever then reads. One that is late ends the connection,
+and with it all maps."""
 
 
 class PoolTransport(Protocol):
@@ -157,7 +158,7 @@ class PoolTier:
         """See `Lender.lend`. Where the pool does not share its memory, and while it fails, it lends nothing."""
         self._require_own(keys)
         with self._gate:
-            return self._transport.lend(keys, nbytes, ready, min(self._call_timeout_s, _LEND_S))
+            return self._transport.lend(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""
