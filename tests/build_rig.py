@@ -34,6 +34,7 @@ def build(
     device: np.ndarray[Any, Any] | DeviceKV,
     *,
     registry: CollectorRegistry | None = None,
+    token: str = TOKEN,
     **sections: Any,
 ) -> Iterator[EngineCache]:
     config = parse_config(
@@ -45,7 +46,7 @@ def build(
         },
         source="test.toml",
         folder=folder,
-        environ={"SECRET": SECRET, "TOKEN": TOKEN},
+        environ={"SECRET": SECRET, "TOKEN": token},
     )
     registry = registry or CollectorRegistry()
     kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device

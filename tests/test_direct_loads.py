@@ -1,161 +1,29 @@
-"""Blocks from the pool's memory straight to the device: real pools and tier processes, and what may happen to both."""
+"""Blocks from the pool's memory straight to the device: which ones, how its memory is mapped, and when it is not."""
 
 import contextlib
-import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import psutil
 import pytest
-from prometheus_client import CollectorRegistry
 
-from build_rig import NAMESPACE, TOKEN, build, result
+from build_rig import NAMESPACE, result
+from direct_rig import BLOCK_BYTES, KEYS, NUM_BLOCKS, engine, is_right
 from hierarchy_rig import chain
-from kvtier.build import EngineCache
-from kvtier.config import token_sha256
-from kvtier.hierarchy import JobResult
 from kvtier.keys import BlockKey, rank_keys
-from kvtier.testing.blocks import make_key
 from kvtier.tiers import memfd
-from kvtier.tiers.aside import Borrower, borrowing
-from kvtier.tiers.aside import child as child_module
+from kvtier.tiers.aside import borrowing
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, HostMemoryKV
-from kvtier.wire.stream import PlainStream
 from kvtier_pool.settings import PoolLimits
-from pool_rig import MIB, TENANTS, WAIT_S, connect, held_bytes, pool_process, running_pool, until
-from suspending import resume, suspend
+from pool_rig import MIB, WAIT_S, connect, held_bytes, running_pool, until
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
-BLOCK_BYTES = 64 * 1024
-NUM_BLOCKS = 16
-KEYS = chain(NUM_BLOCKS)
-Rows = npt.NDArray[np.uint8]
-
-
-class Device(HostMemoryKV):
-    """Notes where blocks come from. Copies of lent ones wait for `gate`."""
-
-    def __init__(self, rows: Rows) -> None:
-        super().__init__(rows)
-        self.rows = rows
-        self.num_lent = self.num_by_arena = 0
-        self.attached: list[SlotMemory] = []
-        self.can_attach = True
-        self.gate, self.entered = threading.Event(), threading.Event()
-        self.gate.set()
-
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
-        if any(isinstance(blocks.memory, Arena) for blocks in sources):
-            self.num_by_arena += sum(len(blocks.slots) for blocks in sources)
-        else:
-            assert all(blocks.memory in self.attached for blocks in sources)
-            self.entered.set()
-            assert self.gate.wait(WAIT_S)
-            self.num_lent += sum(len(blocks.slots) for blocks in sources)
-        super().scatter_all(sources)
-
-    def attach(self, memory: SlotMemory) -> bool:
-        if self.can_attach:
-            self.attached.append(memory)
-        return self.can_attach
-
-    def detach(self, memory: SlotMemory) -> None:
-        self.attached.remove(memory)
-
-
-class Engine:
-    """An engine's cache over a `Device`."""
-
-    def __init__(self, cache: EngineCache, device: Device, registry: CollectorRegistry) -> None:
-        self.cache, self.device, self._registry = cache, device, registry
-
-    def save(self) -> Rows:
-        """All blocks to the pool; returns what they hold."""
-        saved = self.device.rows.copy()
-        assert not result(self.cache.hierarchy, self.start_save()).failed
-        until(lambda: self.num_stored() >= NUM_BLOCKS)
-        return saved
-
-    def num_stored(self) -> float:
-        """Blocks that the pool has taken from this engine."""
-        return self.count("kvtier_tier_blocks_total", tier="pool", op="write", status="stored")
-
-    def start_save(self) -> int | None:
-        return self.cache.hierarchy.start_save(list(zip(KEYS, range(NUM_BLOCKS), strict=True)))
-
-    def start_load(self) -> int:
-        """To other slots than they were saved from."""
-        self.device.rows[:] = 0
-        self.device.num_lent = self.device.num_by_arena = 0
-        return self.cache.hierarchy.start_load([(key, NUM_BLOCKS - 1 - i) for i, key in enumerate(KEYS)])
-
-    def finish(self, job_id: int) -> JobResult:
-        return result(self.cache.hierarchy, job_id)
-
-    def load(self) -> JobResult:
-        return self.finish(self.start_load())
-
-    def load_from_pool(self) -> JobResult:
-        self.cache.hierarchy.reset()
-        return self.load()
-
-    def load_blocks(self, blocks: Sequence[tuple[BlockKey, int]]) -> JobResult:
-        """From the pool."""
-        self.cache.hierarchy.reset()
-        return self.finish(self.cache.hierarchy.start_load(blocks))
-
-    def load_into_gate(self) -> int:
-        """A load whose copy has begun, and waits for the device's gate."""
-        self.cache.hierarchy.reset()
-        self.device.gate.clear()
-        self.device.entered.clear()
-        job_id = self.start_load()
-        assert self.device.entered.wait(WAIT_S)
-        return job_id
-
-    def get_ready(self) -> None:
-        """Until the pool's memory is mapped here: loads until all is lent."""
-
-        def is_lent() -> bool:
-            loaded = self.load_from_pool()
-            return self.device.num_lent == NUM_BLOCKS and not loaded.failed
-
-        until(is_lent)
-
-    def count(self, name: str, **labels: str) -> float:
-        return self._registry.get_sample_value(name, labels) or 0.0
-
-
-@contextlib.contextmanager
-def engine(folder: Path, address: str, *, seed: int = 0, **pool: Any) -> Iterator[Engine]:
-    rows = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-    device, registry = Device(rows), CollectorRegistry()
-    cache = {"tokens_per_block": 1, "load_threads": 2, "load_deadline_s": WAIT_S}
-    with build(folder, device, registry=registry, pool={"address": address, **pool}, cache=cache) as built:
-        yield Engine(built, device, registry)
-    assert device.attached == [], "all is given back"
-
-
-@pytest.fixture(autouse=True)
-def tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TENANTS, token_sha256(TOKEN), "red")
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     with running_pool(64 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool:
         yield pool.block[0]
-
-
-def is_right(engine: Engine, saved: Rows, loaded: JobResult) -> bool:
-    """Whether what came is what was saved, and only that came."""
-    rows = engine.device.rows[::-1]
-    return all(np.array_equal(rows[i], saved[i]) for i in range(NUM_BLOCKS) if i not in loaded.failed)
 
 
 def test_blocks_come_from_where_they_lie(address: str, tmp_path: Path) -> None:
@@ -338,157 +206,6 @@ def test_a_cancelled_load_does_not_come_by_the_arena_instead(tmp_path: Path) -> 
         assert only.device.num_by_arena == 0
 
 
-def test_a_lease_that_is_over_and_slots_with_other_blocks(tmp_path: Path) -> None:
-    """The reader hangs in its copy for longer than its lease. The pool gives the slots to others: bytes of which the
-    reader's device gets, and must not use."""
-    limits = PoolLimits(lease_s=0.2, max_held_bytes=64 * MIB)
-    listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, engine(tmp_path, pool.block[0]) as reader:
-        saved = reader.save()
-        reader.get_ready()
-        job_id = reader.load_into_gate()
-        until(lambda: held_bytes(pool) == 0)
-        with engine(tmp_path, pool.block[0], seed=1) as other:
-            for label in range(1, 5):
-                blocks = list(zip(chain(NUM_BLOCKS, seed=label), range(NUM_BLOCKS), strict=True))
-                result(other.cache.hierarchy, other.cache.hierarchy.start_save(blocks))
-            until(lambda: other.num_stored() >= 4 * NUM_BLOCKS)
-        reader.device.gate.set()
-        loaded = reader.finish(job_id)
-        assert reader.device.num_lent == NUM_BLOCKS, "they were copied"
-        assert loaded.failed, "and are not what was asked for, nor has the pool them any more"
-        assert is_right(reader, saved, loaded)
-
-
-def test_a_pool_that_is_killed(tmp_path: Path) -> None:
-    """Its memory is given back although nobody asks for anything. Another one is used like the first."""
-    listen = f"unix:{tmp_path}/pool.sock"
-    red = f"--tenant=red={token_sha256(TOKEN)}"
-    with pool_process(red, listen=listen) as pool, engine(tmp_path, pool.block) as only:
-        saved = only.save()
-        only.get_ready()
-        assert only.device.attached
-        pool.kill()
-        until(lambda: not only.device.attached)
-        loaded = only.load_from_pool()
-        assert len(loaded.failed) == NUM_BLOCKS
-        with pool_process(red, listen=listen) as another:
-            until(lambda: comes_back(only, saved))
-            only.get_ready()
-            assert is_right(only, saved, only.load())
-            another.kill()
-
-
-def comes_back(engine: Engine, saved: Rows) -> bool:
-    """Whether the pool takes the blocks and has them: the breaker may be open at first."""
-    engine.device.rows[:] = saved
-    engine.cache.hierarchy.reset()
-    result(engine.cache.hierarchy, engine.start_save())
-    return not engine.load_from_pool().failed
-
-
-def test_a_pool_that_is_killed_in_the_middle_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory stays mapped until the copy is over."""
-    has_ended, give_up = threading.Event(), Borrower._give_up
-
-    def noted(borrower: Borrower, serials: Sequence[int]) -> None:
-        give_up(borrower, serials)
-        if serials:
-            has_ended.set()
-
-    monkeypatch.setattr(Borrower, "_give_up", noted)
-    red = f"--tenant=red={token_sha256(TOKEN)}"
-    with pool_process(red, listen=f"unix:{tmp_path}/pool.sock") as pool, engine(tmp_path, pool.block) as only:
-        saved = only.save()
-        only.get_ready()
-        job_id = only.load_into_gate()
-        pool.kill()
-        assert has_ended.wait(WAIT_S)
-        assert only.device.attached
-        only.device.gate.set()
-        loaded = only.finish(job_id)
-        assert is_right(only, saved, loaded)
-        until(lambda: not only.device.attached)
-
-
-def test_a_tier_process_that_is_killed_in_the_middle_of_a_copy(address: str, tmp_path: Path) -> None:
-    """What it had lent counts if it is still in place; the next one lends again."""
-    with engine(tmp_path, address) as only:
-        saved = only.save()
-        only.get_ready()
-        job_id = only.load_into_gate()
-        (child,) = psutil.Process().children()
-        child.kill()
-        only.device.gate.set()
-        assert is_right(only, saved, only.finish(job_id))
-        only.get_ready()
-        assert is_right(only, saved, only.load())
-
-
-def test_slots_that_were_given_away_because_the_tier_process_was_killed(tmp_path: Path) -> None:
-    """The lease would run on for long, but nobody holds it any more."""
-    limits = PoolLimits(lease_s=60.0, max_held_bytes=64 * MIB)
-    listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, engine(tmp_path, pool.block[0]) as reader:
-        saved = reader.save()
-        reader.get_ready()
-        job_id = reader.load_into_gate()
-        (child,) = psutil.Process().children()
-        child.kill()
-        until(lambda: held_bytes(pool) == 0)
-        with contextlib.closing(connect(pool.block[0], token=TOKEN, shared_memory=True)) as other:
-            for label in range(64):
-                other.write([(make_key(label), bytes(BLOCK_BYTES))])
-            reader.device.gate.set()
-            loaded = reader.finish(job_id)
-        assert reader.device.num_lent == NUM_BLOCKS, "they were copied"
-        assert loaded.failed
-        assert is_right(reader, saved, loaded)
-
-
-def test_an_engine_without_a_descriptor_for_a_slab(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tier process is not ended for it, and is asked again."""
-    refused = threading.Event()
-
-    def none_left(stream: PlainStream) -> int | None:
-        descriptor = take(stream)
-        if descriptor is not None:
-            refused.set()
-            os.close(descriptor)
-        return None
-
-    take = PlainStream.take_descriptor
-    with engine(tmp_path, address) as only, monkeypatch.context() as patched:
-        saved = only.save()
-        (child,) = psutil.Process().children()
-        patched.setattr(child_module, "PlainStream", type("Full", (PlainStream,), {"take_descriptor": none_left}))
-        until(lambda: is_right(only, saved, only.load_from_pool()) and refused.is_set())
-        patched.undo()
-        only.get_ready()
-        assert psutil.Process().children() == [child]
-        assert is_right(only, saved, only.load())
-
-
-def test_a_pool_that_hangs_holds_up_a_load_by_a_second(tmp_path: Path) -> None:
-    red = f"--tenant=red={token_sha256(TOKEN)}"
-    listen = f"unix:{tmp_path}/pool.sock"
-    with (
-        pool_process(red, listen=listen) as pool,
-        engine(tmp_path, pool.block, call_timeout_s=2.0, connect_timeout_s=1.0) as only,
-    ):
-        saved = only.save()
-        only.get_ready()
-        suspend(pool.process.pid)
-        try:
-            assert len(only.load_from_pool().failed) == NUM_BLOCKS
-        finally:
-            resume(pool.process.pid)
-        until(lambda: not only.load_from_pool().failed)
-        assert is_right(only, saved, only.load_from_pool())
-
-
 def test_memory_that_the_pool_drops_is_not_kept(address: str, tmp_path: Path) -> None:
     """A slab that is empty, and whose writer has gone. The reader asks for nothing meanwhile."""
     with engine(tmp_path, address) as reader:
@@ -496,6 +213,6 @@ def test_memory_that_the_pool_drops_is_not_kept(address: str, tmp_path: Path) ->
             writer.save()
             reader.get_ready()
             assert reader.device.attached
-        with contextlib.closing(connect(address, token=TOKEN)) as tier:
+        with contextlib.closing(connect(address)) as tier:
             assert tier.discard(rank_keys(KEYS, NAMESPACE.id)) == NUM_BLOCKS
         until(lambda: not reader.device.attached)

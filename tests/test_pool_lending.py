@@ -13,9 +13,6 @@ from kvtier.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, read_blocks
 from kvtier.tiers import memfd
-from kvtier.tiers.aside.lending import NO_LOAN, LendingDesk
-from kvtier.tiers.aside.messages import NO_SLAB, unpack_numbers
-from kvtier.tiers.host import HostTier
 from kvtier.tiers.lending import Lender, Loan, Place
 from kvtier.tiers.per_tenant import PerTenant
 from kvtier.tiers.pool import memory_link
@@ -302,60 +299,3 @@ def test_a_loan_outlives_its_pool_and_its_tier(tmp_path: Path) -> None:
         assert [slab.has_ended for slab in slabs.values()] == [True]
         assert [slab.share(WAIT_S) for slab in slabs.values()] == [None]
     second.release()
-
-
-class TestLendingDesk:
-    def test_slabs_are_ready_once_the_engine_says_so(self, address: str) -> None:
-        desk = LendingDesk()
-        with tier_at(address) as tier:
-            tier.write(items(range(4)))
-            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
-            answer = desk.lend(tier, KEYS[:4], BLOCK_BYTES)
-            assert answer["loan"] == NO_LOAN
-            (serial,) = unpack_numbers(answer["not_ready"])
-            shared = desk.share(serial)
-            assert shared is not None
-            slab = MappedSlab.map(shared)
-            assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN, "not told yet"
-            assert desk.note_mapped([serial, serial + 1]) == [serial + 1], "never heard of"
-            answer = desk.lend(tier, [*KEYS[:4], make_key("absent")], BLOCK_BYTES)
-            assert unpack_numbers(answer["serials"]) == [serial] * 4 + [NO_SLAB]
-            slots = unpack_numbers(answer["slots"])[:4]
-            assert [bytes(slab.rows[slot][:BLOCK_BYTES]) for slot in slots] == PAYLOADS[:4]
-            assert unpack_numbers(answer["generations"])[:4] == [slab.generation(slot) for slot in slots]
-            assert 0 < answer["held_until_ms"] / 1000 - MONOTONIC() < PoolLimits().lease_s
-            desk.release([answer["loan"]])
-            desk.release([answer["loan"], NO_LOAN])
-        assert desk.note_mapped([serial]) == [serial]
-        assert desk.share(serial) is None
-
-    def test_a_slab_that_the_engine_gave_up_is_not_ready(self, address: str) -> None:
-        desk = LendingDesk()
-        with tier_at(address) as tier:
-            tier.write(items(range(4)))
-            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
-            (serial,) = unpack_numbers(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["not_ready"])
-            desk.note_mapped([serial])
-            desk.note_mapped([])
-            assert desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"] == NO_LOAN
-
-    def test_a_loan_of_the_process_before_is_none_of_this_one(self, tmp_path: Path) -> None:
-        """The engine still tells of its end; another thread's loan here goes on."""
-        loans: list[int] = []
-        listen = (f"unix:{tmp_path}/pool.sock",)
-        with running_pool(32 * MIB, listen=listen) as pool, tier_at(pool.block[0]) as tier:
-            tier.write(items(range(4)))
-            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == PAYLOADS[:4]
-            for desk in (LendingDesk(), LendingDesk()):
-                desk.note_mapped(unpack_numbers(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["not_ready"]))
-                loans.append(desk.lend(tier, KEYS[:4], BLOCK_BYTES)["loan"])
-            assert NO_LOAN not in loans
-            desk.release(loans[:1])
-            assert held_bytes(pool) == 2 * 4 * BLOCK_BYTES
-            desk.release(loans)
-            until(lambda: held_bytes(pool) == 4 * BLOCK_BYTES)
-
-    def test_a_tier_that_does_not_lend(self) -> None:
-        tier = HostTier(MIB, slab_bytes=64 * 1024)
-        assert LendingDesk().lend(tier, KEYS, BLOCK_BYTES)["loan"] == NO_LOAN
-        tier.close()

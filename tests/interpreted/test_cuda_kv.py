@@ -3,106 +3,21 @@
 Whether a GPU keeps the order is for a machine that has one; here it is asked for.
 """
 
-import contextlib
-import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
 from kvtier import transfer_cuda
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, HostMemoryKV
+from kvtier.transfer import Arena, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_kernels import block_copy, part_copy, row_copy
 from kvtier_kernels.records import LossyCodec, RecordLayout
-
-NUM_BLOCKS, BLOCK_BYTES = 12, 80
-
-
-class Stream:
-    def __init__(self, notes: list[tuple[Any, ...]]) -> None:
-        self._notes = notes
-
-    def wait_event(self, event: "Event") -> None:
-        self._notes.append(("wait", self, event.recorded_on))
-
-
-class Event:
-    def __init__(self, notes: list[tuple[Any, ...]]) -> None:
-        self._notes = notes
-        self.recorded_on: Stream | None = None
-
-    def record(self, stream: Stream) -> None:
-        self.recorded_on = stream
-
-    def synchronize(self) -> None:
-        self._notes.append(("synchronize", self.recorded_on))
-
-
-class Notes:
-    """What `torch.cuda` would have been asked for, in order."""
-
-    def __init__(self, register_status: int = 0) -> None:
-        self.notes: list[tuple[Any, ...]] = []
-        self.engine_stream = Stream(self.notes)
-        self.registered: dict[int, int] = {}
-        self.flags: dict[int, int] = {}
-        self.current_device: torch.device | None = None
-        self._register_status = register_status
-
-    def current_stream(self, _device: torch.device) -> Stream:
-        return self.engine_stream
-
-    def Stream(self, _device: torch.device) -> Stream:
-        return Stream(self.notes)
-
-    def Event(self, blocking: bool = False) -> Event:
-        return Event(self.notes)
-
-    @contextlib.contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        self.current_device = device
-        yield
-        self.current_device = None
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self.notes.append(("enter", stream))
-        yield
-        self.notes.append(("leave", stream))
-
-    def cudart(self) -> "Notes":
-        return self
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        assert self.current_device is not None, "or it would be done for the first device of all"
-        if self._register_status == 0:
-            assert address not in self.registered
-            self.registered[address] = num_bytes
-            self.flags[address] = flags
-        return self._register_status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-
-def random_rows(rows: int, row_bytes: int = BLOCK_BYTES, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
-
-
-def filled_arena(num_slots: int, slot_bytes: int = BLOCK_BYTES) -> Arena:
-    arena = Arena(num_slots, slot_bytes)
-    np.copyto(arena.rows, random_rows(num_slots, slot_bytes, seed=1).numpy())
-    return arena
 
 
 @pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
@@ -317,108 +232,4 @@ def test_slots_that_do_not_exist_are_refused() -> None:
         kv.gather([0], arena, [0])
     with pytest.raises(InvalidInputError, match="need a uint8 view"):
         CudaKV(random_rows(4).float(), cuda=Notes())
-    kv.close()
-
-
-def test_an_arena_is_pinned_once_and_until_close() -> None:
-    notes = Notes()
-    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
-    first, second = filled_arena(4), filled_arena(6)
-    for arena in (first, second, first):
-        kv.gather([0], arena, [0])
-    assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
-    kv.close()
-    kv.close()
-    assert notes.registered == {}
-
-
-def read_only(memory: Arena) -> SlotMemory:
-    """The same memory as one that is mapped for reading."""
-    rows = memory.rows.view()
-    rows.flags.writeable = False
-
-    class Lent:
-        num_slots, slot_bytes = memory.num_slots, memory.slot_bytes
-
-        @property
-        def rows(self) -> npt.NDArray[np.uint8]:
-            return rows
-
-    return Lent()
-
-
-@pytest.mark.filterwarnings("error::UserWarning")  # torch's, of an array that is not writable
-@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
-def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned for reading from `attach` to `detach`; one lane copies from all of it."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
-    notes, ours = Notes(), random_rows(NUM_BLOCKS)
-    expected = ours.clone()
-    kv = CudaKV(ours, staging_bytes=2 * BLOCK_BYTES, cuda=notes)
-    arenas = [filled_arena(5, BLOCK_BYTES + 16), filled_arena(4)]
-    lent = [read_only(arena) for arena in arenas]
-    assert all(kv.attach(memory) for memory in lent)
-    assert set(notes.flags.values()) == {1 | 8}, "portable, read-only"
-    notes.notes.clear()
-    kv.scatter_all([Blocks(lent[0], [4, 1, 2], [0, 7, 3]), Blocks(lent[1], [0, 3], [9, 5])])
-    assert [note[0] for note in notes.notes] == ["wait", "enter", "synchronize", "leave"]
-    for arena, slots, device_slots in ((arenas[0], [4, 1, 2], [0, 7, 3]), (arenas[1], [0, 3], [9, 5])):
-        for slot, device_slot in zip(slots, device_slots, strict=True):
-            expected[device_slot] = torch.from_numpy(arena.rows[slot][:BLOCK_BYTES])
-    assert torch.equal(ours, expected)
-    with pytest.raises(InvalidInputError, match="arena slot 4"):
-        kv.scatter_all([Blocks(lent[0], [0], [0]), Blocks(lent[1], [4], [1])])
-    kv.detach(lent[0])
-    assert list(notes.registered.values()) == [4 * BLOCK_BYTES]
-    kv.detach(lent[0])
-    kv.close()
-    assert notes.registered == {}
-
-
-def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: object) -> None:
-        raise RuntimeError("out of memory")
-
-    notes, arena = Notes(), filled_arena(4)
-    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
-    monkeypatch.setattr(transfer_cuda, "block_copy", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.attach(read_only(arena))
-    assert notes.registered == {}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.gather([5], arena, [2])
-    assert notes.registered == {}
-    kv.close()
-
-
-@pytest.mark.parametrize("status", [1, 712, 801])
-def test_lent_memory_that_cannot_be_pinned_is_not_attached(status: int, caplog: pytest.LogCaptureFixture) -> None:
-    notes, lent = Notes(register_status=status), read_only(filled_arena(4))
-    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=notes)
-    is_pinned = status == 712  # by another one
-    assert kv.attach(lent) == is_pinned
-    assert (f"CUDA error {status}" in caplog.text) == (not is_pinned)
-    kv.detach(lent)
-    kv.close()
-
-
-def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status=712))
-    arena = filled_arena(4)
-    with caplog.at_level(logging.WARNING):
-        kv.gather([5], arena, [2])
-    kv.close()
-    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
-    assert not caplog.records
-
-
-def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    kv = CudaKV(random_rows(NUM_BLOCKS), cuda=Notes(register_status=2))
-    arena = filled_arena(4)
-    with caplog.at_level(logging.WARNING):
-        kv.gather([5], arena, [2])
-        kv.gather([6], arena, [3])
-    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "could not be pinned" in caplog.text
     kv.close()
