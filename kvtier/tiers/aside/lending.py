@@ -27,7 +27,7 @@ class LendingDesk:
     """Loans and slabs of all tiers of this process. Any thread."""
 
     def __init__(self) -> None:
-        # Unlike those of the process before: the engine may still have to settle loans of that.
+        # Unlike those of the process before: the engine may still tell that its loans are over.
         self._ids = itertools.count(NO_LOAN + 1 + secrets.randbits(62))
         self._lock = threading.Lock()
         self._loans: dict[int, Loan] = {}
