@@ -89,8 +89,9 @@ class CacheConfig(Section):
     and copies better, larger has fewer round trips."""
     load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
     """Transfers at a time. Each has one core, which copies at about 8 GB/s, and verifies 20 of what a pool on this host
-    lends, and a device may take 50: the default is a quarter of the cores, 2 to 4 of them, but 1 on machines with two. More help tiers with latency. On CUDA
-    each takes 32 MiB of device memory, in vLLM for each KV group of a hybrid model, beside two more that always are."""
+    lends, and a device may take 50: the default is a quarter of the cores, 2 to 4 of them, but 1 on machines with two.
+    More help tiers with latency. On CUDA each takes 32 MiB of device memory, in vLLM for each KV group of a hybrid
+    model, beside two more that always are."""
     fetch: Literal["if_faster", "always"] = "if_faster"
     """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
     with small models and slow networks. `always` for measurements and tests."""
