@@ -8,31 +8,22 @@ the interpreter from the engine's.
 
 import contextlib
 import itertools
-import logging
 import queue
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier.errors import InvalidInputError
+from kvtier.pinned_memory import HostMemory, PinnedMemory
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, writable_rows
+from kvtier.transfer import Arena, Blocks
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.quantised_copy import quantised_copy
 from kvtier_kernels.records import RecordLayout
-
-_log = logging.getLogger(__name__)
-_HOST_REGISTER_PORTABLE = 1
-"""Pinned for whichever device a thread of ours has current (CUDA runtime, cudaHostRegisterPortable)."""
-_HOST_REGISTER_READ_ONLY = 8
-"""By the device; what this process cannot write is not pinned without it (cudaHostRegisterReadOnly)."""
-_REGISTERED, _ALREADY_REGISTERED = 0, 712
-"""The latter by another `CudaKV`, as where a model has several KV groups (cudaErrorHostMemoryAlreadyRegistered)."""
 
 _LEAST_DMA_BYTES = 1 << 20
 """On average. To ask for a DMA takes 5 to 8 us of Python, in which a PCIe 5.0 x16 link moves 0.4 MB. Reckoned."""
@@ -50,20 +41,6 @@ class _Lane:
     """uint8 `[blocks, block_bytes]` on the device. Touched on `stream` only, which keeps its users apart."""
     staging_rows: Tensor
     """int64 0, 1, 2, ... on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """An arena, or memory that is attached, as copies see it."""
-
-    rows: Tensor
-    """uint8 `[num_slots, block_bytes]`. Does not keep the memory."""
-    status: int
-    """What CUDA said when it was to be pinned."""
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.status in (_REGISTERED, _ALREADY_REGISTERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +101,7 @@ class CudaKV:
         rows = max(1, min(staging_bytes // self.block_bytes, self.num_blocks))
         for _ in range(num_lanes):
             self._lanes.put(self._new_lane(rows))
-        self._lock = threading.Lock()
-        self._hosts: dict[SlotMemory, _Host] = {}  # changed under _lock
+        self._memory = PinnedMemory(self._device, cuda, on_pinned=self._compile_crossing)
         with self._lane() as lane:
             no_block = lane.staging_rows[:1] - 1
             for gather in (True, False):
@@ -142,7 +118,7 @@ class CudaKV:
 
     def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
-        pairs, host = self._checked(Blocks(arena, arena_slots, device_slots)), self._host(arena)
+        pairs, host = self._checked(Blocks(arena, arena_slots, device_slots)), self._rows_of(arena)
         with self._lane() as lane:
             for part in _parts(pairs, lane.staging.size(0)):
                 self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=True)
@@ -155,7 +131,7 @@ class CudaKV:
     def scatter_all(self, sources: Sequence[Blocks]) -> None:
         """The same at once from several memories, arenas or attached."""
         pairs = [self._checked(blocks) for blocks in sources]
-        hosts = [self._host(blocks.memory) for blocks in sources]
+        hosts = [self._rows_of(blocks.memory) for blocks in sources]
         with self._lane() as lane:
             for theirs, host in zip(pairs, hosts, strict=True):
                 for part in _parts(theirs, lane.staging.size(0)):
@@ -164,28 +140,16 @@ class CudaKV:
 
     def attach(self, memory: SlotMemory) -> bool:
         """Pins memory that is no arena. False: the system does not let us, which is logged."""
-        host = self._pinned(memory)  # no lock is held: copies from other memory go on
-        if not host.is_pinned:
-            _log.warning("shared memory could not be pinned (CUDA error %d)", host.status)
-            return False
-        with self._lock:
-            self._hosts[memory] = host
-        return True
+        return self._memory.attach(memory)
 
     def detach(self, memory: SlotMemory) -> None:
         """Unpins it. No copy from there is under way, and none will come, not even by another `CudaKV`."""
-        with self._lock:
-            host = self._hosts.pop(memory, None)
-        if host is not None:
-            self._unpin(host)
+        self._memory.detach(memory)
 
     def close(self) -> None:
         """Unpins all that this one pinned. Call it when no copy is under way and none will come, not even by another
         `CudaKV` with the same memory. Idempotent."""
-        with self._lock:
-            hosts, self._hosts = list(self._hosts.values()), {}
-        for host in hosts:
-            self._unpin(host)
+        self._memory.close()
 
     def _copy(self, device_slots: Tensor, lane: _Lane, *, gather: bool) -> None:
         """Between these blocks and the first rows of the lane's staging buffer, on its stream."""
@@ -202,7 +166,7 @@ class CudaKV:
             else:
                 block_copy(staging, rows, parts.tensors[0], device_slots)
 
-    def _cross(self, part: Pairs, lane: _Lane, host: _Host, *, gather: bool) -> None:
+    def _cross(self, part: Pairs, lane: _Lane, host: HostMemory, *, gather: bool) -> None:
         """Between the first rows of the lane's staging buffer and these arena slots, on its stream."""
         runs = list(_runs(part, adjacent=host.rows.is_contiguous()))
         if host.is_pinned and len(part) * self.block_bytes < len(runs) * _LEAST_DMA_BYTES:
@@ -259,52 +223,21 @@ class CudaKV:
     def _on_device(self, slots: Iterable[int]) -> Tensor:
         return torch.tensor(list(slots), dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _host(self, memory: SlotMemory) -> _Host:
-        """Pinned if the system lets us."""
-        nbytes = memory.rows.nbytes  # raises for an arena that is closed
-        # Held while pinning: whoever comes second needs it pinned as well.
-        with self._lock:
-            if memory not in self._hosts:
-                host = self._hosts[memory] = self._pinned(memory)
-                if not host.is_pinned:
-                    _log.warning(
-                        "%d bytes of host memory could not be pinned (CUDA error %d): copies take several times as "
-                        "long; raise the limit on locked memory (ulimit -l)", nbytes, host.status,
-                    )  # fmt: skip
-            return self._hosts[memory]
+    def _rows_of(self, memory: SlotMemory) -> HostMemory:
+        """The memory, a block's bytes of each slot, pinned if the system lets us."""
+        host = self._memory.of(memory)
+        return replace(host, rows=host.rows[:, : self.block_bytes])
 
-    def _compile_crossing(self, rows: Tensor, *, gathers: bool) -> None:
+    def _compile_crossing(self, host: HostMemory) -> None:
         """Beside the time that pinning takes, a second is little; later a load would wait for it."""
+        if self.block_bytes >= _LEAST_DMA_BYTES:  # a run is no shorter than a block
+            return
+        rows = host.rows[:, : self.block_bytes]
         with self._lane() as lane:
             no_block = lane.staging_rows[:1] - 1
             block_copy(rows, no_block, lane.staging, no_block)
-            if gathers:
+            if host.is_writable:
                 block_copy(lane.staging, no_block, rows, no_block)
-
-    def _pinned(self, memory: SlotMemory) -> _Host:
-        """Pins it, if the system lets us. Takes about 0.2 s per GiB."""
-        rows, is_writable = torch.from_numpy(writable_rows(memory)), memory.rows.flags.writeable
-        flags = _HOST_REGISTER_PORTABLE | (0 if is_writable else _HOST_REGISTER_READ_ONLY)
-        # Of the device that it is for: a thread that names none sets up another one's memory beside it.
-        with self._cuda.device(self._device):
-            status = int(self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, flags))
-        host = _Host(rows[:, : self.block_bytes], status)
-        if status != _REGISTERED:
-            # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-        if host.is_pinned and self.block_bytes < _LEAST_DMA_BYTES:  # a run is no shorter than a block
-            try:
-                self._compile_crossing(host.rows, gathers=is_writable)
-            except BaseException:  # nobody would unpin it, and CUDA would take for pinned whatever is mapped there next
-                self._unpin(host)
-                raise
-        return host
-
-    def _unpin(self, host: _Host) -> None:
-        if host.status == _REGISTERED:  # or whoever has pinned it unpins it
-            with self._cuda.device(self._device):
-                self._cuda.cudart().cudaHostUnregister(host.rows.data_ptr())
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Parts]:
