@@ -12,7 +12,6 @@
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
 | `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
-| `part_counters` | waiting for one layer of a copy that is still under way |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
 | `quantising` | what the kernels that quantise share |

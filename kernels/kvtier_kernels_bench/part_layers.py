@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from kvtier_kernels.part_counters import wait_for_layer
 from torch import Tensor
 
 from kvtier.bench.report import Case
@@ -19,7 +20,6 @@ from kvtier.transfer import Arena, DeviceKV
 from kvtier_engine.llama import Chunk
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels.part_copy import Parts, part_copy
-from kvtier_kernels.part_counters import wait_for_layer
 from kvtier_kernels.reference import part_copy_reference
 from kvtier_kernels_bench.models import model_of
 from kvtier_kernels_bench.part_copies import moved_by
