@@ -73,6 +73,11 @@ class EngineConfig(Section):
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: Count = 16
     """Requests in one batch."""
+    layerwise_loads: bool = False
+    """On CUDA: whether a request that is alone, and whose prefix is in host memory, begins to compute when the first
+    layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and computing,
+    up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without effect on the
+    CPU, with `lossy_codec`, and for models whose layer of a block is smaller than 32 KiB. Not measured on a GPU yet."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

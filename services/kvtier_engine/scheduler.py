@@ -149,7 +149,8 @@ class Scheduler:
         later: list[Request] = []
         while self._waiting and len(self._loading) + len(self._running) + len(later) < self._settings.max_running:
             request = self._waiting.popleft()
-            admission = self._cache.admit(request)
+            is_alone = not (self._running or self._loading or self._waiting or later)
+            admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
                 self._run(request)
             elif admission is Admission.LOADING:
