@@ -29,6 +29,8 @@ class HostMemory:
 
     rows: Tensor
     """uint8 `[num_slots, slot_bytes]`. It does not keep the memory alive."""
+    chunk_slots: int
+    """Slots per registered chunk: chunks begin at its multiples, and one DMA stays within one of them."""
     is_writable: bool
     status: int
     """What CUDA answered when the memory was to be pinned."""
@@ -95,7 +97,7 @@ class PinnedMemory:
         # The device is named: a thread that names none sets up another device's memory beside it.
         with self._cuda.device(self._device):
             status = int(self._cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, flags))
-        host = HostMemory(rows, is_writable, status)
+        host = HostMemory(rows, memory.num_slots, is_writable, status)
         if status != _REGISTERED:
             # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
             with contextlib.suppress(RuntimeError):

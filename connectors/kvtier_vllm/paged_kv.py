@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,10 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.transfer import DeviceKV, HostMemoryKV
+from kvtier_vllm.groups import GroupedKV
+
+_STAGING_BYTES = 32 << 20
+"""Of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,19 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
-    """Moves blocks of these layers. Enter it in vLLM's thread; leave it after the last copy.
+def device_kv(groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
+    """Moves blocks of these KV groups, each with its layers; see `GroupedKV` for their slots.
+
+    Enter it in vLLM's thread; leave it after the last copy.
 
     :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device for staging.
     :raises ConfigError: memory of a kind that is not moved, or no room for that.
     """
-    tensors = list(layers)
-    pages = [page for tensor in tensors for page in pages_of(tensor, num_blocks).pages]
-    device = tensors[0].device
+    pages = [[page for layer in group for page in pages_of(layer, num_blocks).pages] for group in groups]
+    device = pages[0][0].device
     if device.type == "cpu":
-        yield HostMemoryKV(*(page.numpy() for page in pages))
+        on_host = [HostMemoryKV(*(page.numpy() for page in of_group)) for of_group in pages]
+        yield on_host[0] if len(on_host) == 1 else GroupedKV(on_host)
         return
     if device.type != "cuda":
         raise ConfigError(f"kvtier moves vLLM's KV in host memory and on CUDA; this is on {device}")
@@ -76,7 +82,7 @@ def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> 
     from kvtier.transfer_cuda import CudaKV
 
     try:
-        cuda_kv = CudaKV(*pages, num_lanes=num_copies)
+        cuda_kv = CudaKV(*pages, staging_bytes=num_copies * _STAGING_BYTES, num_lanes=num_copies)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 32 MiB; lower it"

@@ -15,6 +15,9 @@ from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.weights import LayerWeights, LlamaWeights
 
+_STAGING_BYTES = 32 << 20
+"""Of a copy."""
+
 
 def engine_device(name: str) -> torch.device:
     """The device that `engine.device` means.
@@ -60,7 +63,9 @@ def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterato
     from kvtier.transfer_cuda import CudaKV
 
     with _room_for("staging the copies of cache.load_threads", kv.tensor.device):
-        cuda_kv = CudaKV(kv.byte_rows(), layout=layout, num_lanes=num_copies)
+        cuda_kv = CudaKV(
+            [kv.byte_rows()], layout=layout, staging_bytes=num_copies * _STAGING_BYTES, num_lanes=num_copies
+        )
     try:
         yield cuda_kv
     finally:
