@@ -75,9 +75,10 @@ class EngineConfig(Section):
     """Requests in one batch."""
     layerwise_loads: bool = False
     """On CUDA: whether a request that is alone, and whose prefix is in host memory, begins to compute when the first
-    layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and computing,
-    up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without effect on the
-    CPU, with `lossy_codec`, and for models whose layer of a block is smaller than 32 KiB. Not measured on a GPU yet."""
+    layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and
+    computing: up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without
+    effect on the CPU, with `lossy_codec`, and where a layer of a block is smaller than 32 KiB. Not measured on a GPU
+    yet, and therefore off by default."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

@@ -25,6 +25,7 @@ from kvtier.hierarchy.messages import (
     Inventory,
     LoadBatch,
     Loaded,
+    Queued,
     SaveBatch,
     StoreBatch,
     Stored,
@@ -35,6 +36,7 @@ from kvtier.hierarchy.messages import (
 )
 from kvtier.hierarchy.replica import ALONE, Replica
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.layered_loads import CopiesByLayer
 from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
@@ -81,6 +83,7 @@ class Mover:
         forget_untold: Callable[[str], None] = lambda tier: None,
         shared_tiers: Collection[str] = (),
         replica: Replica = ALONE,
+        layered: CopiesByLayer | None = None,
     ) -> None:
         """
         :param tiers: the tiers below the arena by name.
@@ -92,6 +95,7 @@ class Mover:
             with its name when a discard arrives; must not block.
         :param shared_tiers: those of the tiers that the movers of all ranks have.
         :param replica: which of the blocks written to these are this mover's to write.
+        :param layered: copies of `device` by layer; needed for loads by layer only.
         """
         if arena.slot_bytes < device.block_bytes:
             raise InvalidInputError(
@@ -102,6 +106,7 @@ class Mover:
         self._borrowers = dict(borrowers or {})
         self._inventory, self._forget_untold = inventory, forget_untold
         self._shared_tiers, self._replica = frozenset(shared_tiers), replica
+        self._layered = layered
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
         self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
@@ -203,7 +208,7 @@ class Mover:
     def _load(self, batch: LoadBatch, after: Fence | None) -> None:
         begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
         try:
-            ok, waited_s = self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
+            ok, waited_s = self._fetch_from(batch, after)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
             _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
@@ -215,6 +220,24 @@ class Mover:
             now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
             seconds, self._loaded_s[batch.source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
         self._post(Loaded(batch.batch_id, ok, seconds))
+
+    def _fetch_from(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """Which blocks are on the device, and the seconds that the copy waited for the engine."""
+        if batch.by_layer:
+            return self._fetch_by_layer(batch, after), 0.0
+        return self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
+
+    def _fetch_by_layer(self, batch: LoadBatch, after: Fence | None) -> bytes:
+        """Blocks of the arena, layer after layer. The directory hears of it when all copies are queued."""
+        if self._layered is None:
+            raise InvalidInputError("this mover's device does not copy by layer")
+        if self._begin_copy(batch):
+            self._layered.scatter(
+                Blocks(self._arena, batch.arena_slots, batch.device_slots),
+                after=after,
+                on_queued=lambda: self._post(Queued(batch.batch_id)),
+            )
+        return b"\1" * len(batch.keys)
 
     def _fetch(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """By way of the arena. Which blocks are there, and the seconds that the copy waited for the engine."""
