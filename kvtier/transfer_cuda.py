@@ -19,7 +19,7 @@ from torch import Tensor
 from kvtier.errors import InvalidInputError
 from kvtier.pinned_memory import HostMemory, PinnedMemory
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks
+from kvtier.transfer import Arena, Blocks, MemoryUse
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.quantised_copy import quantised_copy
@@ -57,7 +57,7 @@ class CudaKV:
 
     Copies run on streams of their own, beside the engine's kernels, and start when what the engine's stream held at
     the call is done: they see what it wrote, and overwrite nothing that it still reads. The caller waits without
-    holding the GIL. Arenas are pinned at their first copy and stay so until `close`.
+    holding the GIL.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class CudaKV:
         self._engine_stream = cuda.current_stream(self._device)
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()  # its own lock; holds those not in use
         rows = max(1, min(staging_bytes // self.block_bytes, self.num_blocks))
+        self._staging_bytes = num_lanes * rows * self.block_bytes
         for _ in range(num_lanes):
             self._lanes.put(self._new_lane(rows))
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._compile_crossing)
@@ -138,8 +139,13 @@ class CudaKV:
                     self._cross(part, lane, host, gather=False)
                     self._copy(self._on_device(device_slot for _, device_slot in part), lane, gather=False)
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        """Without memory that another `CudaKV` has pinned."""
+        return MemoryUse(self._staging_bytes, self._memory.pinned_bytes, self._memory.pinning_s)
+
     def attach(self, memory: SlotMemory) -> bool:
-        """Pins memory that is no arena. False: the system does not let us, which is logged."""
+        """Pins memory. False: the system does not let us, which is logged."""
         return self._memory.attach(memory)
 
     def detach(self, memory: SlotMemory) -> None:
@@ -168,7 +174,7 @@ class CudaKV:
 
     def _cross(self, part: Pairs, lane: _Lane, host: HostMemory, *, gather: bool) -> None:
         """Between the first rows of the lane's staging buffer and these arena slots, on its stream."""
-        runs = list(_runs(part, adjacent=host.rows.is_contiguous()))
+        runs = list(_runs(part, host.chunk_slots, adjacent=host.rows.is_contiguous()))
         if host.is_pinned and len(part) * self.block_bytes < len(runs) * _LEAST_DMA_BYTES:
             staged = lane.staging, lane.staging_rows[: len(part)]
             slots = host.rows, self._on_device(arena_slot for arena_slot, _ in part)
@@ -251,11 +257,12 @@ def _parts(pairs: Pairs, most: int) -> Iterator[Pairs]:
         yield pairs[start : start + most]
 
 
-def _runs(part: Pairs, *, adjacent: bool) -> Iterator[_Run]:
+def _runs(part: Pairs, chunk_slots: int, *, adjacent: bool) -> Iterator[_Run]:
     """:param adjacent: the end of a slot is the start of the next; otherwise each is a run of its own."""
     start = 0
     for end in range(1, len(part) + 1):
-        if end == len(part) or not adjacent or part[end][0] != part[end - 1][0] + 1:
+        is_next = end < len(part) and part[end][0] == part[end - 1][0] + 1 and part[end][0] % chunk_slots
+        if not adjacent or not is_next:
             yield _Run(start, part[start][0], end - start)
             start = end
 

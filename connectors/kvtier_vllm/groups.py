@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtier.hierarchy.jobs import Block
 from kvtier.keys import BlockKey, ChainHash, block_key, split_block_key
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, DeviceKV
+from kvtier.transfer import Arena, Blocks, DeviceKV, MemoryUse
 
 _LABEL = b"kvtier.vllm.group.v1"
 _NULL_BLOCK = 0
@@ -115,11 +115,15 @@ class GroupedKV:
             if theirs:
                 group.scatter_all(theirs)
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        uses = [group.memory_use for group in self._groups]
+        return MemoryUse(*(sum(of_all) for of_all in zip(*uses, strict=True)))
+
     def attach(self, memory: SlotMemory) -> bool:
-        if all(group.attach(memory) for group in self._groups):
-            return True
-        self.detach(memory)
-        return False
+        # Each of them, whatever the others say: none has to try again at its first copy.
+        attached = [group.attach(memory) for group in self._groups]
+        return all(attached)
 
     def detach(self, memory: SlotMemory) -> None:
         for group in self._groups:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.staging import staging_of
 from kvtier.transfer import DeviceKV, HostMemoryKV
 
 
@@ -58,11 +59,14 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
+def device_kv(
+    layers: Iterable[Tensor], num_blocks: int, *, num_copies: int, staging_bytes: int = 128 * 2**20
+) -> Iterator[DeviceKV]:
     """Moves blocks of these layers. Enter it in vLLM's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device for staging.
-    :raises ConfigError: memory of a kind that is not moved, or no room for that.
+    :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
+    :param staging_bytes: of a CUDA device, beside the layers.
+    :raises ConfigError: memory of a kind that is not moved, no room for staging, or none for a block in it.
     """
     tensors = list(layers)
     pages = [page for tensor in tensors for page in pages_of(tensor, num_blocks).pages]
@@ -75,11 +79,13 @@ def device_kv(layers: Iterable[Tensor], num_blocks: int, *, num_copies: int) -> 
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
+    staging = staging_of(staging_bytes, block_bytes=sum(page.size(1) for page in pages), num_copies=num_copies)
     try:
-        cuda_kv = CudaKV(*pages, num_lanes=num_copies)
+        cuda_kv = CudaKV(*pages, staging_bytes=staging.lane_bytes, num_lanes=staging.num_lanes)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 32 MiB; lower it"
+            f"gpu_memory_utilization: leaves no room on {device} for staging copies in {staging_bytes:,} bytes; lower "
+            "it, or cache.staging_bytes"
         ) from error
     try:
         yield cuda_kv

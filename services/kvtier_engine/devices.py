@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.staging import staging_of
 from kvtier.transfer import DeviceKV, HostMemoryKV
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_engine.paged_kv import PagedKV
@@ -44,13 +45,15 @@ def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
 
 
 @contextlib.contextmanager
-def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterator[DeviceKV]:
+def device_kv(
+    kv: PagedKV, *, num_copies: int, staging_bytes: int = 128 * 2**20, lossy_codec: str = ""
+) -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device beside
-        `engine.kv_bytes`, for staging.
+    :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
+    :param staging_bytes: of a CUDA device, beside `engine.kv_bytes`.
     :param lossy_codec: in whose form blocks are in host memory, as the namespace has it; empty for as they are.
-    :raises ConfigError: there is no room for that, or the codec does not take KV of this dtype.
+    :raises ConfigError: there is no room for that, it holds no block, or the codec does not take KV of this dtype.
     """
     layout = kv.record_layout(lossy_codec) if lossy_codec else None
     if kv.tensor.device.type == "cpu":
@@ -59,8 +62,10 @@ def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterato
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    with _room_for("staging the copies of cache.load_threads", kv.tensor.device):
-        cuda_kv = CudaKV(kv.byte_rows(), layout=layout, num_lanes=num_copies)
+    block_bytes = kv.byte_rows().size(1) if layout is None else layout.record_bytes
+    staging = staging_of(staging_bytes, block_bytes=block_bytes, num_copies=num_copies)
+    with _room_for("cache.staging_bytes", kv.tensor.device):
+        cuda_kv = CudaKV(kv.byte_rows(), layout=layout, staging_bytes=staging.lane_bytes, num_lanes=staging.num_lanes)
     try:
         yield cuda_kv
     finally:
