@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
 
 
 class GroupedKV:
@@ -52,11 +52,15 @@ class GroupedKV:
                 waited_s += group.scatter_all(theirs, after=after)
         return waited_s
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        uses = [group.memory_use for group in self._groups]
+        return MemoryUse(*(sum(of_all) for of_all in zip(*uses, strict=True)))
+
     def attach(self, memory: SlotMemory) -> bool:
-        if all(group.attach(memory) for group in self._groups):
-            return True
-        self.detach(memory)
-        return False
+        # Each of them, whatever the others say: none has to try again at its first copy.
+        attached = [group.attach(memory) for group in self._groups]
+        return all(attached)
 
     def detach(self, memory: SlotMemory) -> None:
         for group in self._groups:
