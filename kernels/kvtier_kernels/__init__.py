@@ -3,6 +3,7 @@
 | module | what it is |
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
+| `layer_attention` | both for all layers of a step: checked in the first one, launched in the others |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
 | `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
@@ -29,6 +30,7 @@ The modules with Triton kernels are not imported here: triton is not everywhere 
 """
 
 from kvtier_kernels.attention import find_shared_prefixes, paged_attention
+from kvtier_kernels.layer_attention import LayerAttention, step_attention
 from kvtier_kernels.reference import (
     block_copy_reference,
     kv_write_reference,
@@ -41,6 +43,7 @@ from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.write import kv_write
 
 __all__ = [
+    "LayerAttention",
     "Scoring",
     "SharedPrefixes",
     "block_copy_reference",
@@ -51,4 +54,5 @@ __all__ = [
     "paged_attention",
     "paged_attention_reference",
     "part_copy_reference",
+    "step_attention",
 ]
