@@ -320,9 +320,10 @@ class Engine:
 
     def _take_in(self) -> None:
         output, result = self._under_way.popleft()
-        if result.kv_connector_output is not None:
+        ended = self.scheduler.update_from_output(output, result)
+        if result.kv_connector_output is not None:  # to which the scheduler's connector may have added
             self.received.update(result.kv_connector_output.finished_recving or ())
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        for outputs in ended.values():
             for each in outputs.outputs:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.kv_transfer_params is not None:
