@@ -13,6 +13,7 @@
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
 | `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
+| `block_checksum`, `checksums` | checksums of blocks on the device, and the same on the host |
 | `part_counters` | waiting for one layer of a copy that is still under way |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
@@ -32,6 +33,7 @@ The modules with Triton kernels are not imported here: triton is not everywhere 
 from kvtier_kernels.attention import find_shared_prefixes, paged_attention
 from kvtier_kernels.layer_attention import LayerAttention, step_attention
 from kvtier_kernels.reference import (
+    block_checksum_reference,
     block_copy_reference,
     kv_write_reference,
     merge_states_reference,
@@ -46,6 +48,7 @@ __all__ = [
     "LayerAttention",
     "Scoring",
     "SharedPrefixes",
+    "block_checksum_reference",
     "block_copy_reference",
     "find_shared_prefixes",
     "kv_write",

@@ -257,6 +257,13 @@ def _prefill_kernel(
         alibi_slopes, sinks, score_scale, block_stride, scales_stride,
         HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
+    # Read once more, so that the rows' places are worked out again and do not stay in registers during the loops: with
+    # those, two programs of 128 rows and heads of 128 fit a multiprocessor without spilling.
+    start = tl.load(query_starts + seq, volatile=True).to(tl.int32)
+    first = (tile - (start // TILE_TOKENS + seq)) * TILE_TOKENS
+    token = first + row // GROUP
+    index = (start + token).to(tl.int64)
+    live = (row < TILE_TOKENS * GROUP) & (token < num_queries)
     out_rows = (index * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     # What an empty run leaves in its part counts nothing.
     written = live & ((num_splits == 1) | (begin < stop))
