@@ -13,7 +13,9 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
+from kvtier_kernels import block_checksum as block_checksum_module  # noqa: E402
 from kvtier_kernels import plane_copy, quantised_copy, row_copy, slot_quantise, slot_write  # noqa: E402
+from kvtier_kernels.block_checksum import block_checksum  # noqa: E402
 from kvtier_kernels.block_copy import block_copy  # noqa: E402
 from kvtier_kernels.copy_tiles import copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
@@ -182,6 +184,19 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
 
     ptx = compiled(row_copy, launch, chip, tmp_path, most_registers=192)
     assert bool(re.search(WIDE_LOAD, ptx)) == bool(re.search(WIDE_STORE, ptx)) == wide
+
+
+@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
+def test_checksums_are_read_in_wide_accesses(part_bytes: int, wide: bool, tmp_path: Path) -> None:
+    """With registers for two thirds of the threads that a multiprocessor can have: their loads hide each other."""
+    kv, index = torch.empty((3, 4, part_bytes), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+
+    def launch() -> None:
+        block_checksum([Parts.of(kv.unbind())], index)
+
+    ptx = compiled(block_checksum_module, launch, 90, tmp_path, most_registers=48)
+    assert bool(re.search(r"ld\.global\S*\.v2\.b64", ptx)) == wide
+    assert len(re.findall(r"red\.global\.gpu\.relaxed\.add", ptx)) == 1, "one addition of a program to a sum"
 
 
 @pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtier_kernels.copy_tiles import host_copy_programs
 from kvtier_kernels.launching import num_multiprocessors
 
-_MOST = 2**30
+MOST_PIECES = 2**30
 """Pieces, and bytes of a part: the piece that a program takes next has a number within 32 bits, and so have the places
 in a tile that is partly beyond the end."""
 
@@ -39,7 +39,7 @@ def cut(
     :raises ValueError: nothing may run, or there is too much for a launch.
     """
     num_pieces = per_part * num_parts
-    if num_pieces > _MOST or part_bytes > _MOST:
+    if num_pieces > MOST_PIECES or part_bytes > MOST_PIECES:
         raise ValueError(f"{num_pieces} pieces of parts of {part_bytes} bytes: too much for a launch; copy in batches")
     if max_programs is None:
         max_programs = host_copy_programs(num_multiprocessors(device)) if host else num_pieces

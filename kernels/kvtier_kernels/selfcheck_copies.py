@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvtier_kernels.checksums import host_checksum
 from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_copy_reference
 from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
 from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
@@ -16,6 +17,7 @@ Check = Callable[[], str]
 
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
 PLANES_BYTES = (50, 2**16 + 32)
+CHECKSUM_BYTES = (51, 2**16 + 8, 2**20)
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 
 
@@ -27,6 +29,8 @@ def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"part_copy layers of {row_bytes} bytes in host memory", partial(_check_layers, row_bytes, device)
     for part_bytes in PLANES_BYTES:
         yield f"plane_copy parts of {part_bytes} bytes", partial(_check_planes, part_bytes, device)
+    for part_bytes in CHECKSUM_BYTES:
+        yield f"block_checksum parts of {part_bytes} bytes", partial(_check_checksums, part_bytes, device)
     for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
         layout = RecordLayout(codec, dtype, head_dim, num_vectors)
         yield (
@@ -99,6 +103,20 @@ def _check_planes(part_bytes: int, device: torch.device) -> str:
         if failure:
             return failure
     return ""
+
+
+def _check_checksums(part_bytes: int, device: torch.device) -> str:
+    """Beside the checksum of the same bytes in host memory: the parts of a block in two allocations."""
+    from kvtier_kernels.block_checksum import block_checksum
+    from kvtier_kernels.part_copy import Parts
+
+    kv, more = (random_bits((NUM_BLOCKS, parts, part_bytes), torch.uint8) for parts in (NUM_PARTS, 1))
+    block_ids, _ = _pairs()
+    groups = [Parts.of(of.to(device).unbind(1)) for of in (kv, more)]
+    blocks = torch.cat([kv, more], dim=1).flatten(1).numpy()
+    expected = [host_checksum(blocks[block], [part_bytes] * (NUM_PARTS + 1)) for block in block_ids.tolist()]
+    found = block_checksum(groups, block_ids.to(device)).tolist()
+    return "" if found == expected else f"{sum(map(int.__ne__, found, expected))} of {len(expected)} checksums differ"
 
 
 def _check_quantised(layout: RecordLayout, device: torch.device) -> str:

@@ -180,7 +180,7 @@ class Directory:
         Each block comes from the nearest tier that has it; one that is nowhere fails.
 
         :param by_layer: the job may end when its copies are queued, layer after layer, if all blocks are in host
-            memory. Whoever computes then waits on the device for each layer (`DeviceKV.wait_for_layer`).
+            memory. Whoever computes then waits on the device for each layer (`LayeredLoads.wait`).
         """
         return self._loads.start(blocks, by_layer=by_layer)
 

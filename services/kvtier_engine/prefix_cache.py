@@ -146,7 +146,7 @@ class PrefixCache:
         request.num_published = num_full
 
     def note_computed(self, num_tokens: Sequence[int], seconds: float) -> None:
-        """What a step took that computed so many tokens of each request; of interest if they are prompts, above all."""
+        """What steps took that computed so many tokens in each chunk; of interest if they are prompts, above all."""
         num_prompt_tokens = sum(count for count in num_tokens if count >= self.tokens_per_block)
         if self._hierarchy is not None and 2 * num_prompt_tokens > sum(num_tokens):
             self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)

@@ -1,6 +1,8 @@
-"""Host memory that `CudaKV` pins: arenas at their first copy, lent memory from `attach` to `detach`."""
+"""Host memory that `CudaKV` pins from `attach` to `detach`, in chunks."""
 
 import logging
+import mmap
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -8,23 +10,139 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import transfer_cuda
+from kvtier import cuda_routes, pinned_memory
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
 from kvtier.transfer_cuda import CudaKV
 
+PAGES_OF_SLOTS = 256
+"""Slots of `BLOCK_BYTES` that are whole pages: 80 and 4096 have the factor 16 in common."""
 
-def test_an_arena_is_pinned_once_and_until_close() -> None:
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 slots each."""
+    monkeypatch.setattr(pinned_memory, "_CHUNK_BYTES", 700 * BLOCK_BYTES)
+    assert PAGES_OF_SLOTS * BLOCK_BYTES % mmap.PAGESIZE == 0
+
+
+def test_an_arena_is_pinned_once_and_until_it_is_detached() -> None:
     notes = Notes()
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
     first, second = filled_arena(4), filled_arena(6)
     for arena in (first, second, first):
+        assert kv.attach(arena)
         kv.gather([0], arena, [0], after=kv.fence())
     assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
+    assert kv.memory_use.pinned_bytes == 10 * BLOCK_BYTES
+    kv.detach(first)
+    assert list(notes.registered.values()) == [6 * BLOCK_BYTES]
     kv.close()
     kv.close()
     assert notes.registered == {}
+    assert kv.memory_use.pinned_bytes == 0
+
+
+def test_an_arena_that_nobody_attached_is_pinned_by_its_first_copy() -> None:
+    notes, arena = Notes(), filled_arena(4)
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    for _ in range(2):
+        kv.gather([0], arena, [0], after=kv.fence())
+        assert list(notes.registered.values()) == [4 * BLOCK_BYTES]
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_large_memory_is_pinned_in_chunks_of_whole_slots_and_pages() -> None:
+    notes, arena = Notes(), filled_arena(1200)
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    assert kv.attach(arena)
+    start = arena.rows.ctypes.data
+    chunks = [(start + slot * BLOCK_BYTES, slots * BLOCK_BYTES) for slot, slots in ((0, 512), (512, 512), (1024, 176))]
+    assert list(notes.registered.items()) == chunks
+    kv.detach(arena)
+    assert notes.registered == {}
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("gather", [True, False])
+def test_no_dma_goes_across_the_end_of_a_chunk(gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be refused: chunks are pinned one by one."""
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", 0)
+    starts: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+    notes, ours, arena = Notes(), random_rows(NUM_BLOCKS), filled_arena(1200)
+
+    def noting(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        host = into if gather else source
+        starts.append(((host.data_ptr() - arena.rows.ctypes.data) // BLOCK_BYTES, host.size(0)))
+        return copy(into, source, non_blocking=non_blocking)
+
+    kv = CudaKV([ours], cuda=notes)
+    kv.attach(arena)
+    slots, device_slots = [*range(508, 516), 1023, 1024], list(range(10))
+    expected = ours[:10].clone() if gather else torch.from_numpy(arena.rows[slots])
+    monkeypatch.setattr(torch.Tensor, "copy_", noting)
+    if gather:
+        kv.gather(device_slots, arena, slots, after=kv.fence())
+    else:
+        kv.scatter(arena, slots, device_slots, after=kv.fence())
+    monkeypatch.undo()
+    assert [start for start in starts if start[1] < 12] == [(508, 4), (512, 4), (1023, 1), (1024, 1)]
+    assert torch.equal(torch.from_numpy(arena.rows[slots]) if gather else ours[:10], expected)
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("num_granted", [0, 1, 2])
+def test_memory_is_pinned_as_a_whole_or_not_at_all(num_granted: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that reaches over the bus would fault where it is not."""
+    notes, arena = Notes(register_status=2), filled_arena(1200)
+    notes.num_granted = num_granted
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    with caplog.at_level(logging.WARNING):
+        assert [kv.attach(arena) for _ in range(2)] == [False, False]
+        kv.gather([5], arena, [2], after=kv.fence())
+    assert notes.registered == {}
+    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    (record,) = caplog.records
+    assert f"CUDA error 2 (words for 2) at chunk {num_granted + 1} of 3" in record.getMessage()
+    kv.close()
+
+
+def test_copies_of_other_memory_go_on_while_memory_is_pinned() -> None:
+    """And a second `CudaKV` that needs the same memory waits until all of it is."""
+    entered, may_go = threading.Event(), threading.Event()
+
+    class Slow(Notes):
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            entered.set()
+            assert may_go.wait(30)
+            return super().cudaHostRegister(address, num_bytes, flags)
+
+    notes, ready, slow = Slow(), filled_arena(4), filled_arena(6)
+    kv, other = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes), CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(712))
+    may_go.set()
+    kv.attach(ready)
+    may_go.clear()
+    entered.clear()
+    first = threading.Thread(target=kv.attach, args=(slow,))
+    second = threading.Thread(target=other.attach, args=(slow,))
+    first.start()
+    assert entered.wait(30)
+    second.start()
+    kv.gather([5], ready, [2], after=kv.fence())
+    assert bytes(ready.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    assert second.is_alive()
+    may_go.set()
+    for thread in (first, second):
+        thread.join(30)
+    assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
+    assert other.memory_use.pinned_bytes == 0, "it is the other's to unpin"
+    kv.close()
+    other.close()
 
 
 def read_only(memory: Arena) -> SlotMemory:
@@ -46,7 +164,7 @@ def read_only(memory: Arena) -> SlotMemory:
 @pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
 def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned for reading from `attach` to `detach`; one lane copies from all of it."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
     notes, ours = Notes(), random_rows(NUM_BLOCKS)
     expected = ours.clone()
     kv = CudaKV([ours], staging_bytes=2 * BLOCK_BYTES, cuda=notes)
@@ -76,13 +194,11 @@ def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch
 
     notes, arena = Notes(), filled_arena(4)
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
-    monkeypatch.setattr(transfer_cuda, "block_copy", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.attach(read_only(arena))
-    assert notes.registered == {}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.gather([5], arena, [2], after=kv.fence())
-    assert notes.registered == {}
+    monkeypatch.setattr(cuda_routes, "block_copy", fail)
+    for memory in (read_only(arena), arena):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            kv.attach(memory)
+        assert notes.registered == {}
     kv.close()
 
 
@@ -105,15 +221,3 @@ def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureF
     kv.close()
     assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
     assert not caplog.records
-
-
-def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(register_status=2))
-    arena = filled_arena(4)
-    with caplog.at_level(logging.WARNING):
-        kv.gather([5], arena, [2], after=kv.fence())
-        kv.gather([6], arena, [3], after=kv.fence())
-    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "could not be pinned" in caplog.text
-    kv.close()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels import (
+    block_checksum,
     block_copy,
     merge_states,
     paged_attention_reference,
@@ -23,7 +24,7 @@ from kvtier_kernels import (
 )
 
 CPU = torch.device("cpu")
-NUM_COPY_CHECKS = 5 * 3 + 2 + 2 * 2 * 2 + 3
+NUM_COPY_CHECKS = 5 * 3 + 2 + 3 + 2 * 2 * 2 + 3
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,7 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_states, "merge_two_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
+    monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids: torch.zeros_like(block_ids))
     monkeypatch.setattr(slot_quantise, "quantise_slots", lambda *_args: None)
     monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: None)
     monkeypatch.setattr(plane_copy, "plane_copy", lambda *_args, **_options: None)
