@@ -265,7 +265,7 @@ def frees_late(request: Request) -> bool:
 
     :param request: one that has been scheduled.
     """
-    return request.last_sched_seq > 0
+    return bool(request.last_sched_seq > 0)
 
 
 def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
