@@ -109,6 +109,15 @@ class Blocks(NamedTuple):
     device_slots: Sequence[int]
 
 
+class Fence:
+    """A place in the queue of work that an engine has given its device: all that was queued before it.
+
+    `DeviceKV.fence` makes it, and copies of the same device take it. Nothing else can be done with it.
+    """
+
+    __slots__ = ()
+
+
 class MemoryUse(NamedTuple):
     """What copies between device and host memory take."""
 
@@ -123,8 +132,9 @@ class MemoryUse(NamedTuple):
 class DeviceKV(Protocol):
     """The device side of a copy: paged KV seen as one row of bytes per block.
 
-    Called from the movers' threads. Reads of device slots see everything that the engine's thread
-    had written when the job was started.
+    A device may run behind the engine's thread. A copy touches device slots when everything before its fence `after`
+    is done, and waits for nothing that was queued later. `fence` is called in the engine's thread, copies in the
+    movers' threads.
     """
 
     @property
@@ -133,13 +143,29 @@ class DeviceKV(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
+    def fence(self) -> Fence | None:
+        """Marks what the calling thread has queued until now; it costs some microseconds.
 
-    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        """Arena to device. On return the engine's next forward pass sees the bytes."""
+        None: there is no queue, and all that the thread has done is done.
+        """
 
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
+        """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena.
+
+        :param after: what has written the blocks is before it. None: that is done.
+        """
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        """Arena to device. On return the bytes are on the device. Gives the seconds that it waited for the fence.
+
+        :param after: what last used the device slots is before it. None: that is done.
+        """
+
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         """The same at once from several memories, arenas or attached."""
 
     @property
@@ -216,7 +242,12 @@ class HostMemoryKV:
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+    def fence(self) -> None:
+        """None: the engine's thread itself reads and writes this memory."""
+
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
         blocks = Blocks(arena, arena_slots, device_slots)
         check_slots(self, blocks)
         pieces = list(_pieces(device_slots, arena_slots))
@@ -229,20 +260,23 @@ class HostMemoryKV:
                 else:
                     slots[:, target] = layers[:, source]
 
-    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
 
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         for blocks in sources:
             check_slots(self, blocks)
         pieces = [list(_pieces(blocks.device_slots, blocks.slots)) for blocks in sources]
         with self._scattering:
             if self._in_one_call(copy_to, sources, list(itertools.chain(*pieces))):
-                return
+                return 0.0
             for blocks, theirs in zip(sources, pieces, strict=True):
                 for layers, slots in self._beside(blocks.memory):
                     for target, source in theirs:
                         layers[:, target] = slots[:, source]
+        return 0.0
 
     @property
     def memory_use(self) -> MemoryUse:

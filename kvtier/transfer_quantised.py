@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, MemoryUse, check_slots, writable_rows
+from kvtier.transfer import Arena, Blocks, Fence, MemoryUse, check_slots, writable_rows
 from kvtier_kernels.quantise_reference import from_records, to_records
 from kvtier_kernels.records import RecordLayout
 
@@ -48,23 +48,31 @@ class QuantisedHostKV:
         """Of a block in the arena."""
         return self._layout.record_bytes
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+    def fence(self) -> None:
+        """None: the engine's thread itself reads and writes this memory."""
+
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
         blocks = Blocks(arena, arena_slots, device_slots)
         check_slots(self, blocks)
         records = self._records(arena)
         for devices, slots in _batches(blocks):
             records[slots] = to_records(self._blocks[devices], self._layout)
 
-    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
 
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         for blocks in sources:
             check_slots(self, blocks)
         for blocks in sources:
             records = self._records(blocks.memory)
             for devices, slots in _batches(blocks):
                 self._blocks[devices] = from_records(records[slots], self._layout)
+        return 0.0
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -16,7 +16,7 @@ from kvtier.build import EngineCache
 from kvtier.hierarchy import JobResult
 from kvtier.keys import BlockKey
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, HostMemoryKV
+from kvtier.transfer import Arena, Blocks, Fence, HostMemoryKV
 from pool_rig import TOKENS, WAIT_S, until
 
 BLOCK_BYTES = 64 * 1024
@@ -37,7 +37,7 @@ class Device(HostMemoryKV):
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
 
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         if any(isinstance(blocks.memory, Arena) for blocks in sources):
             self.num_by_arena += sum(len(blocks.slots) for blocks in sources)
         else:
@@ -45,7 +45,7 @@ class Device(HostMemoryKV):
             self.entered.set()
             assert self.gate.wait(WAIT_S)
             self.num_lent += sum(len(blocks.slots) for blocks in sources)
-        super().scatter_all(sources)
+        return super().scatter_all(sources, after=after)
 
     def attach(self, memory: SlotMemory) -> bool:
         if isinstance(memory, Arena):

@@ -22,7 +22,8 @@ from kvtier.hierarchy import (
 )
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.tiers.base import Tier
-from kvtier.transfer import Arena, HostMemoryKV
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Fence, HostMemoryKV
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import LlamaModel
 from kvtier_engine.metrics import EngineMetrics
@@ -95,12 +96,19 @@ class HeldDevice:
     def block_bytes(self) -> int:
         return self._inner.block_bytes
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        assert self.gate.wait(PATIENCE_S)
-        self._inner.gather(device_slots, arena, arena_slots)
+    def fence(self) -> Fence | None:
+        return self._inner.fence()
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self._inner.scatter(arena, arena_slots, device_slots)
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        self._inner.gather(device_slots, arena, arena_slots, after=after)
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self._inner.scatter(arena, arena_slots, device_slots, after=after)
 
 
 class EngineRig:

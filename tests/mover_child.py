@@ -34,7 +34,7 @@ def main(rank: int) -> None:
         verb, argument = msgpack.unpackb(sys.stdin.buffer.read(struct.unpack("<I", header)[0]))
         answer: object = None
         if verb == "submit":
-            mover.submit(argument)
+            mover.submit([argument])
         elif verb == "poll":
             mover.wait(0.02)
             answer = mover.poll()

@@ -46,13 +46,13 @@ def test_scattered_blocks_in_parts(random: object, one_call: bool) -> None:
     arena = Arena(NUM_SLOTS, BLOCK_BYTES + 16)
     kv = HostMemoryKV(*parts)
     kv._copies_ranges = one_call
-    kv.gather(device_slots, arena, arena_slots)
+    kv.gather(device_slots, arena, arena_slots, after=None)
     expected = np.zeros_like(arena.rows)
     expected[arena_slots, :BLOCK_BYTES] = np.concatenate(parts, axis=1)[device_slots]
     assert np.array_equal(arena.rows, expected)
     for part in parts:
         part[device_slots] = 0
-    kv.scatter(arena, arena_slots, device_slots)
+    kv.scatter(arena, arena_slots, device_slots, after=None)
     assert all(np.array_equal(rows, was) for rows, was in zip(padded, before, strict=True)), "padding included"
     arena.close()
 
@@ -62,9 +62,9 @@ def test_a_slot_that_is_not_there_is_refused(slots: list[int]) -> None:
     arena = Arena(8, BLOCK_BYTES)
     kv = HostMemoryKV(np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8))
     with pytest.raises(InvalidInputError, match="of 3000"):
-        kv.scatter(arena, [4, 1, 5, 2], slots)
+        kv.scatter(arena, [4, 1, 5, 2], slots, after=None)
     with pytest.raises(InvalidInputError, match="of 8"):
-        kv.scatter(arena, [4, 1, 8, 2], [9, 1, 7, 3])
+        kv.scatter(arena, [4, 1, 8, 2], [9, 1, 7, 3], after=None)
     arena.close()
 
 
@@ -72,7 +72,7 @@ def test_blocks_that_are_larger_than_a_slot_are_refused() -> None:
     arena = Arena(8, BLOCK_BYTES - 1)
     kv = HostMemoryKV(np.zeros((8, BLOCK_BYTES), dtype=np.uint8))
     with pytest.raises(InvalidInputError, match="in slots of 63"):
-        kv.gather([0, 5, 1, 3], arena, [4, 1, 7, 2])
+        kv.gather([0, 5, 1, 3], arena, [4, 1, 7, 2], after=None)
     arena.close()
 
 
@@ -100,6 +100,6 @@ def test_a_system_that_refuses_gets_one_copy_after_the_other(monkeypatch: pytest
     rows = np.arange(8 * BLOCK_BYTES, dtype=np.uint8).reshape(8, BLOCK_BYTES)
     arena = Arena(8, BLOCK_BYTES)
     kv = HostMemoryKV(rows)
-    kv.gather([0, 5, 1, 3], arena, [4, 1, 7, 2])
+    kv.gather([0, 5, 1, 3], arena, [4, 1, 7, 2], after=None)
     assert np.array_equal(arena.rows[[4, 1, 7, 2]], rows[[0, 5, 1, 3]])
     arena.close()

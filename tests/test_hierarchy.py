@@ -15,7 +15,7 @@ from kvtier.hierarchy.messages import Cancelled, Copied, Discarded, Loaded, Stor
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys, tenant_id
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host import HostTier
-from kvtier.transfer import Arena, HostMemoryKV
+from kvtier.transfer import Arena, Blocks, Fence, HostMemoryKV
 
 pool = pytest.fixture(pool_tier)
 
@@ -333,10 +333,10 @@ class SlowDevice(HostMemoryKV):
         super().__init__(blocks)
         self.gate, self.entered = threading.Event(), threading.Event()
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         self.entered.set()
         assert self.gate.wait(20)
-        super().scatter(arena, arena_slots, device_slots)
+        return super().scatter_all(sources, after=after)
 
 
 def test_a_cancelled_load_keeps_its_device_slots_until_the_copy_is_over(pool: HostTier) -> None:

@@ -75,9 +75,9 @@ class Engine:
         )
 
     def step(self) -> list[JobResult]:
-        for message in self.directory.take_messages():
-            for rank in self.ranks:
-                rank.mover.submit(message)
+        messages = self.directory.take_messages()
+        for rank in self.ranks:
+            rank.mover.submit(messages)
         for number, rank in enumerate(self.ranks):
             rank.mover.wait(0.01)
             self.directory.deliver(number, rank.mover.poll())

@@ -38,10 +38,10 @@ def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest
     arena = Arena(20, kv.block_bytes)
     arena_slots = [9, 10, 11, 3, 19, 0]
     with device_kv(kv, num_copies=3) as mover_side:
-        mover_side.gather(SLOTS, arena, arena_slots)
+        mover_side.gather(SLOTS, arena, arena_slots, after=mover_side.fence())
         assert np.array_equal(arena.rows[arena_slots], before[SLOTS].numpy())
         kv.byte_rows().zero_()
-        mover_side.scatter(arena, arena_slots, SLOTS)
+        mover_side.scatter(arena, arena_slots, SLOTS, after=mover_side.fence())
         after = kv.byte_rows().cpu()
     expected = torch.zeros_like(before)
     expected[SLOTS] = before[SLOTS]
@@ -63,7 +63,9 @@ def test_blocks_come_from_memory_that_is_mapped_for_reading(
             kv.byte_rows().zero_()
             with lent_by(arena, mover_side) as lent:
                 assert not lent.rows.flags.writeable
-                mover_side.scatter_all([Blocks(lent, slots[:2], SLOTS[:2]), Blocks(lent, slots[2:], SLOTS[2:])])
+                mover_side.scatter_all(
+                    [Blocks(lent, slots[:2], SLOTS[:2]), Blocks(lent, slots[2:], SLOTS[2:])], after=mover_side.fence()
+                )
             assert np.array_equal(kv.byte_rows().cpu()[SLOTS].numpy(), arena.rows[slots])
     arena.close()
 
@@ -77,8 +79,8 @@ def test_blocks_in_the_form_of_a_codec_are_those_of_an_engine_on_cpu(codec: Loss
     for of in (kv, on_cpu):
         with device_kv(of, num_copies=1, lossy_codec=codec) as mover_side:
             arenas.append(Arena(20, mover_side.block_bytes))
-            mover_side.gather(SLOTS, arenas[-1], arena_slots)
-            mover_side.scatter(arenas[-1], arena_slots, SLOTS)
+            mover_side.gather(SLOTS, arenas[-1], arena_slots, after=mover_side.fence())
+            mover_side.scatter(arenas[-1], arena_slots, SLOTS, after=mover_side.fence())
     assert np.array_equal(arenas[0].rows, arenas[1].rows)
     assert torch.equal(kv.tensor.cpu(), on_cpu.tensor)
 
@@ -88,16 +90,16 @@ def test_copies_wait_for_what_the_engine_has_under_way() -> None:
     arena = Arena(20, kv.block_bytes)
     slots = list(range(len(SLOTS)))
     with device_kv(kv, num_copies=3) as mover_side:
-        mover_side.gather(SLOTS, arena, slots)
+        mover_side.gather(SLOTS, arena, slots, after=mover_side.fence())
         torch.cuda._sleep(HELD_BACK_CYCLES)
         kv.byte_rows().fill_(7)
-        mover_side.gather(SLOTS, arena, slots)
+        mover_side.gather(SLOTS, arena, slots, after=mover_side.fence())
         assert (arena.rows[slots] == 7).all()
 
         arena.rows[:] = 9
         torch.cuda._sleep(HELD_BACK_CYCLES)
         read_before = kv.byte_rows()[SLOTS]
-        mover_side.scatter(arena, slots, SLOTS)
+        mover_side.scatter(arena, slots, SLOTS, after=mover_side.fence())
         assert (read_before == 7).all()
         assert (kv.byte_rows()[SLOTS] == 9).all()
 

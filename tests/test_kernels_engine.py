@@ -145,8 +145,8 @@ def test_blocks_go_down_in_the_form_of_a_codec() -> None:
         with device_kv(kv, num_copies=3, lossy_codec=codec) as mover_side:
             assert mover_side.block_bytes < 0.8 * kv.block_bytes, "heads are of 8 elements, each with a scale"
             arena = Arena(3, mover_side.block_bytes)
-            mover_side.gather([0, 2], arena, [1, 0])
-            mover_side.scatter(arena, [1, 0], [0, 2])
+            mover_side.gather([0, 2], arena, [1, 0], after=None)
+            mover_side.scatter(arena, [1, 0], [0, 2], after=None)
         worst = (kv.tensor.float() - before.float()).abs().max().item()
         assert 0 < worst < 0.3, "values of a normal distribution, to 3 bits"
         assert torch.equal(kv.tensor[1], before[1])

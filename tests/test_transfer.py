@@ -36,13 +36,13 @@ def test_every_block_lands_where_it_belongs(slots: tuple[list[int], list[int]]) 
     for arena_slot, device_slot in zip(arena_slots, device_slots, strict=True):
         expected[device_slot] = arena.rows[arena_slot, :BLOCK_BYTES]
     kv = HostMemoryKV(blocks)
-    kv.scatter(arena, arena_slots, device_slots)
+    kv.scatter(arena, arena_slots, device_slots, after=None)
     assert np.array_equal(blocks, expected)
     before = arena.rows.copy()
-    kv.gather(device_slots, arena, arena_slots)
+    kv.gather(device_slots, arena, arena_slots, after=None)
     assert np.array_equal(arena.rows, before), "the same blocks back in their places, and no byte beside them"
     arena.rows[:] = 0
-    kv.gather(device_slots, arena, arena_slots)
+    kv.gather(device_slots, arena, arena_slots, after=None)
     for arena_slot, device_slot in zip(arena_slots, device_slots, strict=True):
         assert np.array_equal(arena.rows[arena_slot, :BLOCK_BYTES], blocks[device_slot])
     arena.close()
@@ -80,11 +80,11 @@ def test_parts_that_are_alike_are_copied_together(apart: bool, slots: tuple[list
     arena = Arena(NUM_SLOTS, 50)
     kv = HostMemoryKV(*parts)
     assert apart or len(kv._layers) == 1
-    kv.gather(device_slots, arena, arena_slots)
+    kv.gather(device_slots, arena, arena_slots, after=None)
     assert np.array_equal(arena.rows[arena_slots, :48], expected[device_slots])
     for part in parts:
         part[:] = 0
-    kv.scatter(arena, arena_slots, device_slots)
+    kv.scatter(arena, arena_slots, device_slots, after=None)
     expected[[block for block in range(NUM_BLOCKS) if block not in device_slots]] = 0
     assert np.array_equal(np.concatenate(parts, axis=1), expected)
     assert np.array_equal(memory[:, :, 16:], before[:, :, 16:]), "what lies between the rows"
@@ -109,22 +109,22 @@ def test_from_several_memories_at_once(block_bytes: int, monkeypatch: pytest.Mon
     device = np.zeros((8, block_bytes), dtype=np.uint8)
     kv = HostMemoryKV(device)
     sources = [Blocks(read_only(arenas[0]), [3, 0, 2], [5, 1, 0]), Blocks(read_only(arenas[1]), [1, 2], [7, 2])]
-    kv.scatter_all(sources)
+    kv.scatter_all(sources, after=None)
     expected = np.zeros_like(device)
     for arena, (_, slots, device_slots) in zip(arenas, sources, strict=True):
         expected[list(device_slots)] = arena.rows[list(slots), :block_bytes]
     assert np.array_equal(device, expected)
     assert calls == ([] if block_bytes < _LARGE_BYTES else [5])
     with pytest.raises(InvalidInputError, match="slots 3 to 3, of 3"):
-        kv.scatter_all([Blocks(arenas[0], [1], [0]), Blocks(arenas[1], [3], [0])])
+        kv.scatter_all([Blocks(arenas[0], [1], [0]), Blocks(arenas[1], [3], [0])], after=None)
     assert np.array_equal(device, expected), "refused as a whole"
-    kv.scatter_all([])
+    kv.scatter_all([], after=None)
 
 
 def test_as_many_slots_on_both_sides() -> None:
     arena = Arena(2, BLOCK_BYTES)
     with pytest.raises(InvalidInputError, match="1 device slots and 2 arena slots"):
-        HostMemoryKV(np.zeros((2, BLOCK_BYTES), dtype=np.uint8)).scatter(arena, [0, 1], [0])
+        HostMemoryKV(np.zeros((2, BLOCK_BYTES), dtype=np.uint8)).scatter(arena, [0, 1], [0], after=None)
     arena.close()
 
 

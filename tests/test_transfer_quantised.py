@@ -41,7 +41,7 @@ def test_blocks_come_back_as_the_codec_says(codec: LossyCodec, dtype: torch.dtyp
     kv, arena = QuantisedHostKV(rows, layout), Arena(50, layout.record_bytes + 8)
     arena.rows[:] = 0xA5
     taken, slots = list(range(39, 2, -1)), list(range(5, 42))
-    kv.gather(taken, arena, slots)
+    kv.gather(taken, arena, slots, after=None)
     others = [slot for slot in range(50) if slot not in slots]
     assert (arena.rows[others] == 0xA5).all()
     assert (arena.rows[:, layout.record_bytes :] == 0xA5).all()
@@ -54,7 +54,7 @@ def test_blocks_come_back_as_the_codec_says(codec: LossyCodec, dtype: torch.dtyp
         assert not record[84:].any()
     rows.fill_(0x5A)
     back = [taken[place] for place in range(0, 37, 2)]
-    kv.scatter(arena, slots[::2], back)
+    kv.scatter(arena, slots[::2], back, after=None)
     expected = torch.full_like(rows, 0x5A)
     expected[back] = dequantise_reference(stored, scales, dtype).view(NUM_BLOCKS, -1).view(torch.uint8)[back]
     assert torch.equal(rows, expected)
@@ -67,14 +67,14 @@ def test_records_in_memory_that_is_read_only() -> None:
     expected, arena = rows.clone(), Arena(NUM_BLOCKS, layout.record_bytes)
     kv = QuantisedHostKV(rows, layout)
     slots = list(range(NUM_BLOCKS))
-    kv.gather(slots, arena, slots)
-    kv.scatter(arena, slots, slots)
+    kv.gather(slots, arena, slots, after=None)
+    kv.scatter(arena, slots, slots, after=None)
     expected.copy_(rows)
     rows.zero_()
     seen = arena.rows.view()
     seen.flags.writeable = False
     lent = SimpleNamespace(num_slots=NUM_BLOCKS, slot_bytes=layout.record_bytes, rows=seen)
-    kv.scatter_all([Blocks(lent, slots[:20], slots[:20]), Blocks(lent, slots[20:], slots[20:])])
+    kv.scatter_all([Blocks(lent, slots[:20], slots[:20]), Blocks(lent, slots[20:], slots[20:])], after=None)
     assert torch.equal(rows, expected)
 
 
@@ -87,10 +87,10 @@ def test_what_does_not_fit_is_refused() -> None:
     kv, arena = QuantisedHostKV(rows, layout), Arena(3, layout.record_bytes)
     for device_slots, arena_slots in (([4], [0]), ([-1], [0]), ([0], [3]), ([0], [-1]), ([0, 1], [0])):
         with pytest.raises(InvalidInputError, match="slots"):
-            kv.gather(device_slots, arena, arena_slots)
+            kv.gather(device_slots, arena, arena_slots, after=None)
         with pytest.raises(InvalidInputError, match="slots"):
-            kv.scatter(arena, arena_slots, device_slots)
+            kv.scatter(arena, arena_slots, device_slots, after=None)
     with pytest.raises(InvalidInputError, match="blocks of 96 bytes in slots of 95"):
-        kv.gather([0], Arena(3, 95), [0])
-    kv.gather([], arena, [])
-    kv.scatter(arena, [], [])
+        kv.gather([0], Arena(3, 95), [0], after=None)
+    kv.gather([], arena, [], after=None)
+    kv.scatter(arena, [], [], after=None)

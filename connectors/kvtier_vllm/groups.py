@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtier.hierarchy.jobs import Block
 from kvtier.keys import BlockKey, ChainHash, block_key, split_block_key
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, DeviceKV, MemoryUse
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
 
 _LABEL = b"kvtier.vllm.group.v1"
 _NULL_BLOCK = 0
@@ -93,17 +93,25 @@ class GroupedKV:
     def block_bytes(self) -> int:
         return max(group.block_bytes for group in self._groups)
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
+    def fence(self) -> Fence | None:
+        return self._groups[0].fence()
+
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
         for group, (theirs, into) in zip(self._groups, self._by_group(device_slots, arena_slots), strict=True):
             if theirs:
-                group.gather(theirs, arena, into)
+                group.gather(theirs, arena, into, after=after)
                 if group.block_bytes < self.block_bytes:  # or bytes of another block would be stored with this one
                     arena.rows[into, group.block_bytes : self.block_bytes] = 0
 
-    def scatter(self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self.scatter_all([Blocks(arena, arena_slots, device_slots)])
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
 
-    def scatter_all(self, sources: Sequence[Blocks]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
+        waited_s = 0.0
         by_source = [self._by_group(blocks.device_slots, blocks.slots) for blocks in sources]
         for number, group in enumerate(self._groups):
             theirs = [
@@ -113,7 +121,8 @@ class GroupedKV:
                 if slots
             ]
             if theirs:
-                group.scatter_all(theirs)
+                waited_s += group.scatter_all(theirs, after=after)
+        return waited_s
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -2,15 +2,16 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.staging import staging_of
+from kvtier.staging import lanes_within
 from kvtier.transfer import DeviceKV, HostMemoryKV
+from kvtier_vllm.groups import GroupedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +61,31 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 
 @contextlib.contextmanager
 def device_kv(
-    layers: Iterable[Tensor], num_blocks: int, *, num_copies: int, staging_bytes: int = 128 * 2**20
+    groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies: int, staging_bytes: int = 128 * 2**20
 ) -> Iterator[DeviceKV]:
-    """Moves blocks of these layers. Enter it in vLLM's thread; leave it after the last copy.
+    """Moves blocks of these KV groups, each with its layers; see `GroupedKV` for their slots.
+
+    Enter it in vLLM's thread; leave it after the last copy.
 
     :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
     :param staging_bytes: of a CUDA device, beside the layers.
     :raises ConfigError: memory of a kind that is not moved, no room for staging, or none for a block in it.
     """
-    tensors = list(layers)
-    pages = [page for tensor in tensors for page in pages_of(tensor, num_blocks).pages]
-    device = tensors[0].device
+    pages = [[page for layer in group for page in pages_of(layer, num_blocks).pages] for group in groups]
+    device = pages[0][0].device
     if device.type == "cpu":
-        yield HostMemoryKV(*(page.numpy() for page in pages))
+        on_host = [HostMemoryKV(*(page.numpy() for page in of_group)) for of_group in pages]
+        yield on_host[0] if len(on_host) == 1 else GroupedKV(on_host)
         return
     if device.type != "cuda":
         raise ConfigError(f"kvtier moves vLLM's KV in host memory and on CUDA; this is on {device}")
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    staging = staging_of(staging_bytes, block_bytes=sum(page.size(1) for page in pages), num_copies=num_copies)
+    block_bytes = max(sum(page.size(1) for page in of_group) for of_group in pages)
+    num_lanes = lanes_within(staging_bytes, block_bytes=block_bytes, num_copies=num_copies)
     try:
-        cuda_kv = CudaKV(*pages, staging_bytes=staging.lane_bytes, num_lanes=staging.num_lanes)
+        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_lanes)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"gpu_memory_utilization: leaves no room on {device} for staging copies in {staging_bytes:,} bytes; lower "

@@ -19,7 +19,6 @@ from kvtier.hierarchy import ALONE, Mover, Replica
 from kvtier.hierarchy.messages import Copied, SaveBatch, decode
 from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
-from kvtier_vllm.groups import GroupedKV
 from kvtier_vllm.identity import DIGESTS, namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
@@ -77,18 +76,12 @@ class WorkerSide:
             pp_rank=pp.rank_in_group,
             digests=DIGESTS,
         )
-        devices = [
-            self._stack.enter_context(
-                device_kv(
-                    group.values(),
-                    num_blocks,
-                    num_copies=self._config.cache.load_threads + _OTHER_COPIES,
-                    staging_bytes=int(self._config.cache.staging_bytes) // len(groups),
-                )
-            )
-            for group in groups
-        ]
-        device = devices[0] if len(devices) == 1 else GroupedKV(devices)
+        num_copies = self._config.cache.load_threads + _OTHER_COPIES
+        layers_by_group = [group.values() for group in groups]
+        staging_bytes = int(self._config.cache.staging_bytes)
+        device = self._stack.enter_context(
+            device_kv(layers_by_group, num_blocks, num_copies=num_copies, staging_bytes=staging_bytes)
+        )
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
         half = mover_half(
             config,
@@ -134,7 +127,7 @@ class WorkerSide:
             message = decode(data)
             if isinstance(message, SaveBatch):
                 self._copying.add(message.batch_id)
-            self._mover.submit(data)
+        self._mover.submit(step.messages)
         if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():

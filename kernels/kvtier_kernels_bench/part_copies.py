@@ -69,15 +69,15 @@ def _to_host(setting: Setting, block_bytes: int) -> Iterator[Case]:
     with contextlib.closing(arena), moved_by(setting, kv) as mover, lent_by(arena, mover) as lent:
         down: dict[str, Run] = {
             "one copy": lambda: pinned.copy_(kv[:count], non_blocking=True),
-            "gather, adjacent slots": lambda: mover.gather(blocks, arena, adjacent),
-            "gather, scattered slots": lambda: mover.gather(blocks, arena, scattered),
+            "gather, adjacent slots": lambda: mover.gather(blocks, arena, adjacent, after=mover.fence()),
+            "gather, scattered slots": lambda: mover.gather(blocks, arena, scattered, after=mover.fence()),
         }
         up: dict[str, Run] = {
             "one copy": lambda: kv[:count].copy_(pinned, non_blocking=True),
-            "scatter, adjacent slots": lambda: mover.scatter(arena, adjacent, blocks),
-            "scatter, scattered slots": lambda: mover.scatter(arena, scattered, blocks),
-            "lent, adjacent slots": lambda: mover.scatter_all([Blocks(lent, adjacent, blocks)]),
-            "lent, scattered slots": lambda: mover.scatter_all([Blocks(lent, scattered, blocks)]),
+            "scatter, adjacent slots": lambda: mover.scatter(arena, adjacent, blocks, after=mover.fence()),
+            "scatter, scattered slots": lambda: mover.scatter(arena, scattered, blocks, after=mover.fence()),
+            "lent, adjacent slots": lambda: mover.scatter_all([Blocks(lent, adjacent, blocks)], after=mover.fence()),
+            "lent, scattered slots": lambda: mover.scatter_all([Blocks(lent, scattered, blocks)], after=mover.fence()),
         }
         for op, subjects in (("device to pinned host", down), ("pinned host to device", up)):
             samples = in_turns(subjects, setting, clock.wall_s)
@@ -144,7 +144,7 @@ def moved_by(setting: Setting, kv: Tensor) -> Iterator[DeviceKV]:
         return
     from kvtier.transfer_cuda import CudaKV
 
-    mover = CudaKV(kv)
+    mover = CudaKV([kv])
     try:
         yield mover
     finally:

@@ -111,7 +111,7 @@ class _Prefix:
         """
         self._setting, self.kv, self._arena, self._mover = setting, kv, arena, mover
         self._blocks, self._slots = list(blocks), list(range(len(blocks)))
-        mover.gather(self._blocks, arena, self._slots)
+        mover.gather(self._blocks, arena, self._slots, after=mover.fence())
         self._pinned, pages = torch.from_numpy(arena.rows), kv.tensor.flatten(2).view(torch.uint8)
         self._parts = Parts.of(pages.unbind(1))
         self._index = [torch.tensor(places).to(setting.device) for places in (self._blocks, self._slots)]
@@ -121,7 +121,7 @@ class _Prefix:
 
     def load(self) -> None:
         """By what the engine loads with: all is there on return."""
-        self._mover.scatter(self._arena, self._slots, self._blocks)
+        self._mover.scatter(self._arena, self._slots, self._blocks, after=self._mover.fence())
 
     def load_by_layer(self) -> PagedKV:
         """Begins; a kernel reads host memory. The KV to compute with meanwhile, on the current stream."""

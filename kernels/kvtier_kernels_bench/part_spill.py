@@ -33,8 +33,7 @@ def measure(setting: Setting) -> Iterator[Case]:
     clock, prefill = DeviceClock(setting), _prefill(setting)
     arena = Arena(count, block_bytes)
     with contextlib.closing(arena), contextlib.ExitStack() as stack:
-        with _idle_stream(setting):
-            mover = stack.enter_context(moved_by(setting, kv))
+        mover = stack.enter_context(moved_by(setting, kv))
         spill = _Spill(mover, arena, count)
         prefill()
         spill.once()
@@ -64,13 +63,6 @@ def _rows(op: str, alone: Samples, beside: Samples, speeds: list[float]) -> Iter
             "GB/s spilled meanwhile": sorted(speeds)[len(speeds) // 2] / 1e9,
         },
     )
-
-
-def _idle_stream(setting: Setting) -> contextlib.AbstractContextManager[object]:
-    """A mover waits for what its engine's stream holds: here for one that nothing runs on, so that both run at once."""
-    if not setting.on_cuda:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(setting.device))  # type: ignore[no-untyped-call]
 
 
 def _prefill(setting: Setting) -> Run:
@@ -135,5 +127,5 @@ class _Spill:
 
     def _move(self, start: int) -> int:
         slots = range(start, min(start + 64, self._count))
-        self._mover.gather(slots, self._arena, slots)
+        self._mover.gather(slots, self._arena, slots, after=None)
         return len(slots)

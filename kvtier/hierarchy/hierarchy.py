@@ -138,5 +138,4 @@ class Hierarchy:
 
     def _pump(self) -> None:
         self._directory.deliver(0, self._mover.poll())
-        for message in self._directory.take_messages():
-            self._mover.submit(message)
+        self._mover.submit(self._directory.take_messages())

@@ -29,6 +29,7 @@ from kvtier.hierarchy.messages import (
     StoreBatch,
     Stored,
     ToDirectory,
+    ToMover,
     decode,
     encode,
 )
@@ -36,7 +37,7 @@ from kvtier.hierarchy.replica import ALONE, Replica
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
 from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
-from kvtier.transfer import Arena, Blocks, DeviceKV
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
 
 _LOAN_BYTES = 64 << 20
 """Of a part of a batch. While it is copied, another thread's is verified; each takes some milliseconds."""
@@ -61,7 +62,8 @@ class _Save:
 
 
 class Mover:
-    """Carries out batches. `submit`, `poll` and `wait` never block on I/O; any thread may call them.
+    """Carries out batches. `fence` and `submit` are for the engine's thread, `poll` and `wait` for any; none blocks
+    on I/O.
 
     The caller owns device and tiers and closes them after the mover.
     """
@@ -116,17 +118,29 @@ class Mover:
         self._nudged = False  # guarded by _lock
         self._closed = False  # guarded by _lock
 
-    def submit(self, data: bytes) -> None:
-        """Starts one message of the directory."""
-        message = decode(data)
+    def fence(self) -> Fence | None:
+        """See `DeviceKV.fence`."""
+        return self._device.fence()
+
+    def submit(self, messages: Sequence[bytes], *, loads_after: Fence | None = None) -> None:
+        """Starts messages of the directory, in order. It is called when all is queued that writes the blocks to save.
+
+        :param loads_after: what last used the device slots to load to is before it. None: it has been queued until now.
+        """
+        decoded = [decode(data) for data in messages]
+        saves_after = self._device.fence() if any(isinstance(m, LoadBatch | SaveBatch) for m in decoded) else None
+        for message in decoded:
+            self._start(message, saves_after, loads_after or saves_after)
+
+    def _start(self, message: ToMover, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the mover is closed")
             if isinstance(message, LoadBatch):
                 self._running[message.batch_id] = _LoadState.RUNNING
-                (self._host_loads if message.source == HOST else self._loads).submit(self._load, message)
+                (self._host_loads if message.source == HOST else self._loads).submit(self._load, message, loads_after)
             elif isinstance(message, SaveBatch):
-                self._copies.submit(self._save, message)
+                self._copies.submit(self._save, message, saves_after)
             elif isinstance(message, StoreBatch):
                 self._hand_down(message, [message.tier])
             elif isinstance(message, DiscardBatch):
@@ -186,56 +200,58 @@ class Mover:
     def _view(self, slot: int) -> memoryview:
         return self._arena.view(slot)[: self._block_bytes]
 
-    def _load(self, batch: LoadBatch) -> None:
-        begun_s, ok = MONOTONIC(), bytes(len(batch.keys))
+    def _load(self, batch: LoadBatch, after: Fence | None) -> None:
+        begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
         try:
-            ok = self._fetch(batch) if batch.arena_slots else self._fetch_lent(batch)
+            ok, waited_s = self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
             _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
             ok = bytes(len(batch.keys))
         with self._lock:
             del self._running[batch.batch_id]
-            # Batches of one tier that run side by side share what it can do: no time counts twice.
+            # Batches of one tier that run side by side share what it can do: no time counts twice. What the engine's
+            # own work took does not count at all: it says nothing of the tier.
             now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
-            seconds, self._loaded_s[batch.source] = now - max(begun_s, before_s), now
+            seconds, self._loaded_s[batch.source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
         self._post(Loaded(batch.batch_id, ok, seconds))
 
-    def _fetch(self, batch: LoadBatch) -> bytes:
-        """By way of the arena."""
-        ok = self._read(batch)
+    def _fetch(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """By way of the arena. Which blocks are there, and the seconds that the copy waited for the engine."""
+        ok, waited_s = self._read(batch), 0.0
         if self._begin_copy(batch):
             present = [i for i, good in enumerate(ok) if good]
-            self._device.scatter(
-                self._arena, [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
-            )
-        return ok
+            slots, device_slots = [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
+            waited_s = self._device.scatter(self._arena, slots, device_slots, after=after)
+        return ok, waited_s
 
-    def _fetch_lent(self, batch: LoadBatch) -> bytes:
-        """From where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
-        borrower, ok = self._borrowers.get(batch.source), b""
-        if borrower is not None:
-            loans = range(0, len(batch.keys), max(1, _LOAN_BYTES // self._block_bytes))
-            ok = b"".join(self._copy_lent(batch, borrower, slice(start, start + loans.step)) for start in loans)
-        return ok or bytes(len(batch.keys))
+    def _fetch_lent(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """The same from where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
+        borrower, ok, waited_s = self._borrowers.get(batch.source), b"", 0.0
+        if borrower is None:
+            return bytes(len(batch.keys)), waited_s
+        loans = range(0, len(batch.keys), max(1, _LOAN_BYTES // self._block_bytes))
+        for start in loans:
+            whole, loan_waited_s = self._copy_lent(batch, borrower, slice(start, start + loans.step), after)
+            ok, waited_s = ok + whole, waited_s + loan_waited_s
+        return ok, waited_s
 
-    def _copy_lent(self, batch: LoadBatch, borrower: Borrower, part: slice) -> bytes:
+    def _copy_lent(self, batch: LoadBatch, borrower: Borrower, part: slice, after: Fence | None) -> tuple[bytes, float]:
         """A part of the batch, on one loan."""
         keys, device_slots = self._store_keys(batch.keys[part]), batch.device_slots[part]
         borrowed = None if self._is_cancelled(batch) else borrower.borrow(keys, self._block_bytes)
+        waited_s = 0.0
         if borrowed is None:
-            return bytes(len(keys))
+            return bytes(len(keys)), waited_s
         try:
             if borrowed.blocks and self._begin_copy(batch):
-                self._device.scatter_all(
-                    [
-                        Blocks(lent.memory, lent.slots, [device_slots[i] for i in lent.indexes])
-                        for lent in borrowed.blocks
-                    ]
-                )
+                sources = [
+                    Blocks(lent.memory, lent.slots, [device_slots[i] for i in lent.indexes]) for lent in borrowed.blocks
+                ]
+                waited_s = self._device.scatter_all(sources, after=after)
         finally:
             whole = borrower.settle(borrowed)
-        return bytes(whole)
+        return bytes(whole), waited_s
 
     def _is_cancelled(self, batch: LoadBatch) -> bool:
         with self._lock:
@@ -258,10 +274,10 @@ class Mover:
         statuses = tier.read(self._store_keys(batch.keys), [self._view(slot) for slot in batch.arena_slots])
         return bytes(status is Status.HIT for _, status in zip(batch.keys, statuses, strict=True))
 
-    def _save(self, batch: SaveBatch) -> None:
+    def _save(self, batch: SaveBatch, after: Fence | None) -> None:
         ok = b"\1" * len(batch.keys)
         try:
-            self._device.gather(batch.device_slots, self._arena, batch.arena_slots)
+            self._device.gather(batch.device_slots, self._arena, batch.arena_slots, after=after)
         except Exception:
             _log.exception("copying %d blocks from the device failed", len(batch.keys))
             ok = bytes(len(batch.keys))

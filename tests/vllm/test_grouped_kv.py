@@ -1,9 +1,11 @@
 """KV of several groups behind one number of slots: copies reach the group that a slot is of."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, HostMemoryKV, MemoryUse
+from kvtier.transfer import Arena, Blocks, Fence, HostMemoryKV, MemoryUse
 from kvtier_vllm.groups import GroupedKV
 
 NUM_BLOCKS, LARGE, SMALL = 6, 64, 48
@@ -16,9 +18,9 @@ class Group(HostMemoryKV):
         self.attached: list[SlotMemory] = []
         self.calls = 0
 
-    def scatter_all(self, sources: list[Blocks]) -> None:
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         self.calls += 1
-        super().scatter_all(sources)
+        return super().scatter_all(sources, after=after)
 
     def attach(self, memory: SlotMemory) -> bool:
         if self._can_attach:
@@ -38,7 +40,7 @@ def test_blocks_of_several_memories_reach_their_groups_in_one_call_each() -> Non
     for arena in arenas:
         arena.rows[:] = random.integers(1, 256, arena.rows.shape, dtype=np.uint8)
     sources = [Blocks(arenas[0], [0, 3, 2], [1, NUM_BLOCKS + 5, 4]), Blocks(arenas[1], [2, 1], [NUM_BLOCKS, 0])]
-    GroupedKV(groups).scatter_all(sources)
+    GroupedKV(groups).scatter_all(sources, after=None)
     expected = [np.zeros_like(each) for each in rows]
     for arena, slots, device_slots in sources:
         for slot, device_slot in zip(slots, device_slots, strict=True):

@@ -218,11 +218,11 @@ def test_pages_of_latent_attention_and_of_the_indexer_beside_it(config: VllmConf
         for spec in (MLA, INDEXER)
     ]
     before = [layer.view(torch.uint8).clone() for layer in layers]
-    with device_kv(layers, NUM_BLOCKS, num_copies=1) as device:
+    with device_kv([layers], NUM_BLOCKS, num_copies=1) as device:
         assert device.block_bytes == MLA.page_size_bytes + INDEXER.page_size_bytes
         arena = Arena(2, device.block_bytes)
-        device.gather([1, 4], arena, [0, 1])
-        device.scatter(arena, [0, 1], [5, 2])
+        device.gather([1, 4], arena, [0, 1], after=None)
+        device.scatter(arena, [0, 1], [5, 2], after=None)
     for layer, old in zip(layers, before, strict=True):
         assert np.array_equal(layer.view(torch.uint8), old[[0, 1, 4, 3, 4, 1]])
 

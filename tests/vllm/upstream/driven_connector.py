@@ -113,8 +113,7 @@ class DrivenConnector(KvtierConnector):
         """What the worker of an engine would do in a step."""
         side = self._on_scheduler()
         assert side._work is not None
-        for message in side._work.directory.take_messages():
-            self._mover.submit(message)
+        self._mover.submit(side._work.directory.take_messages())
         self._mover.wait(0.05)
         # By the directory itself: it is no step of vLLM's that these saves belong to.
         side._work.directory.deliver(0, self._mover.poll())

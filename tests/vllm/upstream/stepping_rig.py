@@ -33,7 +33,8 @@ import kvtier_vllm.worker
 from cache_pool import WAIT_S
 from hierarchy_rig import Held
 from kvtier.namespace import Namespace
-from kvtier.transfer import Arena, DeviceKV
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, DeviceKV, Fence
 from kvtier_vllm.request_keys import RequestKeys
 
 BLOCK = 16
@@ -59,12 +60,19 @@ class HeldDevice:
         self._inner, self._gate = inner, gate
         self.block_bytes = inner.block_bytes
 
-    def gather(self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int]) -> None:
-        assert self._gate.wait(20.0)
-        self._inner.gather(device_slots, arena, arena_slots)
+    def fence(self) -> Fence | None:
+        return self._inner.fence()
 
-    def scatter(self, arena: Arena, arena_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        self._inner.scatter(arena, arena_slots, device_slots)
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
+        assert self._gate.wait(20.0)
+        self._inner.gather(device_slots, arena, arena_slots, after=after)
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self._inner.scatter(arena, arena_slots, device_slots, after=after)
 
 
 class Rank:

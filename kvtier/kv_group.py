@@ -1,0 +1,83 @@
+"""The paged KV of one KV group on a CUDA device, and its way to and from a staging buffer there."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import InvalidInputError
+from kvtier_kernels.block_copy import block_copy
+from kvtier_kernels.part_copy import Parts, part_copy
+from kvtier_kernels.quantised_copy import quantised_copy
+from kvtier_kernels.records import RecordLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Views, nothing is copied. A block is its parts, one after the other."""
+
+    parts: tuple[Parts, ...]
+    """A launch moves all parts of one of these: they have size and stride in common."""
+    layout: RecordLayout | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], layout: RecordLayout | None) -> "KVGroup":
+        """
+        :param tensors: e.g. one per layer, each uint8 `[num_blocks, part_bytes]`, rows contiguous.
+        :param layout: of each part and its record, as which it is staged. None: as it is.
+        :raises InvalidInputError: tensors of another kind, or that do not fit together.
+        """
+        for part in tensors:
+            if part.dim() != 2 or part.dtype != torch.uint8 or part.stride(1) != 1:
+                raise InvalidInputError(
+                    f"KV of shape {list(part.shape)}, {part.dtype}, strides {list(part.stride())}: "
+                    "need a uint8 view of [num_blocks, part_bytes] with contiguous rows"
+                )
+        if len({(part.size(0), part.device) for part in tensors}) != 1:
+            raise InvalidInputError(
+                f"KV in {len(tensors)} parts of {[len(part) for part in tensors]} blocks: "
+                "need the same of each, on one device"
+            )
+        if layout is not None and {part.size(1) for part in tensors} != {layout.page_bytes}:
+            raise InvalidInputError(f"KV in parts of {tensors[0].size(1)} bytes: {layout} needs {layout.page_bytes}")
+        alike = itertools.groupby(tensors, key=lambda tensor: (tensor.size(1), tensor.stride(0)))
+        return cls(tuple(Parts.of(list(tensors)) for _, tensors in alike), layout)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.parts[0].tensors[0].size(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].tensors[0].device
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block where it is staged, and in host memory."""
+        return sum(map(self._staged_bytes, self.parts))
+
+    def copy(self, blocks: Tensor, staging: Tensor, rows: Tensor, *, gather: bool) -> None:
+        """Queues a copy of these blocks to these rows of `staging`, or the other way round, on the current stream.
+
+        :param staging: uint8 `[num_rows, block_bytes or more]`. When blocks are gathered, zeros follow them there.
+        :param blocks: int64 `[n]` on the device, like `rows`; a pair of which one does not exist is not copied.
+        """
+        start = 0
+        for parts in self.parts:
+            stop = start + self._staged_bytes(parts)
+            staged, start = staging[:, start:stop], stop
+            if self.layout is not None:
+                quantised_copy(parts, blocks, staged, rows, layout=self.layout, gather=gather)
+            elif len(parts.tensors) > 1:
+                part_copy(parts, blocks, staged, rows, gather=gather)
+            elif gather:
+                block_copy(parts.tensors[0], blocks, staged, rows)
+            else:
+                block_copy(staged, rows, parts.tensors[0], blocks)
+        if gather and start < staging.size(1):  # or bytes of another block would be stored with this one
+            staging[:, start:].index_fill_(0, rows, 0)
+
+    def _staged_bytes(self, parts: Parts) -> int:
+        return parts.block_bytes if self.layout is None else len(parts.tensors) * self.layout.record_bytes
