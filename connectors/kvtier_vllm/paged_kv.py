@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.staging import lanes_within
+from kvtier.grouped_kv import GroupedKV
 from kvtier.transfer import DeviceKV, HostMemoryKV
-from kvtier_vllm.groups import GroupedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,8 @@ def device_kv(
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    block_bytes = max(sum(page.size(1) for page in of_group) for of_group in pages)
-    num_lanes = lanes_within(staging_bytes, block_bytes=block_bytes, num_copies=num_copies)
     try:
-        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_lanes)
+        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_copies)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"gpu_memory_utilization: leaves no room on {device} for staging copies in {staging_bytes:,} bytes; lower "

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.staging import lanes_within
 from kvtier.transfer import DeviceKV, HostMemoryKV
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_engine.paged_kv import PagedKV
@@ -62,10 +61,8 @@ def device_kv(
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    block_bytes = kv.byte_rows().size(1) if layout is None else layout.record_bytes
-    num_lanes = lanes_within(staging_bytes, block_bytes=block_bytes, num_copies=num_copies)
     with _room_for("cache.staging_bytes", kv.tensor.device):
-        cuda_kv = CudaKV([kv.byte_rows()], layout=layout, staging_bytes=staging_bytes, num_lanes=num_lanes)
+        cuda_kv = CudaKV([kv.byte_rows()], layout=layout, staging_bytes=staging_bytes, num_lanes=num_copies)
     try:
         yield cuda_kv
     finally:

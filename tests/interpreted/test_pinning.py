@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import pinned_memory, transfer_cuda
+from kvtier import cuda_routes, pinned_memory
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
@@ -70,7 +70,7 @@ def test_large_memory_is_pinned_in_chunks_of_whole_slots_and_pages() -> None:
 @pytest.mark.parametrize("gather", [True, False])
 def test_no_dma_goes_across_the_end_of_a_chunk(gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be refused: chunks are pinned one by one."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", 0)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", 0)
     starts: list[tuple[int, int]] = []
     copy = torch.Tensor.copy_
     notes, ours, arena = Notes(), random_rows(NUM_BLOCKS), filled_arena(1200)
@@ -120,7 +120,6 @@ def test_copies_of_other_memory_go_on_while_memory_is_pinned() -> None:
         def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
             entered.set()
             assert may_go.wait(30)
-            self.current_device = torch.device("cpu")  # another thread has been in and out of it
             return super().cudaHostRegister(address, num_bytes, flags)
 
     notes, ready, slow = Slow(), filled_arena(4), filled_arena(6)
@@ -167,7 +166,7 @@ def read_only(memory: Arena) -> SlotMemory:
 @pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
 def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned for reading from `attach` to `detach`; one lane copies from all of it."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
     notes, ours = Notes(), random_rows(NUM_BLOCKS)
     expected = ours.clone()
     kv = CudaKV([ours], staging_bytes=2 * BLOCK_BYTES, cuda=notes)
@@ -197,7 +196,7 @@ def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch
 
     notes, arena = Notes(), filled_arena(4)
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
-    monkeypatch.setattr(transfer_cuda, "block_copy", fail)
+    monkeypatch.setattr(cuda_routes, "block_copy", fail)
     for memory in (read_only(arena), arena):
         with pytest.raises(RuntimeError, match="out of memory"):
             kv.attach(memory)
