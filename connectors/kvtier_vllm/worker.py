@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -14,17 +14,22 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvtier.build import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
+from kvtier.gauges import RankMemory
 from kvtier.hierarchy import ALONE, Mover, Replica
+from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.identity import DIGESTS, namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.settings import of_worker
+from kvtier_vllm.stats import KvtierStats
 from kvtier_vllm.step_starts import StepStarts
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
+_TELL_S = 1.0
+"""Between two looks at the memory that is taken."""
 _OTHER_COPIES = 2
 """At a time, beside those of `cache.load_threads`: a save, and a load from host memory."""
 _EMPTY_STEP_S = 0.002
@@ -39,6 +44,10 @@ class WorkerSide:
         self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
         self._stack = contextlib.ExitStack()
         self._mover: Mover | None = None
+        self._memory_use: Callable[[], RankMemory] | None = None
+        self._told_bytes: dict[str, int] = {}
+        """By kind of memory: what the last statistics have told of."""
+        self._tell_at_s = 0.0
         self._identity: WorkerIdentity | None = None
         self._rank = 0
         self._outbox: list[bytes] = []
@@ -70,22 +79,31 @@ class WorkerSide:
         )
         num_copies = self._config.cache.load_threads + _OTHER_COPIES
         layers_by_group = [group.values() for group in groups]
-        device = self._stack.enter_context(device_kv(layers_by_group, num_blocks, num_copies=num_copies))
+        staging_bytes = int(self._config.cache.staging_bytes)
+        device = self._stack.enter_context(
+            device_kv(layers_by_group, num_blocks, num_copies=num_copies, staging_bytes=staging_bytes)
+        )
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
         half = mover_half(
             config,
             device=device,
             namespace=namespace.id,
             registry=CollectorRegistry(),
+            numa_node=near_node(next(iter(layers.values())).device),
             replica=Replica(tp.rank_in_group, tp.world_size) if is_replicated else ALONE,
         )
-        self._mover = self._stack.enter_context(half).mover
+        entered = self._stack.enter_context(half)
+        self._mover, self._memory_use = entered.mover, entered.memory_use
         # With what its disk holds: the first request already wants to know.
         self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())
         _log.info(
             "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
             namespace.id.hex(), device.block_bytes, len(groups),
         )  # fmt: skip
+        taken = entered.memory_use().by_kind().items()
+        _log.info(
+            "kvtier takes memory for this rank: %s", ", ".join(f"{kind} {size >> 20} MiB" for kind, size in taken)
+        )
 
     def identity(self) -> WorkerIdentity | None:
         return self._identity
@@ -121,6 +139,16 @@ class WorkerSide:
                 self._invalid.update(invalid)
             elif invalid:  # blocks of which group, vLLM would not know
                 self._results.failed_recving.add(request_id)
+
+    def take_stats(self) -> KvtierStats | None:
+        """How much more memory it takes than was told last; asked for once a second."""
+        if self._memory_use is None or MONOTONIC() < self._tell_at_s:
+            return None
+        self._tell_at_s = MONOTONIC() + _TELL_S
+        before, self._told_bytes = self._told_bytes, self._memory_use().by_kind()
+        stats = KvtierStats()
+        stats.note_memory({kind: nbytes - before.get(kind, 0) for kind, nbytes in self._told_bytes.items()})
+        return None if stats.is_empty() else stats
 
     def take_results(self) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()
