@@ -54,13 +54,14 @@ class GroupedKV:
 
     @property
     def memory_use(self) -> MemoryUse:
-        uses = [group.memory_use for group in self._groups]
-        return MemoryUse(*(sum(of_all) for of_all in zip(*uses, strict=True)))
+        """None: nothing is staged or pinned."""
+        return MemoryUse()
 
     def attach(self, memory: SlotMemory) -> bool:
-        # Each of them, whatever the others say: none has to try again at its first copy.
-        attached = [group.attach(memory) for group in self._groups]
-        return all(attached)
+        if all(group.attach(memory) for group in self._groups):
+            return True
+        self.detach(memory)
+        return False
 
     def detach(self, memory: SlotMemory) -> None:
         for group in self._groups:

@@ -28,12 +28,7 @@ _HOST_REGISTER_PORTABLE = 1
 """The memory counts as pinned in every CUDA context of this process (CUDA runtime, cudaHostRegisterPortable)."""
 _HOST_REGISTER_READ_ONLY = 8
 """The device only reads; memory that this process cannot write is not pinned without it (cudaHostRegisterReadOnly)."""
-_REGISTERED, _ALREADY_REGISTERED = 0, 712
-"""The second is what CUDA says when another `CudaKV` has pinned the memory, as where a model has several KV groups
-(cudaErrorHostMemoryAlreadyRegistered)."""
-_PINNING = threading.Lock()
-"""Held while memory is being pinned: what another `CudaKV` of this process has begun to pin is pinned to its end before
-it counts as pinned. No copy waits for it but from and to memory that was not attached."""
+_REGISTERED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +41,9 @@ class HostMemory:
     """Slots per registered chunk: chunks begin at its multiples, and one DMA stays within one of them."""
     is_writable: bool
     is_pinned: bool
-    """All of it is, by whomever. Otherwise nothing is."""
+    """All of it is. Otherwise nothing is."""
     chunks: tuple[tuple[int, int], ...]
-    """Address and bytes of what this `CudaKV` has registered, and has to unregister."""
+    """Address and bytes of what is registered, piece by piece."""
 
 
 class PinnedMemory:
@@ -60,13 +55,15 @@ class PinnedMemory:
         :param on_pinned: called with memory that has just been pinned, before anything is copied from or to it.
         """
         self._device, self._cuda, self._on_pinned = device, cuda, on_pinned
+        self._pinning = threading.Lock()
+        """Held while memory is being pinned. No copy waits for it but from and to memory that was not attached."""
         self._lock = threading.Lock()
         self._hosts: dict[SlotMemory, HostMemory] = {}  # guarded by _lock
-        self._pinning_s = 0.0  # guarded by _PINNING
+        self._pinning_s = 0.0  # guarded by _pinning
 
     @property
     def pinned_bytes(self) -> int:
-        """Of all that is attached at the moment, without what another `CudaKV` has pinned."""
+        """Of all that is attached at the moment."""
         with self._lock:
             return sum(nbytes for host in self._hosts.values() for _, nbytes in host.chunks)
 
@@ -91,7 +88,7 @@ class PinnedMemory:
         """Pins memory, about 0.2 s per GiB and more beside other processes that pin; copies from and to other memory
         go on. False: the system does not let us, which is logged; copies from and to it are slow.
         """
-        with _PINNING:
+        with self._pinning:
             with self._lock:
                 host = self._hosts.get(memory)
             if host is None:
@@ -101,21 +98,21 @@ class PinnedMemory:
         return host.is_pinned
 
     def detach(self, memory: SlotMemory) -> None:
-        """Unpins it. No copy from or to it is under way, and none will come, not even by another `CudaKV`."""
+        """Unpins it. No copy from or to it is under way, and none will come."""
         with self._lock:
             host = self._hosts.pop(memory, None)
         if host is not None:
             self._unpin(host.chunks)
 
     def close(self) -> None:
-        """Unpins all that this one pinned. Idempotent."""
+        """Unpins all. Idempotent."""
         with self._lock:
             hosts, self._hosts = list(self._hosts.values()), {}
         for host in hosts:
             self._unpin(host.chunks)
 
     def _pinned(self, memory: SlotMemory) -> HostMemory:
-        """Pins all of it, or nothing if the system does not let us. Caller holds _PINNING."""
+        """Pins all of it, or nothing if the system does not let us. Caller holds _pinning."""
         rows, is_writable = torch.from_numpy(writable_rows(memory)), memory.rows.flags.writeable
         chunk_slots, begun_s = _chunk_slots(memory.slot_bytes), MONOTONIC()
         starts = range(0, rows.size(0), chunk_slots)
@@ -146,7 +143,7 @@ class PinnedMemory:
         """Those of the parts that were pinned here, and the error that ended it, if any."""
         flags = _HOST_REGISTER_PORTABLE | (0 if is_writable else _HOST_REGISTER_READ_ONLY)
         chunks: list[tuple[int, int]] = []
-        error, is_noted = "", False
+        error = ""
         # The device is named: a thread that names none sets up another device's memory beside it.
         with self._cuda.device(self._device):
             cudart = self._cuda.cudart()
@@ -154,14 +151,11 @@ class PinnedMemory:
                 if number:
                     time.sleep(_PAUSE_S)
                 status = cudart.cudaHostRegister(part.data_ptr(), part.nbytes, flags)
-                if int(status) == _REGISTERED:
-                    chunks.append((part.data_ptr(), part.nbytes))
-                    continue
-                is_noted = True
-                if int(status) != _ALREADY_REGISTERED:
+                if int(status) != _REGISTERED:
                     error = f"{int(status)} ({cudart.cudaGetErrorString(status)}) at chunk {number + 1} of {len(parts)}"
                     break
-        if is_noted:
+                chunks.append((part.data_ptr(), part.nbytes))
+        if error:
             # CUDA remembers the error for this thread, and torch would raise it after the next kernel it launches.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)

@@ -1,29 +1,19 @@
 """How the device memory that copies are staged in is divided among them."""
 
-from dataclasses import dataclass
-
 from kvtier.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """Buffers of one size on the device, one for each copy at a time."""
+def lanes_within(staging_bytes: int, *, block_bytes: int, num_copies: int) -> int:
+    """How many copies run at a time: `num_copies`, or fewer where so many would have room for no block each.
 
-    num_lanes: int
-    lane_bytes: int
+    Raises `ConfigError`: there is no room for one block.
 
-
-def staging_of(total_bytes: int, *, block_bytes: int, num_copies: int) -> Staging:
-    """A lane for each copy, or fewer where so many would hold no block each.
-
-    Raises `ConfigError`: not even one would.
-
-    :param total_bytes: of all lanes.
+    :param staging_bytes: of all copies at a time together.
     """
-    num_lanes = min(num_copies, total_bytes // block_bytes)
+    num_lanes = min(num_copies, staging_bytes // block_bytes)
     if num_lanes < 1:
         raise ConfigError(
-            f"cache.staging_bytes: {total_bytes:,} bytes for staging copies of these layers hold no block of "
-            f"{block_bytes:,}; give each KV group that much, and {num_copies} times as much for copies side by side"
+            f"cache.staging_bytes: {staging_bytes:,} bytes hold no block of {block_bytes:,}; give at least that much, "
+            f"and {num_copies * block_bytes:,} for {num_copies} copies at a time"
         )
-    return Staging(num_lanes, total_bytes // num_lanes)
+    return num_lanes

@@ -3,7 +3,6 @@ whatever order streams and events allow: no block is wrong, and each race that i
 
 import pytest
 
-from kvtier_kernels_bench import part_races
 from kvtier_kernels_bench.races.chip import SimulatedChip
 from kvtier_kernels_bench.races.faults import Fault
 from kvtier_kernels_bench.races.rig import TINY
@@ -29,7 +28,10 @@ def test_nothing_is_wrong(name: str, seed: int) -> None:
     [
         (Fault.EARLY_FENCE, ["delay before store", "delay before load", "preemption"]),
         (Fault.NO_FENCE, [*NAMES]),
-        (Fault.LOADS_UNFENCED, ["delay before load", "zeroing against loads", "loans whose places change hands", WHOLE]),
+        (
+            Fault.LOADS_UNFENCED,
+            ["delay before load", "zeroing against loads", "loans whose places change hands", WHOLE],
+        ),
         (Fault.NOT_AWAITED, [*NAMES]),
         (Fault.NO_FLUSH, ["blocks reused while copies fly", "CUDA graphs", "several KV groups", WHOLE]),
         (Fault.SHARED_STAGING, ["loads and saves at a time"]),

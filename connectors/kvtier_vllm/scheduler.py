@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
-from kvtier_vllm.compat import boundary_states
+from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.device_blocks import DeviceBlocks
@@ -39,6 +39,7 @@ from kvtier_vllm.request_params import answer_to, params_of
 from kvtier_vllm.request_saves import RequestSaves
 from kvtier_vllm.stats import KvtierStats, sources_of
 from kvtier_vllm.step_plan import HandedOut, computed_spans
+from kvtier_vllm.step_starts import StepNumbers
 from kvtier_vllm.step_times import StepTimes
 from kvtier_vllm.tenants import Tenants
 
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._size, self._groups, self._num_volatile = tokens_per_block, groups, num_volatile_blocks
         self._tenants = Tenants(config)
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
+        self._steps = StepNumbers()
         self._stack = contextlib.ExitStack()
         self._work: _Work | None = None
         """None until `connect`."""
@@ -226,7 +228,8 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
-        step = StepMetadata(is_empty=not output.total_num_scheduled_tokens)
+        number, loads_after = self._steps.begin(output)
+        step = StepMetadata(is_empty=not number, number=number, loads_after=loads_after)
         self._times.begin(output)
         written, states = self._handed_out.take(output), boundary_states(output)
         self.device.begin_step(output, written, self._requests, states)
@@ -254,14 +257,17 @@ class SchedulerSide:
         return step
 
     def deliver(self, results: KVConnectorOutput) -> None:
-        """The results of a step, with the workers' answers, before vLLM looks which loads are over.
+        """The results of a step that vLLM processes, with the workers' answers, before it looks which loads are over.
 
         Adds the requests whose loads have just ended well: they are scheduled again with the very next step. Where
         blocks are missing, vLLM has already looked which ones: these loads end with the results of a later step.
         """
         self.device.note_invalid(results.invalid_block_ids)
         answers = results.kv_connector_worker_meta
-        if self._work is None or not isinstance(answers, WorkerMetadata):
+        if not isinstance(answers, WorkerMetadata):
+            return
+        self._steps.hear(answers.step)
+        if self._work is None:
             return
         for rank, messages in answers.messages.items():
             self._copies.end(rank, messages)
@@ -275,6 +281,7 @@ class SchedulerSide:
 
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
+        self._steps.frees_late |= frees_late(request)
         self._media.drop(request.request_id)
         known = self._requests.pop(request.request_id, None)
         if known is None or self._work is None:

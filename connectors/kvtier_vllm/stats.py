@@ -97,7 +97,10 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             "vllm:kvtier_memory_bytes",
             "Memory that all ranks take for the tiers: arena, lent by the pool, pinned of both, staging on the device.",
             [*labelnames, "kind"],
+            multiprocess_mode="mostrecent",
         )
+        self._taken_bytes: Counter[tuple[int, str]] = Counter()
+        """By engine and kind. Kept here: a gauge on Ray can be set only."""
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""
@@ -105,6 +108,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             kind, _, tier = name.partition(".")
             if kind == _GAINED:
-                self._memory.labels(*labels, tier).inc(amount)
+                self._taken_bytes[engine_idx, tier] += amount
+                self._memory.labels(*labels, tier).set(self._taken_bytes[engine_idx, tier])
             elif kind in self._counters:
                 self._counters[kind].labels(*labels, *([tier] if tier else [])).inc(amount)
