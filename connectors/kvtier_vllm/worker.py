@@ -16,7 +16,6 @@ from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.gauges import RankMemory
 from kvtier.hierarchy import ALONE, Mover, Replica
-from kvtier.hierarchy.messages import Copied, SaveBatch, decode
 from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.identity import DIGESTS, namespace_of
@@ -24,6 +23,7 @@ from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.settings import of_worker
 from kvtier_vllm.stats import KvtierStats
+from kvtier_vllm.step_starts import StepStarts
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
@@ -52,8 +52,9 @@ class WorkerSide:
         self._rank = 0
         self._outbox: list[bytes] = []
         """Of the mover, for the scheduler."""
-        self._copying: set[int] = set()
-        """Save batches that have not left the device, by id."""
+        self._starts = StepStarts()
+        self._step = 0
+        """Number of the present step, until the scheduler is told of it."""
         self._results = KVConnectorTransferResults()
         self._invalid: set[int] = set()
 
@@ -107,12 +108,18 @@ class WorkerSide:
     def identity(self) -> WorkerIdentity | None:
         return self._identity
 
+    def begin(self, step: StepMetadata) -> None:
+        """Before the forward pass is launched, when blocks have been cleared for it."""
+        if self._mover is not None:
+            self._starts.begin(step.number, self._mover.fence())
+            self._step = step.number
+
     def flush(self, step: StepMetadata) -> None:
         """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
         if self._mover is None:
             return
         warn_at = MONOTONIC() + _PATIENCE_S
-        while awaited := self._copying.intersection(step.flush):
+        while awaited := self._mover.copying(step.flush):
             self._mover.wait(_LOOK_S)
             self._poll()
             if MONOTONIC() > warn_at:
@@ -123,11 +130,7 @@ class WorkerSide:
         """After the forward pass was launched."""
         if self._mover is None:
             return
-        for data in step.messages:
-            message = decode(data)
-            if isinstance(message, SaveBatch):
-                self._copying.add(message.batch_id)
-        self._mover.submit(step.messages)
+        self._mover.submit(step.messages, loads_after=self._starts.fence(step.loads_after))
         if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():
@@ -158,10 +161,11 @@ class WorkerSide:
     def take_messages(self) -> WorkerMetadata | None:
         """For the scheduler; None when there is nothing to say."""
         self._poll()
-        if not self._outbox:
+        if not self._outbox and not self._step:
             return None
         messages, self._outbox = self._outbox, []
-        return WorkerMetadata({self._rank: messages})
+        step, self._step = self._step, 0
+        return WorkerMetadata({self._rank: messages} if messages else {}, step)
 
     def close(self) -> None:
         """Ends after what was submitted."""
@@ -169,11 +173,5 @@ class WorkerSide:
         self._stack.close()
 
     def _poll(self) -> None:
-        if self._mover is None:
-            return
-        messages = self._mover.poll()
-        self._outbox += messages
-        for data in messages:
-            message = decode(data)
-            if isinstance(message, Copied):
-                self._copying.discard(message.batch_id)
+        if self._mover is not None:
+            self._outbox += self._mover.poll()
