@@ -73,6 +73,10 @@ class EngineConfig(Section):
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: Count = 16
     """Requests in one batch."""
+    cuda_graphs: bool = True
+    """On CUDA, steps in which every request has one new token are replayed from graphs, captured at the start for 1, 2,
+    4 ... `max_running` requests. False launches every operation by itself, which takes the host longer than most models
+    take the device; it spares seconds at the start and some memory beside `kv_bytes`, which the log names."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
 from kvtier.namespace import Namespace
+from kvtier_engine.cuda_graphs import with_cuda_graphs
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
@@ -25,7 +26,7 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_engine.prefix_cache import PrefixCache
-from kvtier_engine.scheduler import Scheduler, SchedulerSettings
+from kvtier_engine.scheduler import Model, Scheduler, SchedulerSettings
 from kvtier_engine.weights import load_weights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -111,13 +112,17 @@ def engine_of(
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
         cache = PrefixCache(block_pool, kv.tokens_per_block, hierarchy=hierarchy, cleaner=cleaner)
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
-        scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
         limits = EngineLimits.of(
             max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )
-        engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
+        runner: Model = model
         if device.type == "cuda":
             compile_for_long_sequences(model, kv, model_config, section.max_running)
+            if section.cuda_graphs:
+                max_seqs = min(section.max_running, section.max_batch_tokens)
+                runner = with_cuda_graphs(model, kv, max_seqs=max_seqs, max_seq_len=limits.max_total_tokens)
+        scheduler = Scheduler(runner, kv, cache, EngineMetrics(registry), settings)
+        engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()

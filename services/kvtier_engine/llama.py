@@ -66,6 +66,11 @@ class LlamaModel:
         """Of attention: the factor on its scores."""
         return float(self._config.head_dim**-0.5)
 
+    @property
+    def num_heads(self) -> int:
+        """Of queries."""
+        return self._config.num_attention_heads
+
     def compute(self, batch: Batch, kv: PagedKV) -> Tensor:
         """`forward` of a batch whose tensors are there. Call it in inference mode.
 
@@ -114,7 +119,6 @@ class LlamaModel:
         all_positions = torch.cat(positions)
         seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
         decodes = max(lengths) == 1
-        num_heads = self._config.num_attention_heads
 
         def there(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -131,7 +135,7 @@ class LlamaModel:
                 scale=self.scale,
                 max_seq_len=int(seq_lens.max()),
                 num_keys=int(seq_lens.sum()),
-                prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
+                prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), self.num_heads) if decodes else None,
             ),
             last_rows=None if decodes else query_starts[1:] - 1,
         )
