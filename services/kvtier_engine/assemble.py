@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.block_pool import BlockPool
 from kvtier.build import engine_cache
 from kvtier.config import Config
+from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
@@ -89,7 +90,7 @@ def engine_of(
 
     :param namespace: of `kv`'s blocks.
     """
-    section, device = config.engine, kv.tensor.device
+    section = config.engine
     with contextlib.ExitStack() as stack:
         hasher: BlockHasher | None = None
         hierarchy: Hierarchy | None = None
@@ -115,13 +116,8 @@ def engine_of(
         limits = EngineLimits.of(
             max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )
-        runner: Model = model
-        if device.type == "cuda":
-            compile_for_long_sequences(model, kv, model_config, section.max_running)
-            if section.cuda_graphs:
-                max_seqs = min(section.max_running, section.max_batch_tokens)
-                runner = with_cuda_graphs(model, kv, max_seqs=max_seqs, max_seq_len=limits.max_total_tokens)
-        scheduler = Scheduler(runner, kv, cache, EngineMetrics(registry), settings)
+        prepared = prepare(model, kv, model_config, section, limits)
+        scheduler = Scheduler(prepared, kv, cache, EngineMetrics(registry), settings)
         engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
@@ -154,6 +150,22 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
         return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device)
     except (RuntimeError, TypeError) as error:  # what torch raises for no memory, and for more than 2**63 blocks
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
+
+
+def prepare(
+    model: LlamaModel, kv: PagedKV, model_config: ModelConfig, section: EngineConfig, limits: EngineLimits
+) -> Model:
+    """The model as the scheduler calls it: on CUDA, with its kernels compiled and its decodes captured.
+
+    :raises ConfigError: as `with_cuda_graphs` does.
+    """
+    if kv.tensor.device.type != "cuda":
+        return model
+    compile_for_long_sequences(model, kv, model_config, section.max_running)
+    if not section.cuda_graphs:
+        return model
+    max_seqs = min(section.max_running, section.max_batch_tokens)
+    return with_cuda_graphs(model, kv, max_seqs=max_seqs, max_seq_len=limits.max_total_tokens)
 
 
 def compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConfig, max_running: int) -> None:
