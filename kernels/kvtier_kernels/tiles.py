@@ -260,7 +260,8 @@ def decode_runs_of_any_length(
     """As `decode_runs`, for sequences of any lengths up to `max_keys`: a CUDA graph keeps its runs for all steps.
 
     As many runs as let one long sequence, beside others that are short, fill the chip. A run has no fewer keys than is
-    worth merging, and more where the sequences fill the chip without being cut.
+    worth merging, and more where the sequences fill the chip without being cut. Short sequences have fewer runs: the
+    programs of the others end at once.
     """
     run_keys = _KEYS_PER_SPLIT * max(1, num_seqs * num_kv_heads // num_multiprocessors)
     return min(decode_splits(num_kv_heads, max_keys, num_multiprocessors), -(-max_keys // run_keys)), run_keys
