@@ -44,6 +44,10 @@ def _measure(part: str) -> Callable[..., Iterator[Case]]:
             from kvtier_kernels_bench import part_decode
 
             return part_decode.plain if part == "decode" else part_decode.shared
+        case "decode-step":
+            from kvtier_kernels_bench import part_step
+
+            return part_step.measure
         case "spill":
             from kvtier_kernels_bench import part_spill
 

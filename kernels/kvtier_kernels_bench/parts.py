@@ -19,6 +19,7 @@ PARTS = (
     Part("prefill", 55),
     Part("decode", 20),
     Part("shared-decode", 20),
+    Part("decode-step", 30),
     Part("spill", 30),
     Part("layers", 35),
     Part("ttft", 110),
