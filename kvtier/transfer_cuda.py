@@ -15,8 +15,9 @@ from kvtier.errors import InvalidInputError
 from kvtier.kv_group import KVGroup
 from kvtier.pinned_memory import HostMemory, PinnedMemory
 from kvtier.slot_batches import SlotBatch
+from kvtier.staging import lanes_within
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, Fence
+from kvtier.transfer import Arena, Blocks, Fence, MemoryUse
 from kvtier_kernels.records import RecordLayout
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class CudaKV:
 
     They run on streams of their own, beside the engine's kernels. The engine's thread marks with `fence` what they have
     to come after; what a copy does without touching the KV does not wait for it. The caller waits without holding the
-    GIL. Arenas are pinned at their first copy and stay so until `close`.
+    GIL.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class CudaKV:
             of this one. Where its blocks are smaller than another group's, zeros follow in the arena.
         :param layout: of each part and its record: blocks are quantised on their way down, and restored on their way
             up. In the arena, a block is then the records of its parts. None moves them as they are.
-        :param staging_bytes: of all lanes; larger batches go in several pieces. At least one block per lane is taken.
-        :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
+        :param staging_bytes: of all lanes; larger batches go in several pieces.
+        :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait. Fewer where
+            `staging_bytes` hold no block for each.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
         :param driver: the driver's library; another seam. None: that of the system.
         :raises InvalidInputError: tensors of another kind, or that do not fit together.
+        :raises ConfigError: `staging_bytes` hold no block at all.
         """
         self._groups = [KVGroup.of(tensors, layout) for tensors in groups]
         if len({(group.num_blocks, group.device) for group in self._groups}) != 1:
@@ -63,8 +66,11 @@ class CudaKV:
         self._device = self._groups[0].device
         self._block_bytes = max(group.block_bytes for group in self._groups)
         self._route = _route(self._groups, _batches(self._device, cuda, driver))
-        rows = max(1, min(staging_bytes // num_lanes // self.block_bytes, self.num_blocks))
-        rows = 0 if isinstance(self._route, Direct) else rows
+        rows = 0
+        if not isinstance(self._route, Direct):
+            num_lanes = lanes_within(staging_bytes, block_bytes=self.block_bytes, num_copies=num_lanes)
+            rows = min(staging_bytes // num_lanes // self.block_bytes, self.num_blocks)
+        self._staging_bytes = num_lanes * rows * self.block_bytes
         self._lanes = Lanes(self._device, num_lanes, rows=rows, row_bytes=self.block_bytes, cuda=cuda)
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
         for _ in range(num_lanes):  # each has its turn
@@ -110,17 +116,21 @@ class CudaKV:
 
         return self._lanes.run(copy, after=after)
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        """Host memory that is attached, and what of the device copies are staged in. Any thread."""
+        return MemoryUse(self._staging_bytes, self._memory.pinned_bytes, self._memory.pinning_s)
+
     def attach(self, memory: SlotMemory) -> bool:
-        """Pins memory that is no arena. False: the system does not let us, which is logged."""
+        """Pins memory. False: the system does not let us, which is logged."""
         return self._memory.attach(memory)
 
     def detach(self, memory: SlotMemory) -> None:
-        """Unpins it. No copy from there is under way, and none will come, not even by another `CudaKV`."""
+        """Unpins it. No copy from or to it is under way, and none will come."""
         self._memory.detach(memory)
 
     def close(self) -> None:
-        """Unpins all that this one pinned. Call it when no copy is under way and none will come, not even by another
-        `CudaKV` with the same memory. Idempotent."""
+        """Unpins all. Call it when no copy is under way and none will come. Idempotent."""
         self._memory.close()
 
     def _checked(self, blocks: Blocks) -> tuple[SlotBatch, HostMemory]:

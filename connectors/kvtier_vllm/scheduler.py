@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
-from kvtier_vllm.compat import boundary_states
+from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.groups import KVGroups
@@ -37,6 +37,7 @@ from kvtier_vllm.request_params import answer_to, params_of
 from kvtier_vllm.request_saves import RequestSaves
 from kvtier_vllm.stats import KvtierStats, sources_of
 from kvtier_vllm.step_plan import computed_tokens, written_blocks
+from kvtier_vllm.step_starts import StepNumbers
 from kvtier_vllm.step_times import StepTimes
 from kvtier_vllm.tenants import Tenants
 
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._size, self._groups, self._num_volatile = tokens_per_block, groups, num_volatile_blocks
         self._tenants = Tenants(config)
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
+        self._steps = StepNumbers()
         self._stack = contextlib.ExitStack()
         self._work: _Work | None = None
         """None until `connect`."""
@@ -211,7 +213,8 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
-        step = StepMetadata(is_empty=not output.total_num_scheduled_tokens)
+        number, loads_after = self._steps.begin(output)
+        step = StepMetadata(is_empty=not number, number=number, loads_after=loads_after)
         self._times.begin(output)
         if self._work is None:
             return step
@@ -239,7 +242,8 @@ class SchedulerSide:
         return step
 
     def deliver(self, answers: WorkerMetadata) -> None:
-        """The workers' answers."""
+        """The workers' answers to a step that vLLM has processed."""
+        self._steps.hear(answers.step)
         if self._work is None:
             return
         for rank, messages in answers.messages.items():
@@ -252,6 +256,7 @@ class SchedulerSide:
 
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
+        self._steps.frees_late |= frees_late(request)
         self._media.drop(request.request_id)
         known = self._requests.pop(request.request_id, None)
         if known is None or self._work is None:

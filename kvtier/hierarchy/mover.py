@@ -111,6 +111,8 @@ class Mover:
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
         self._running: dict[int, _LoadState] = {}  # guarded by _lock
+        self._saving: set[int] = set()
+        """Save batches that may still read the device, by id. Guarded by _lock."""
         self._loaded_s: dict[str, float] = {}
         """By tier: when its last batch was there. Guarded by _lock."""
         self._outbox: list[bytes] = []  # guarded by _lock
@@ -128,11 +130,16 @@ class Mover:
         :param loads_after: what last used the device slots to load to is before it. None: it has been queued until now.
         """
         decoded = [decode(data) for data in messages]
-        saves_after = self._device.fence() if any(isinstance(m, LoadBatch | SaveBatch) for m in decoded) else None
+        until_now = self._device.fence() if any(isinstance(m, LoadBatch | SaveBatch) for m in decoded) else None
         for message in decoded:
-            self._start(message, saves_after, loads_after or saves_after)
+            self._start(message, saves_after=until_now, loads_after=loads_after or until_now)
 
-    def _start(self, message: ToMover, saves_after: Fence | None, loads_after: Fence | None) -> None:
+    def copying(self, batch_ids: Iterable[int]) -> set[int]:
+        """Those of these save batches that may still read the device. One that `Copied` tells of does not."""
+        with self._lock:
+            return self._saving.intersection(batch_ids)
+
+    def _start(self, message: ToMover, *, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the mover is closed")
@@ -140,6 +147,7 @@ class Mover:
                 self._running[message.batch_id] = _LoadState.RUNNING
                 (self._host_loads if message.source == HOST else self._loads).submit(self._load, message, loads_after)
             elif isinstance(message, SaveBatch):
+                self._saving.add(message.batch_id)
                 self._copies.submit(self._save, message, saves_after)
             elif isinstance(message, StoreBatch):
                 self._hand_down(message, [message.tier])
@@ -281,6 +289,8 @@ class Mover:
         except Exception:
             _log.exception("copying %d blocks from the device failed", len(batch.keys))
             ok = bytes(len(batch.keys))
+        with self._lock:
+            self._saving.discard(batch.batch_id)
         self._post(Copied(batch.batch_id, ok))
         if not batch.tiers or not any(ok):
             self._post(Stored(batch.batch_id))

@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
 from kvtier.namespace import Namespace
+from kvtier.pinned_memory import near_node
 from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
@@ -99,10 +100,16 @@ def engine_of(
                 engine_cache(
                     config,
                     device=stack.enter_context(
-                        device_kv(kv, num_copies=config.cache.load_threads + 2, lossy_codec=namespace.lossy_codec)
+                        device_kv(
+                            kv,
+                            num_copies=config.cache.load_threads + 2,
+                            staging_bytes=int(config.cache.staging_bytes),
+                            lossy_codec=namespace.lossy_codec,
+                        )
                     ),
                     namespace=namespace,
                     registry=registry,
+                    numa_node=near_node(device),
                 )
             )
             hasher, hierarchy = tiers.hasher, tiers.hierarchy
