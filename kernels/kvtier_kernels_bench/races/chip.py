@@ -4,12 +4,16 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 
+from kvtier import cuda_routes, transfer_cuda
 from kvtier_kernels_bench.races.paces import RacePace
 from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
+from kvtier_kernels_bench.simulation.driver import SimulatedDriver
 from kvtier_kernels_bench.simulation.executors import acting_movers
 from kvtier_kernels_bench.simulation.launches import simulated_launches
 from kvtier_kernels_bench.simulation.timeline import Timeline
@@ -17,6 +21,7 @@ from kvtier_kernels_bench.simulation.timeline import Timeline
 _CYCLES_PER_S = 1.7e9
 """Of the GPU, about: a delay is as good when it is half as long."""
 _PAUSE_S = 1e-3
+_MUCH_BYTES = 1 << 40
 
 
 class Chip(Protocol):
@@ -25,6 +30,8 @@ class Chip(Protocol):
     cuda: Any
     """`torch.cuda`, or what stands for it."""
     device: torch.device
+    driver: Any
+    """As `CudaKV` takes it."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """The calling thread is an engine's meanwhile."""
@@ -57,7 +64,7 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda: Any = torch.cuda
-        self.device = device
+        self.device, self.driver = device, None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -94,25 +101,46 @@ class Gpu:
         return time.monotonic()
 
 
+class Way(Enum):
+    """How blocks are to cross the bus."""
+
+    DIRECT = auto()
+    """By batches of transfers between pages and host memory."""
+    STAGED = auto()
+    """By batches of transfers, by way of a staging buffer."""
+    BY_KERNEL = auto()
+    """By way of a staging buffer, to and from which a kernel reaches host memory."""
+    ONE_BY_ONE = auto()
+    """By way of a staging buffer, with a call for each transfer: the driver is old."""
+
+
 class SimulatedChip:
     """`Chip` in virtual time. The same seed takes the same course."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, way: Way) -> None:
+        """:param way: what `CudaKV` is made to choose, whose choice depends on sizes that are small here."""
         self._timeline = Timeline(seed)
         self._pace = RacePace(random.Random(seed))
         self._random = random.Random(seed)
         self.simulated = SimulatedCuda(self._timeline, self._pace, launch_s=self._some_delay_s)
         self.cuda: Any = self.simulated
         self.device = torch.device("cpu")
+        self.driver: Any = None if way is Way.ONE_BY_ONE else SimulatedDriver(self.simulated, splits=True)
+        self._way = way
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        least_part_bytes = 1 if self._way is Way.STAGED else _MUCH_BYTES
         with (
+            mock.patch.object(transfer_cuda, "LEAST_PART_BYTES", 1 if self._way is Way.DIRECT else _MUCH_BYTES),
+            mock.patch.object(cuda_routes, "LEAST_PART_BYTES", least_part_bytes),
+            mock.patch.object(cuda_routes, "LEAST_DMA_BYTES", 1),
             simulated_launches(self.simulated),
             acting_movers(self._timeline, self._some_delay_s),
             self._timeline.acting(),
             self.simulated.device(self.device),
         ):
+            self.simulated.set_device(self.device)
             yield
 
     def begin_round(self) -> None:

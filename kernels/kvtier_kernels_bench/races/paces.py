@@ -1,22 +1,24 @@
 """How a simulated device runs in a race suite: as no device is forbidden to."""
 
+import itertools
 import random
 
 from kvtier_kernels_bench.simulation.device import Stream, Work
 
 
 class RacePace:
-    """Each round another one of these, by the seed: everything as soon as it may be, nothing before somebody waits for
-    it, or each stream with a speed of its own. Guarded by the timeline's lock."""
+    """Rounds take turns: each stream has a speed of its own, nothing is done before somebody waits for it, or
+    everything as soon as it may be. Guarded by the timeline's lock."""
 
     def __init__(self, numbers: random.Random) -> None:
         self._random = numbers
-        self._kind = "even"
+        self._kinds = itertools.cycle(["drifting", "lazy", "drifting", "eager"])
+        self._kind = "eager"
         self._speeds: dict[str, float] = {}
         self.waits_to_be_wanted = False
 
     def begin_round(self) -> None:
-        self._kind = self._random.choice(["eager", "lazy", "drifting", "drifting"])
+        self._kind = next(self._kinds)
         self.waits_to_be_wanted = self._kind == "lazy"
         self._speeds.clear()
 

@@ -50,8 +50,10 @@ class Size:
 
 
 TINY = Size(part_bytes=64, parts=(2, 1))
-FULL = Size(part_bytes=64 << 10, parts=(16, 10), num_blocks=192, num_slots=192, staged_blocks=5)
-"""1 MiB a block, in pages like those of vLLM."""
+LARGE_PAGES = Size(part_bytes=64 << 10, parts=(16, 10), num_blocks=192, num_slots=192, staged_blocks=5)
+"""1 MiB a block, in pages like those of an 8B model in vLLM: copied straight to host memory."""
+SMALL_PAGES = Size(part_bytes=8 << 10, parts=(80, 50), num_blocks=192, num_slots=192, staged_blocks=5)
+"""640 KiB a block, in pages like those of one rank of a 70B model on eight: by way of a staging buffer."""
 
 
 class Rig:
@@ -133,7 +135,13 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
     pages = Pages(chip.device, num_blocks=size.num_blocks, part_bytes=size.part_bytes, parts=size.parts, rounds=rounds)
     staging_bytes = _NUM_LANES * size.staged_blocks * size.block_bytes
     with contextlib.ExitStack() as stack:
-        kv = CudaKV(*pages.groups, staging_bytes=staging_bytes, num_lanes=_NUM_LANES, cuda=FaultyCuda(chip, fault))
+        kv = CudaKV(
+            *pages.groups,
+            staging_bytes=staging_bytes,
+            num_lanes=_NUM_LANES,
+            cuda=FaultyCuda(chip, fault),
+            driver=chip.driver,
+        )
         stack.callback(kv.close)
         if fault is Fault.SHARED_STAGING:
             share_staging(kv)

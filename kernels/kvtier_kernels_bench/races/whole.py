@@ -142,7 +142,7 @@ def whole(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> It
     with contextlib.ExitStack() as stack:
         kv = CudaKV(
             *pages.groups, staging_bytes=4 * size.staged_blocks * size.block_bytes, num_lanes=4,
-            cuda=FaultyCuda(chip, fault),
+            cuda=FaultyCuda(chip, fault), driver=chip.driver,
         )  # fmt: skip
         stack.callback(kv.close)
         device = FaultyKV(kv, fault)

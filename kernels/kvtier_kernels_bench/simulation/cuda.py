@@ -60,12 +60,15 @@ class SimulatedCuda:
 
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:
-        before = self.has_device
+        before = self.has_device, self.has_context
         self._here.has_device = True
         try:
             yield
         finally:
-            self._here.has_device = before
+            self._here.has_device, self._here.has_context = before
+
+    def set_device(self, device: object) -> None:
+        self._here.has_device = self._here.has_context = True
 
     @contextlib.contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
@@ -99,6 +102,11 @@ class SimulatedCuda:
     def has_device(self) -> bool:
         """Whether the calling thread has chosen its rank's GPU."""
         return getattr(self._here, "has_device", False)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the driver knows too, which hears of it from `set_device` alone."""
+        return getattr(self._here, "has_context", False)
 
     @property
     def runs_work(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtier import kv_group, transfer_cuda
+from kvtier import cuda_routes, kv_group
 from kvtier_kernels.part_copy import Parts
 from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
 
@@ -47,7 +47,7 @@ def simulated_launches(cuda: SimulatedCuda) -> Iterator[None]:
     copies = _Kernels(cuda)
     with (
         mock.patch.object(cuda, "stream", stream),
-        mock.patch.object(transfer_cuda, "block_copy", copies.block_copy),
+        mock.patch.object(cuda_routes, "block_copy", copies.block_copy),
         mock.patch.object(kv_group, "block_copy", copies.block_copy),
         mock.patch.object(kv_group, "part_copy", copies.part_copy),
     ):
