@@ -8,6 +8,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvtier_vllm.adapters import AdapterFiles
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsState:
+    """Which weights a worker computes with, since its last change of them."""
+
+    generation: int
+    """Of this worker: one more with everything that may change its weights, an adapter of its own or its device."""
+    namespace: bytes | None
+    """None: nobody knows the weights."""
+    why: str
+    """They are unknown; empty if they are not."""
+
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
@@ -31,6 +45,10 @@ class StepMetadata(KVConnectorMetadata):
     """Requests whose load is over, and which of their device blocks have not got their KV."""
     is_empty: bool = False
     """No forward pass in this step."""
+    generations: list[int] = field(default_factory=list)
+    """Of each rank: the latest that the scheduler has heard of. What it sends belongs to these."""
+    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
+    """By vLLM's id: adapters that the scheduler makes keys from since this step, and from which files."""
 
 
 @dataclass
@@ -39,6 +57,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     messages: dict[int, list[bytes]]
     """By rank, of its mover."""
+    weights: dict[int, WeightsState] = field(default_factory=dict)
+    """By rank, if they have changed since it has last said so."""
+    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
+    """By vLLM's id, those that were loaded since."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Ranks differ, so nothing is added up: the directory waits for all of them itself."""
@@ -46,4 +68,4 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         merged = dict(self.messages)
         for rank, messages in other.messages.items():
             merged[rank] = merged.get(rank, []) + messages
-        return WorkerMetadata(merged)
+        return WorkerMetadata(merged, self.weights | other.weights, self.adapters | other.adapters)

@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.hierarchy.jobs import JobResult
 
 _LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
+_CHANGES = "weight_changes"
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 """Of our tiers, as vLLM calls them; the pool is none that it knows."""
 
@@ -33,7 +34,8 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Blocks by what became of them, since the last look: `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`."""
+    """Since the last look, blocks by what became of them: `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`; and
+    `weight_changes.known` or `.unknown`."""
 
     def note(self, result: JobResult) -> None:
         """The end of a load or save."""
@@ -43,6 +45,10 @@ class KvtierStats(KVConnectorStats):
                 self._add(f"{_LOADED}.{tier}", amount)
         else:
             self._add(_SAVED, len(result.tiers) - len(result.failed))
+
+    def note_weights(self, *, are_known: bool) -> None:
+        """Weights, an adapter or the device have changed: whether blocks are kept from now on."""
+        self._add(f"{_CHANGES}.{'known' if are_known else 'unknown'}", 1)
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -81,12 +87,17 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             _SAVED: counter(
                 "vllm:kvtier_saved_blocks", "Blocks that were given to host memory, or found there.", labelnames
             ),
+            _CHANGES: counter(
+                "vllm:kvtier_weight_changes",
+                "Changes of weights while vLLM runs; after an unknown one, nothing is loaded or saved.",
+                [*labelnames, "weights"],
+            ),
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            kind, _, tier = name.partition(".")
+            kind, _, which = name.partition(".")
             if kind in self._counters:
-                self._counters[kind].labels(*labels, *([tier] if tier else [])).inc(amount)
+                self._counters[kind].labels(*labels, *([which] if which else [])).inc(amount)
