@@ -28,7 +28,7 @@ from kvtier_vllm import compat
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.kv_events import KVEvents
-from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.messages import StepMetadata, WorkerIdentity
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings
 from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
@@ -153,9 +153,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._on_scheduler().step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        answers = connector_output.kv_connector_worker_meta
-        if isinstance(answers, WorkerMetadata):
-            self._on_scheduler().deliver(answers)
+        self._on_scheduler().deliver(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler().finish(request, (block_ids,))
