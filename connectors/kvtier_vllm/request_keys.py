@@ -20,13 +20,13 @@ class RequestKeys:
         hasher: BlockHasher,
         *,
         salt: str | None,
-        adapter: bytes | None = None,
+        adapter: bytes = b"",
         weights: bytes | None = None,
     ) -> None:
         """
         :param hasher: of the request's tenant.
         :param salt: the client's `cache_salt`.
-        :param adapter: digest of the request's adapter, if it has one.
+        :param adapter: digest of the request's adapter; empty if it has none.
         :param weights: what tells the weights from those that vLLM has started with; None: they are those.
         """
         self._request, self._hasher, self._salt, self._adapter = request, hasher, salt, adapter
@@ -50,10 +50,10 @@ class RequestKeys:
         """
         assert not self._keys
         self._media = media
-        whose, adapter = self._hasher.tenant, self._adapter or b""
+        whose, adapter = self._hasher.tenant, self._adapter
         return [f"kvtier-{self._hasher.external_key(whose + medium.digest + adapter).hex()}" for medium in media]
 
-    def change(self, *, adapter: bytes | None, weights: bytes | None) -> bool:
+    def change(self, *, adapter: bytes, weights: bytes | None) -> bool:
         """Other weights will compute what is left of the request: it has other keys from now on.
 
         False: it was given names for its media that say something else.
@@ -80,7 +80,7 @@ class RequestKeys:
         extras: defaultdict[int, list[Extra]] = defaultdict(list)
         if not span.start:
             salt = None if self._salt is None else self._salt.encode()
-            named = ((_SALT, salt), (_ADAPTER, self._adapter), (_WEIGHTS, self._weights))
+            named = ((_SALT, salt), (_ADAPTER, self._adapter or None), (_WEIGHTS, self._weights))
             extras[0] += [Extra(kind, data, 0) for kind, data in named if data is not None]
         for medium in self._media:
             block, offset = divmod(medium.offset, self._hasher.tokens_per_block)

@@ -188,7 +188,7 @@ class WorkerSide:
         """What the mover is to do. The rest is of other weights than this worker has, and is answered here."""
         assert self._weights is not None
         state = self._weights.state
-        if state.namespace is not None and step.generations[self._rank] == state.generation:
+        if not step.messages or (state.namespace is not None and step.generations[self._rank] == state.generation):
             return step.messages
         accepted = []
         for data in step.messages:

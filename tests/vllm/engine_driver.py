@@ -91,10 +91,10 @@ class Driver:
         """As a client of vLLM does that changes weights: `collective_rpc`."""
         self._running.collective_rpc(method, kwargs=arguments)
 
-    def load_past_vllm(self, path: str) -> None:
-        """As training frameworks do that live in the engine's process: right into the model."""
-        weights = load_file(Path(path) / "model.safetensors")
-        self._running.apply_model(lambda model: len(model.load_weights(weights.items())))
+    def load_past_vllm(self, path: str, weight: str) -> None:
+        """As training frameworks do that live in the engine's process: one weight, right into the model."""
+        content = load_file(Path(path) / "model.safetensors")[weight]
+        self._running.apply_model(lambda model: len(model.load_weights([(weight, content)])))
 
     def sleep(self, level: int) -> None:
         self._running.sleep(level)
@@ -103,8 +103,8 @@ class Driver:
         self._running.wake_up()
 
     def load_adapter(self, adapter: str, path: str) -> None:
-        """In place of one that is in use, from this folder, as vLLM's server does. It goes by both folders then."""
-        number = self._adapters[path] = self._adapters[adapter]
+        """In place of one that may be in use, from this folder, as vLLM's server does. Both folders mean it then."""
+        number = self._adapters[path] = self._adapters.setdefault(adapter, len(self._adapters) + 1)
         self._running.llm_engine.add_lora(LoRARequest(f"adapter-{number}", number, path, load_inplace=True))
 
     def counters(self) -> dict[str, int]:

@@ -174,9 +174,9 @@ class Engine:
         """One of their methods, in all ranks."""
         self._child.call("call_workers", method=method, arguments=arguments)
 
-    def load_past_vllm(self, model: Path) -> None:
-        """Weights from this folder, right into the model."""
-        self._child.call("load_past_vllm", path=str(model))
+    def load_past_vllm(self, model: Path, name: str) -> None:
+        """One weight from this folder, right into the model."""
+        self._child.call("load_past_vllm", path=str(model), weight=name)
 
     def sleep(self, level: int) -> None:
         """And wakes up."""
@@ -184,7 +184,7 @@ class Engine:
         self._child.call("wake_up")
 
     def load_adapter(self, adapter: Path, path: Path) -> None:
-        """From this folder, in place of one that is in use: both folders mean it then."""
+        """From this folder, in place of one that may be in use: both folders mean it then."""
         self._child.call("load_adapter", adapter=str(adapter), path=str(path))
 
     @property

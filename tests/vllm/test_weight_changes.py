@@ -4,6 +4,7 @@ vLLM on the CPU does not sleep, but its workers are told to; what they would los
 """
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 import tiny_llama
 import weights_by_wire
 from engine_lab import Engine, Lab
+from safetensors.torch import load_file, save_file
 from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
 
 from cache_pool import CachePool, until
 
 PROMPTS, LATER = make_prompts(), make_prompts(seed=2)
 WIRE = {"weight_transfer_config": {"backend": weights_by_wire.BACKEND}}
+EMBEDDING = "model.embed_tokens.weight"
+LORA, SEEDS = {"enable_lora": True, "max_lora_rank": 8}, (1, 2)
 SAYS_SO = "nobody can tell which weights"
 
 
@@ -26,6 +30,23 @@ def other(lab: Lab) -> Path:
     """A model of other weights."""
     tiny_llama.make(lab.home / "other", seed=1)
     return lab.home / "other"
+
+
+@pytest.fixture(scope="module")
+def embeds_otherwise(lab: Lab, other: Path) -> Path:
+    """A model with one weight of the other's, which vLLM on the CPU keeps as it is loaded."""
+    folder = Path(shutil.copytree(lab.model, lab.home / "embeds"))
+    weights = load_file(folder / "model.safetensors")
+    weights[EMBEDDING] = load_file(other / "model.safetensors")[EMBEDDING]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_embeds(lab: Lab, embeds_otherwise: Path) -> tuple[list[Answer], list[Answer]]:
+    """What it answers to `PROMPTS` and to `LATER`."""
+    with lab.engine(model=embeds_otherwise) as engine:
+        return engine.generate(PROMPTS), engine.generate(LATER)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +91,12 @@ def test_reloaded_weights_have_keys_of_their_own(
     tier: str,
     options: dict[str, Any],
 ) -> None:
-    tables: dict[str, dict[str, Any]] = {"host": {}}
-    if tier == "disk":
-        tables = {"host": {"host": {"capacity_bytes": "1MiB"}}, "disk": {"directory": str(tmp_path)}}
-        tables = {"disk": {"directory": str(tmp_path), "reserve_bytes": 0}}
-    elif tier == "pool":
-        tables = {"pool": {"address": [pool.address]}}
-    connector = transfer(settings(**tables))
+    tables: dict[str, dict[str, dict[str, Any]]] = {
+        "host": {},
+        "disk": {"disk": {"directory": str(tmp_path), "reserve_bytes": 0}},
+        "pool": {"pool": {"address": [pool.address]}},
+    }
+    connector = transfer(settings(**tables[tier]))
     with lab.engine(connector, **options) as engine:
         _answers(engine, PROMPTS, expected, none_hit)
         engine.reload_weights(other)
@@ -125,19 +145,23 @@ def _by_wire(engine: Engine, model: Path) -> None:
     engine.call_workers("finish_weight_update")
 
 
+def _past_vllm(engine: Engine, model: Path) -> None:
+    engine.load_past_vllm(model, EMBEDDING)
+
+
 def _asleep(engine: Engine, model: Path) -> None:
     """As if what sleep takes away had come back as other weights: on the CPU it takes nothing."""
     engine.sleep(2)
-    engine.load_past_vllm(model)
+    _past_vllm(engine, model)
 
 
-@pytest.mark.parametrize("change", [_by_wire, Engine.load_past_vllm, _asleep])
+@pytest.mark.parametrize("change", [_by_wire, _past_vllm, _asleep])
 def test_nothing_is_read_or_kept_while_weights_are_unknown(
     lab: Lab,
     pool: CachePool,
     expected: list[Answer],
-    other: Path,
-    of_other: tuple[list[Answer], list[Answer]],
+    embeds_otherwise: Path,
+    of_embeds: tuple[list[Answer], list[Answer]],
     change: Callable[[Engine, Path], None],
 ) -> None:
     connector = transfer(settings(pool={"address": [pool.address]}))
@@ -145,10 +169,10 @@ def test_nothing_is_read_or_kept_while_weights_are_unknown(
         _answers(engine, PROMPTS, expected, none_hit)
         pool.await_written(num_blocks(PROMPTS))
         for heard in (False, True):
-            change(engine, other)
+            change(engine, embeds_otherwise)
             if heard:
                 _heard(engine)
-            for prompts, answers in zip((PROMPTS, LATER), of_other, strict=True):
+            for prompts, answers in zip((PROMPTS, LATER), of_embeds, strict=True):
                 _answers(engine, prompts, answers, none_hit)
         assert engine.output().count(SAYS_SO) == 1
         assert engine.counter("vllm:kvtier_weight_changes") >= 1
@@ -168,39 +192,59 @@ def test_a_light_sleep_changes_nothing(lab: Lab, expected: list[Answer]) -> None
         assert SAYS_SO not in engine.output()
 
 
+def _await_hits(engine: Engine, adapter: Path, expected: Sequence[Answer]) -> None:
+    """Nothing is kept before the adapter's content is known."""
+
+    def all_are() -> bool:
+        engine.reset()
+        answers = engine.generate(PROMPTS, adapter=adapter)
+        assert tokens_of(answers) == tokens_of(expected)
+        return cached_of(answers) == all_hit(PROMPTS)
+
+    until(all_are, "prompts with the adapter are kept")
+
+
+@pytest.fixture(scope="module")
+def adapters(lab: Lab) -> tuple[list[Answer], list[Answer]]:
+    """What is answered to `PROMPTS` with adapters of two seeds."""
+    for seed in SEEDS:
+        tiny_llama.make_adapter(lab.home / f"seed-{seed}", seed=seed)
+    with lab.engine(**LORA) as engine:
+        one, two = (engine.generate(PROMPTS, adapter=lab.home / f"seed-{seed}") for seed in SEEDS)
+    return one, two
+
+
 @pytest.mark.parametrize("is_moved", [False, True], ids=["the same path", "another path"])
 def test_an_adapter_loaded_in_place_of_another_has_keys_of_its_own(
-    lab: Lab, pool: CachePool, tmp_path: Path, is_moved: bool
+    lab: Lab, pool: CachePool, adapters: tuple[list[Answer], list[Answer]], tmp_path: Path, is_moved: bool
 ) -> None:
     adapter, path = tmp_path / "adapter", tmp_path / ("moved" if is_moved else "adapter")
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    tiny_llama.make_adapter(tmp_path / "two", seed=2)
-    tiny_llama.make_adapter(adapter, seed=1)
-    with lab.engine(**lora) as engine:
-        one = engine.generate(PROMPTS, adapter=adapter)
-        two = engine.generate(PROMPTS, adapter=tmp_path / "two")
-        two_later = engine.generate(LATER, adapter=tmp_path / "two")
+    one, two = adapters
+    tiny_llama.make_adapter(adapter, seed=SEEDS[0])
     connector = transfer(settings(pool={"address": [pool.address]}))
-
-    def await_hits(engine: Engine, folder: Path, expected: Sequence[Answer]) -> None:
-        """Nothing is kept before the adapter's content is known."""
-
-        def all_are() -> bool:
-            engine.reset()
-            answers = engine.generate(PROMPTS, adapter=folder)
-            assert tokens_of(answers) == tokens_of(expected)
-            return cached_of(answers) == all_hit(PROMPTS)
-
-        until(all_are, "prompts with the adapter are kept")
-
-    with lab.engine(connector, **lora) as engine:
-        await_hits(engine, adapter, one)
-        tiny_llama.make_adapter(path, seed=2)
+    with lab.engine(connector, **LORA) as engine:
+        _await_hits(engine, adapter, one)
+        tiny_llama.make_adapter(path, seed=SEEDS[1])
         engine.load_adapter(adapter, path)
-        await_hits(engine, path, two)
-    tiny_llama.make_adapter(adapter, seed=1)
-    with lab.engine(connector, **lora) as engine:  # another one finds what belongs to each
-        for folder, answers in ((adapter, one), (tmp_path / "two", two)):
-            await_hits(engine, folder, answers)
-        engine.reset()
-        assert tokens_of(engine.generate(LATER, adapter=tmp_path / "two")) == tokens_of(two_later)
+        _await_hits(engine, path, two)
+    with lab.engine(connector, **LORA) as engine:  # another one finds what belongs to each
+        for seed, answers in zip(SEEDS, adapters, strict=True):
+            _await_hits(engine, lab.home / f"seed-{seed}", answers)
+
+
+def test_an_adapter_is_what_was_loaded_not_what_has_come_into_its_folder(
+    lab: Lab, pool: CachePool, adapters: tuple[list[Answer], list[Answer]], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    tiny_llama.make_adapter(adapter, seed=SEEDS[0])
+    connector = transfer(settings(pool={"address": [pool.address]}))
+    with lab.engine(connector, **LORA) as engine:
+        engine.load_adapter(adapter, adapter)
+        tiny_llama.make_adapter(adapter, seed=SEEDS[1])
+        for _ in range(5):
+            engine.reset()
+            answers = engine.generate(PROMPTS, adapter=adapter)
+            assert (tokens_of(answers), cached_of(answers)) == (tokens_of(adapters[0]), none_hit(PROMPTS))
+            time.sleep(0.1)
+    with lab.engine(connector, **LORA) as engine:
+        _await_hits(engine, lab.home / f"seed-{SEEDS[1]}", adapters[1])
