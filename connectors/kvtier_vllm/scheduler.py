@@ -235,7 +235,7 @@ class SchedulerSide:
         directory = self._work.directory
         step.flush = self._copies.of(written)
         computed = [
-            (self._requests[span.request_id], span.stop)
+            (self._requests[span.request_id], span)
             for span in computed_spans(output)
             if span.request_id in self._requests
         ]
