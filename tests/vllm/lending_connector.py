@@ -67,7 +67,9 @@ class LendingConnector(KVConnectorBase_V1, SupportsHMA):
         self._size = vllm_config.cache_config.block_size
         self._next = _Metadata()
         self._offered: dict[str, tuple[int, int]] = {}
-        """By request, the blocks that were offered to it: the first one, and the one behind the last. Once each."""
+        """By request, the blocks that were offered to it: the first one, and the one behind the last."""
+        self._lent: dict[str, int] = {}
+        """By request, how often vLLM had preempted it when it was given some. Not again, or a failure never ends."""
         self._layers: list[Tensor] = []
         self._under_way: list[_UnderWay] = []
         self._invalid: set[int] = set()
@@ -76,7 +78,7 @@ class LendingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         loads = _said(request).get("loads")
-        if loads is None or (request.request_id in self._offered and request.num_preemptions == 0):
+        if loads is None or self._lent.get(request.request_id) == request.num_preemptions:
             return 0, False
         first = num_computed_tokens // self._size
         keys = keys_of(request.all_token_ids[: request.num_tokens - 1], self._size)
@@ -86,6 +88,7 @@ class LendingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
+            self._lent[request.request_id] = request.num_preemptions
             first, stop = self._offered[request.request_id]
             said, (table,) = _said(request), blocks.get_block_ids()
             keys = keys_of(request.all_token_ids, self._size)[first:stop]
