@@ -1,6 +1,6 @@
 """Thousands of requests while weights change and another connector loads beside ours: what is stored is what was asked.
 
-    KVTIER_TEST_VLLM=1 python tests/vllm/soak_weights.py --requests 10000 --changes 20
+    python tests/vllm/soak_weights.py --requests 10000 --changes 20
 
 One engine, in this process, with a small model in float32, answers prompts that share prefixes. Between and amid them
 its weights change, as those do who train in the loop, by files and past them. Every block that is found in host memory,
@@ -43,10 +43,12 @@ def main() -> int:
         os.environ.update(
             ENVIRON | {"HOME": home, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         )
+        from model_classes import found_out_here
         from soak_weights_rig import Soak
 
         from cache_pool import CachePool
 
+        stack.enter_context(found_out_here())
         pool = stack.enter_context(CachePool(Path(home), TOKENS))
         soak = Soak(Path(home), pool, random.Random(seed), without=frozenset(arguments.without))
         report = {"seed": seed, **soak.run(arguments.requests, arguments.changes)}
