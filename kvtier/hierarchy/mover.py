@@ -141,6 +141,12 @@ class Mover:
         with self._lock:
             return self._saving.intersection(batch_ids)
 
+    @property
+    def is_at_device(self) -> bool:
+        """Whether a batch that was submitted may still read or write the device."""
+        with self._lock:
+            return bool(self._saving or self._running)
+
     def _start(self, message: ToMover, *, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:
             if self._closed:
