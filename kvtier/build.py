@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 _MIN_SLOTS = 16
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
+_LOAN_BYTES = 64 << 20
+"""Most of one that moves blocks that are lent. It takes a call to the tier process, a verification and two changes of
+threads: milliseconds, in which the bus moves a good part of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,7 @@ def directory_half(
             batch_blocks=config.cache.batch_blocks,
             copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
             borrows=borrows(config),
+            loan_blocks=max(1, min(_LOAN_BYTES // block_bytes, _COPY_BLOCKS)),
             saving_fraction=config.cache.saving_fraction,
             load_deadline_s=config.cache.load_deadline_s,
             lookup_deadline_s=config.cache.lookup_deadline_s,
