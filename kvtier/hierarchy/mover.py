@@ -41,6 +41,11 @@ from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
 
+_HOST_LOADS = 2
+"""Threads for what is in the arena: one asks for a batch's transfers while those of another are under way."""
+OTHER_COPIES = 1 + _HOST_LOADS
+"""How many copies a mover has under way at a time, beside one per thread that loads from tiers: a save, too."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -106,7 +111,7 @@ class Mover:
         self._layered = layered
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
-        self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
+        self._host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
         """Nothing that is in the arena already waits for a tier."""
         self._copies = ThreadPoolExecutor(1, "kvtier-copy")
         self._writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in self._tiers}

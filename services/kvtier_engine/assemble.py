@@ -15,7 +15,7 @@ from kvtier.build import engine_cache
 from kvtier.config import Config
 from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
-from kvtier.hierarchy import Cleaner, Hierarchy
+from kvtier.hierarchy import OTHER_COPIES, Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
 from kvtier.layered_loads import LayeredLoads
 from kvtier.namespace import Namespace
@@ -105,7 +105,7 @@ def engine_of(
             copies = stack.enter_context(
                 device_kv(
                     kv,
-                    num_copies=config.cache.load_threads + 2,
+                    num_copies=config.cache.load_threads + OTHER_COPIES,
                     staging_bytes=int(config.cache.staging_bytes),
                     lossy_codec=namespace.lossy_codec,
                     checks_loads=checks_loads,
