@@ -26,7 +26,7 @@ class RequestLoads:
         self._loads: dict[int, _Load] = {}
         """Under way, by job."""
         self.ended: dict[str, list[int]] = {}
-        """Since the last `take_ended`: see `StepMetadata.ended`."""
+        """Those that nobody has taken: device blocks that were not filled, by request."""
 
     def start(self, request_id: str, blocks: list[Block]) -> None:
         """Begins to load these."""
@@ -60,14 +60,14 @@ class RequestLoads:
             self._directory.cancel(job)
 
     def take_loaded(self) -> set[str]:
-        """Of the loads that have ended, the requests whose blocks were all filled; `take_ended` gives the others."""
+        """Requests whose loads have ended and filled all blocks. `take_ended` gives the others."""
         loaded = {request_id for request_id, missing in self.ended.items() if not missing}
         for request_id in loaded:
             del self.ended[request_id]
         return loaded
 
     def take_ended(self) -> dict[str, list[int]]:
-        """Requests whose loads have ended, for the next step, and the device blocks that were not filled."""
+        """Requests whose loads have ended, for `StepMetadata.ended`, and the device blocks that were not filled."""
         ended, self.ended = self.ended, {}
         return ended
 

@@ -29,6 +29,8 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.core_client import MPClient
 from vllm.v1.metrics.reader import Counter
 
+from kvtier.hierarchy.messages import Loaded, decode
+
 
 class Driver:
     """The commands."""
@@ -36,6 +38,7 @@ class Driver:
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._adapters: dict[str, int] = {}
+        self._noted: list[Any] = []
 
     def start(
         self, options: dict[str, Any], transfer: dict[str, Any] | None, processes: bool, async_scheduling: bool
@@ -117,8 +120,37 @@ class Driver:
 
     def is_idle(self) -> bool:
         """Whether its connector has nothing left to do. For an engine in this process."""
+        return not self._scheduler.connector.has_pending_push_work()
+
+    def note_steps(self) -> None:
+        """From now on, notes what `noted` gives. For an engine in this process."""
+        noted, scheduler = self._noted, self._scheduler
+        plan, take_in = scheduler.schedule, scheduler.connector.update_connector_output
+
+        def schedule(*arguments: Any) -> Any:
+            output = plan(*arguments)
+            noted.append(sorted(output.num_scheduled_tokens))
+            return output
+
+        def update_connector_output(results: Any) -> None:
+            metadata = results.kv_connector_worker_meta
+            told = metadata.messages.values() if metadata is not None else ()
+            noted.extend("loaded" for messages in told for each in messages if isinstance(decode(each), Loaded))
+            take_in(results)
+
+        scheduler.schedule = schedule
+        scheduler.connector.update_connector_output = update_connector_output
+
+    def noted(self) -> list[Any]:
+        """What happened since the last call, in order: ids that a step schedules, or `loaded`, by a worker's answer."""
+        noted = list(self._noted)
+        self._noted.clear()
+        return noted
+
+    @property
+    def _scheduler(self) -> Any:
         core: Any = self._running.llm_engine.engine_core
-        return not core.engine_core.scheduler.connector.has_pending_push_work()
+        return core.engine_core.scheduler
 
     def stop(self) -> None:
         """In good order: what was saved is stored."""

@@ -196,6 +196,14 @@ class Engine:
         """Whether its connector has nothing left to do. For an engine in one process."""
         return bool(self._child.call("is_idle"))
 
+    def note_steps(self) -> None:
+        """From now on, notes what `noted` gives. For an engine in one process."""
+        self._child.call("note_steps")
+
+    def noted(self) -> list[Any]:
+        """What happened since the last call, in order: ids that a step schedules, or `loaded`, by a worker's answer."""
+        return list(self._child.call("noted"))
+
     def counter(self, name: str) -> int:
         """One of vLLM's."""
         return int(self._child.call("counters").get(name, 0))

@@ -33,7 +33,7 @@ from kvtier.keys import BlockHasher, PrefixHasher, split_block_key, split_store_
 
 WORKER = "0-0"
 LENDER = {"kv_connector": "LendingConnector", "kv_connector_module_path": "lending_connector", "kv_role": "kv_both"}
-OURS, THEIRS = make_prompts(2), make_prompts(3, seed=1)
+OURS, THEIRS = make_prompts(3), make_prompts(3, seed=1)
 """Prompts that kvtier alone deals with, and prompts whose KV the other connector has."""
 EXACT = {"dtype": "float32", "num_gpu_blocks_override": 40}
 """So few device blocks that `THEIRS` get some of `OURS`, and enough for them all to stay until their next turns."""
@@ -117,7 +117,8 @@ def test_loads_into_blocks_that_wait_to_be_saved(
         engine.restart(_beside(tmp_path, **tables), **EXACT, **mode)
         pool.suspend()
         assert tokens_of(engine.generate(OURS)) == tokens_of(of_ours)
-        lent = engine.generate(THEIRS, params={"lender": {"loads": "between"}})
+        # Not saved themselves, they leave what waits there as it is.
+        lent = engine.generate(THEIRS, params={"lender": {"loads": "between"}, "kvtier": {"no_store": True}})
         assert tokens_of(lent) == tokens_of(of_theirs)
         assert cached_of(lent) == all_hit(THEIRS)
         pool.resume()

@@ -50,6 +50,19 @@ def test_tokens_are_equal_and_prompts_hit(lab: Lab, expected: list[Answer], mode
         assert cached_of(again) == all_hit(turns)
 
 
+@pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["plain", "asynchronous"])
+def test_a_request_goes_on_with_the_next_step_after_its_load(lab: Lab, mode: dict[str, Any]) -> None:
+    with lab.engine(transfer(settings()), **mode) as engine:
+        engine.generate(PROMPTS[:1])
+        engine.reset()
+        engine.note_steps()
+        assert cached_of(engine.generate(PROMPTS[:1])) == all_hit(PROMPTS[:1])
+        noted = engine.noted()
+        after = noted.index("loaded") + 1
+        assert not any(noted[: after - 1]), "nothing is computed before"
+        assert noted[after], "the next step does without it"
+
+
 @pytest.mark.parametrize("mode", [{}, {"async_scheduling": True, **CHUNKED}], ids=["plain", "asynchronous, chunked"])
 def test_preemption(lab: Lab, crowd_expected: list[Answer], mode: dict[str, Any]) -> None:
     """Blocks of preempted requests go to others at once, and what they held comes back by loads."""

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 from request_rig import SIZE, known_request
+from steps_rig import Planner
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
 from clock_rig import StillClock
 from kvtier.hierarchy import Block
+from kvtier.hierarchy.messages import SaveBatch, encode
 from kvtier_vllm.compat import BoundaryState, boundary_states
+from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import RequestBlocks
@@ -161,3 +164,33 @@ def test_blocks_that_a_step_clears_are_written_to() -> None:
     )
     assert written_blocks(_output(scheduled_cached_reqs=cached, new_block_ids_to_zero=[6, 7]), SIZE) == {5, 6, 7}
     assert written_blocks(_output(scheduled_cached_reqs=cached), SIZE) == {5, 6}
+
+
+def test_blocks_of_an_ended_request_that_another_connector_loads_into() -> None:
+    """Two wait to be saved and one is being copied when they are given to a request that kvtier knows nothing of.
+
+    It is in no step before its load is over, and its allocation names no tokens that kvtier is to load.
+    """
+    groups = KVGroups(1, 100)
+    plan, known = Planner(groups, {"id"}, {"id": ([5, 6, 7, 8],)}), known_request(TOKENS)
+    saves = RequestSaves(
+        RequestBlocks(groups, None), groups, plan.device, tokens_per_block=SIZE, save_answers=True, clock=StillClock()
+    )
+    kv: Any = plan
+    saves.bind(kv)
+    copies = CopiesUnderWay(groups)
+    written = plan.begin(new={"id": (0, len(TOKENS))})
+    span = ComputedSpan("id", 0, len(TOKENS), plan.tables["id"])
+    ((key, slot),) = saves.choose([(known, span)], [], written, 1)
+    copies.begin([encode(SaveBatch(1, [], [key], [0], [slot]))])
+    plan.end()
+    known.request.num_computed_tokens = len(TOKENS)
+    saves.leave(known, ([5, 6, 7, 8],))
+    assert list(saves.unsaved) == [6, 7]
+    plan.load("theirs", [5, 6, 9])
+    written = plan.begin(finished=["id"])
+    assert copies.of(written) == [1], "the step does not wait for the copy"
+    assert [slot for _, slot in saves.choose([], [], written, ROOM)] == [7]
+    plan.end()
+    plan.step(new={"theirs": (3 * SIZE - 1, 3 * SIZE)})
+    assert saves.choose([], [], set(), ROOM) == []

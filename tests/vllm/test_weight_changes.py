@@ -78,8 +78,7 @@ def _heard(engine: Engine) -> None:
     engine.generate(make_prompts(1, first_length=8, seed=9), num_tokens=2)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk", "pool"])
-@pytest.mark.parametrize("options", [{}, {"processes": True}], ids=["in process", "processes"])
+@pytest.mark.parametrize(("tier", "processes"), [("host", False), ("disk", False), ("pool", False), ("pool", True)])
 def test_reloaded_weights_have_keys_of_their_own(
     lab: Lab,
     pool: CachePool,
@@ -89,7 +88,7 @@ def test_reloaded_weights_have_keys_of_their_own(
     of_first: list[Answer],
     tmp_path: Path,
     tier: str,
-    options: dict[str, Any],
+    processes: bool,
 ) -> None:
     tables: dict[str, dict[str, dict[str, Any]]] = {
         "host": {},
@@ -97,7 +96,7 @@ def test_reloaded_weights_have_keys_of_their_own(
         "pool": {"pool": {"address": [pool.address]}},
     }
     connector = transfer(settings(**tables[tier]))
-    with lab.engine(connector, **options) as engine:
+    with lab.engine(connector, processes=processes) as engine:
         _answers(engine, PROMPTS, expected, none_hit)
         engine.reload_weights(other)
         _heard(engine)
@@ -116,6 +115,24 @@ def test_reloaded_weights_have_keys_of_their_own(
         engine.reload_weights(other)
         _heard(engine)
         _answers(engine, LATER, of_other[1], all_hit)
+
+
+def test_all_ranks_notice(lab: Lab, pool: CachePool, other: Path) -> None:
+    """In float32: ranks add up what one computes at once."""
+    connector, options = transfer(settings(pool={"address": [pool.address]})), {"dtype": "float32"}
+    models = (lab.model, other, lab.model)
+    with lab.engine(**options) as engine:
+        wanted = []
+        for model in models:
+            engine.reload_weights(model)
+            engine.reset()
+            wanted.append(engine.generate(PROMPTS))
+        engine.restart(connector, **options, tensor_parallel_size=2, distributed_executor_backend="mp")
+        for model, answers, hits in zip(models, wanted, (none_hit, none_hit, all_hit), strict=True):
+            engine.reload_weights(model)
+            _heard(engine)
+            _answers(engine, PROMPTS, answers, hits)
+    assert pool.num_written() == 2 * 2 * num_blocks(PROMPTS)
 
 
 def test_requests_that_wait_while_weights_change_have_new_keys(

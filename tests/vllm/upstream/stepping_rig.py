@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,10 +34,12 @@ from vllm.v1.request import Request, RequestStatus
 import kvtier_vllm.worker
 from cache_pool import WAIT_S
 from hierarchy_rig import Held
+from kvtier.hierarchy.messages import Loaded, decode
 from kvtier.keys import BlockHasher
 from kvtier.namespace import Namespace
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, DeviceKV, Fence
+from kvtier_vllm import KvtierConnector
 from kvtier_vllm.request_keys import RequestKeys
 
 BLOCK = 16
@@ -289,6 +292,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
+    @property
+    def is_planning_ahead(self) -> bool:
+        return self._depth > 0
+
     def is_loading(self, request_id: str) -> bool:
         return bool(self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
@@ -301,7 +308,23 @@ class Engine:
 
     def hasher(self) -> BlockHasher:
         """Of the tenant `red`."""
-        return _ours(self.connector)._scheduler._work.hashers["red"]  # type: ignore[attr-defined]
+        hasher: BlockHasher = _ours(self.connector)._scheduler._work.hashers["red"]  # type: ignore[attr-defined]
+        return hasher
+
+    def note_loaded(self, noted: list[object]) -> None:
+        """From now on, notes what workers answer when they have loaded blocks."""
+
+        def note(build: Callable[[], Any]) -> Any:
+            metadata = build()
+            told = metadata.messages.values() if metadata is not None else ()
+            noted.extend(each for messages in told for each in map(decode, messages) if isinstance(each, Loaded))
+            return metadata
+
+        for rank in self.ranks:
+            connector = _ours(rank.connector)
+            connector.build_connector_worker_meta = partial(  # type: ignore[method-assign]
+                note, connector.build_connector_worker_meta
+            )
 
     def forget_device(self) -> None:
         """Empties vLLM's own prefix cache."""
@@ -362,8 +385,9 @@ def engine(model: Path, extra: Mapping[str, Any], **how: Any) -> Iterator[Engine
 
 
 def _ours(connector: KVConnectorBase_V1) -> KVConnectorBase_V1:
-    """The last one, where there are several."""
-    return connector.sub_connectors[-1] if isinstance(connector, MultiConnector) else connector
+    """The one that is ours, where there are several."""
+    children = connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
+    return next((child for child in children if isinstance(child, KvtierConnector)), connector)
 
 
 def _group(rank: int, size: int) -> SimpleNamespace:

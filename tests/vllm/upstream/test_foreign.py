@@ -47,10 +47,10 @@ def lent(start: Start, *prompts: int) -> None:
     assert len(lending_connector.KEPT) == len(prompts) * (NUM_TOKENS // BLOCK)
 
 
-def starting(start: Start, tmp_path: Path, **how: Any) -> Engine:
-    """With the other connector, whose offers go before ours, and a disk."""
+def starting(start: Start, tmp_path: Path, *, first: bool = False, **how: Any) -> Engine:
+    """With the other connector, whose offers go before ours unless we are first, and a disk."""
     host, disk = {"capacity_bytes": HOST_BLOCKS * 256}, {"directory": str(tmp_path / "disk"), "reserve_bytes": 0}
-    return start(transfer=beside(LENDER, host=host, disk=disk), **how)
+    return start(transfer=beside(LENDER, first=first, host=host, disk=disk), **how)
 
 
 class Books:
@@ -179,13 +179,14 @@ def test_many_requests_of_all_kinds(start: Start, tmp_path: Path, seed: int, mod
     """Little room on the device and for saves: preemptions, aborts, prefixes that some share, loads by both."""
     chance = random.Random(seed)
     lent(start, *range(1, 9))
-    engine = starting(start, tmp_path, num_blocks=60, **mode)
+    engine = starting(start, tmp_path, first=seed == 0, num_blocks=60, **mode)
     engine.ranks[0].model.is_strict = False
-    is_plain = not mode
     for _ in range(120):
         for _ in range(chance.randrange(4)):
-            how = chance.choice([None, None, "between", "between", "within" if is_plain else "between"])
+            how = chance.choice([None, None, "between", "between", "within"])
             fails = sorted(chance.sample(range(14), chance.choice([0, 0, 1, 3])))
+            if how == "within" and mode:  # vLLM's own recovery does not survive that
+                fails = []
             lender = {"loads": how, "fails": fails} if how is not None else None
             length = chance.choice([NUM_TOKENS, 5 * BLOCK, 9 * BLOCK])
             engine.ask(chance.randrange(1, 12), length, max_tokens=chance.choice([1, 8, 40]), lender=lender)

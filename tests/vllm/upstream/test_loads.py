@@ -39,6 +39,28 @@ def test_what_was_saved_is_loaded(start: Start, num_tokens: int, mode: dict[str,
     engine.require_right_answers()
 
 
+def require_no_detour(engine: Engine) -> None:
+    """A request is scheduled by the first step that is planned after a worker's answer that its blocks are there."""
+    engine.ask(1, 100)
+    engine.finish()
+    engine.forget_device()
+    loaded: list[object] = []
+    engine.note_loaded(loaded)
+    again = engine.ask(1, 100)
+    engine.until(lambda: bool(loaded), "its blocks are there")
+    if engine.is_loading(again) and engine.is_planning_ahead:
+        assert again not in engine.step().num_scheduled_tokens, "planned before its results were known"
+    assert again in engine.step().num_scheduled_tokens
+    engine.finish()
+    assert engine.received == {again: 1}
+    engine.require_right_answers()
+
+
+@MODES
+def test_a_load_is_over_in_the_same_round(start: Start, mode: dict[str, bool]) -> None:
+    require_no_detour(start(**mode))
+
+
 @MODES
 def test_others_run_while_a_load_is_under_way(start: Start, mode: dict[str, bool]) -> None:
     fill(start, (1, 100))

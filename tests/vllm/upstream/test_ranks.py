@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from stepping_rig import BLOCK, Engine
-from test_loads import MODES, fill
+from test_loads import MODES, fill, require_no_detour
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm_rig import settings
@@ -74,6 +75,16 @@ def test_as_a_child_of_multi_connector(start: Start, tmp_path: Path, mode: dict[
     engine.require_right_answers()
 
 
+@MODES
+@pytest.mark.parametrize("first", [False, True])
+def test_a_load_is_over_in_the_same_round_there(
+    start: Start, tmp_path: Path, first: bool, mode: dict[str, bool]
+) -> None:
+    """The results that its children may add to are one object."""
+    engine = start(transfer=beside(_example(tmp_path), first=first), **mode)
+    require_no_detour(engine)
+
+
 def test_its_numbers_as_a_child_of_multi_connector(start: Start, tmp_path: Path) -> None:
     """As they come to the logger of vLLM's front end, which has no connector, only the configuration."""
     engine = start(transfer=beside(_example(tmp_path)))
@@ -87,9 +98,10 @@ def test_its_numbers_as_a_child_of_multi_connector(start: Start, tmp_path: Path)
     assert "saved_blocks" in lines[0]
 
 
-def beside(*others: dict[str, Any], **tables: Any) -> dict[str, Any]:
+def beside(*others: dict[str, Any], first: bool = False, **tables: Any) -> dict[str, Any]:
     """Ours and others, as `create_vllm_config` takes them.
 
+    :param first: whether ours is the first one, not the last.
     :param tables: of our settings.
     """
     tables.setdefault("host", {"capacity_bytes": 400 * 256})
@@ -100,7 +112,8 @@ def beside(*others: dict[str, Any], **tables: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings(cache={"io_process": False}, **tables),
     }
-    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*others, ours]}}
+    connectors = [ours, *others] if first else [*others, ours]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
 
 
 def _example(folder: Path) -> dict[str, Any]:
