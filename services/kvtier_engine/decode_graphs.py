@@ -82,6 +82,8 @@ class GraphedModel:
         self._inputs.fill(chunks)
         if self._sharing_pays(chunks):
             return self._model.forward(chunks, kv)
+        # A graph waits for nothing: should layers still be arriving, the stream has to wait for the last one before it.
+        kv.layer(kv.tensor.size(1) - 1)
         decode = self._decodes[min(size for size in self._decodes if size >= len(chunks))]
         decode.graph.replay()
         return decode.logits[: len(chunks)]
