@@ -83,8 +83,8 @@ class EngineConfig(Section):
     than 32 KiB. Not measured on a GPU yet, and therefore off by default."""
     cuda_graphs: bool = True
     """On CUDA, steps in which every request has one new token are replayed from graphs, captured at the start for 1, 2,
-    4 ... `max_running` requests. False launches every operation by itself, which takes the host longer than most models
-    take the device; it spares seconds at the start and some memory beside `kv_bytes`, which the log names."""
+    4 ... `max_running` requests. The log names the time that takes, and the device memory beside `kv_bytes`. False
+    spares both and launches every operation by itself, for which the device then has to wait."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

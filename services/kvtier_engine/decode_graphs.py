@@ -1,7 +1,7 @@
 """Decodes replayed from graphs: one launch for a step, where there are hundreds otherwise.
 
-A step in which each of few sequences has one new token takes the device a few milliseconds, and the host, which has to
-launch each operation of each layer, more than that. A CUDA graph holds all these launches.
+A step in which each of few sequences has one new token is over on the device before the host has launched each
+operation of each layer. A CUDA graph holds all these launches.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class GraphedModel:
     """
 
     def __init__(self, model: LlamaModel, kv: PagedKV, recorder: Recorder, *, max_seqs: int, max_seq_len: int) -> None:
-        """Records all graphs, which takes up to a second for each. Changes no block.
+        """Records all graphs, each of which runs the model twice. Changes no block.
 
         :param kv: what `forward` will be given; for other KV nothing is replayed.
         :param max_seqs: the largest batch that is replayed.
@@ -83,6 +83,8 @@ class GraphedModel:
         self._inputs.fill(chunks)
         if self._sharing_pays(chunks):
             return self._model.forward(chunks, kv)
+        # A graph waits for nothing: should layers still be arriving, the stream has to wait for the last one before it.
+        kv.layer(kv.tensor.size(1) - 1)
         decode = self._decodes[min(size for size in self._decodes if size >= len(chunks))]
         decode.graph.replay()
         return decode.logits[: len(chunks)]

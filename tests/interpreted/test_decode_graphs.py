@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -164,6 +165,27 @@ def test_a_block_table_that_changed_in_its_midst_is_written_anew(kv: PagedKV) ->
     kv.tensor[first.tables[0][0]] = kv.tensor[second.tables[0][0]]
     expected = tiny_model().forward(mixed.chunks([0]), kv)
     assert torch.equal(graphed.forward(mixed.chunks([0]), kv), expected)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingKV(PagedKV):
+    """KV whose layers come when they are asked for, one after the other."""
+
+    source: Tensor
+
+    def layer(self, index: int) -> Tensor:
+        self.tensor[:, : index + 1] = self.source[:, : index + 1]
+        return PagedKV.layer(self, index)
+
+
+def test_layers_that_are_still_arriving_are_there_before_a_replay(kv: PagedKV) -> None:
+    graphed, recorded = graphed_model(kv)
+    sequences = Sequences([17], kv)
+    source = kv.tensor.clone()
+    expected = tiny_model().forward(sequences.chunks([0]), PagedKV(source.clone()))
+    kv.tensor.fill_(torch.nan)
+    assert torch.equal(graphed.forward(sequences.chunks([0]), ArrivingKV(kv.tensor, source)), expected)
+    assert recorded.replays() == {1: 1}
 
 
 @pytest.mark.parametrize("what", ["a prefill", "too many", "too long", "other KV"])
