@@ -15,7 +15,7 @@ from kvtier.build import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.gauges import RankMemory
-from kvtier.hierarchy import ALONE, Mover, Replica
+from kvtier.hierarchy import ALONE, OTHER_COPIES, Mover, Replica
 from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.identity import DIGESTS, namespace_of
@@ -30,8 +30,6 @@ _PATIENCE_S = 5.0
 _LOOK_S = 0.05
 _TELL_S = 1.0
 """Between two looks at the memory that is taken."""
-_OTHER_COPIES = 2
-"""At a time, beside those of `cache.load_threads`: a save, and a load from host memory."""
 _EMPTY_STEP_S = 0.002
 """How long an empty step waits for transfers, unless a request goes on after it: a loop of empty steps would take the
 interpreter from them."""
@@ -77,7 +75,7 @@ class WorkerSide:
             pp_rank=pp.rank_in_group,
             digests=DIGESTS,
         )
-        num_copies = self._config.cache.load_threads + _OTHER_COPIES
+        num_copies = self._config.cache.load_threads + OTHER_COPIES
         layers_by_group = [group.values() for group in groups]
         staging_bytes = int(self._config.cache.staging_bytes)
         device = self._stack.enter_context(

@@ -96,9 +96,9 @@ class CacheConfig(Section):
     More help tiers with latency."""
     staging_bytes: Bytes = ByteSize(128 * 2**20)
     """Memory of a CUDA device, of each rank, in which copies between it and host memory are staged, beside the KV: for
-    `load_threads` and two more at a time, in vLLM in each KV group of a hybrid model. With 8 MiB or more for each of
-    them the bus is kept busy; with less than a block each, fewer copies run at a time. Large takes memory from the KV.
-    On the CPU, nothing is staged."""
+    `load_threads` and three more at a time. With 8 MiB or more for each of them the bus is kept busy; with less than a
+    block each, fewer copies run at a time. Large takes memory from the KV.
+    Nothing is staged on the CPU, nor where all pages have 32 KiB or more and the driver copies in batches."""
     fetch: Literal["if_faster", "always"] = "if_faster"
     """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
     with small models and slow networks. `always` for measurements and tests."""

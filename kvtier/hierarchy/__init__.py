@@ -13,12 +13,13 @@ from kvtier.hierarchy.hierarchy import Hierarchy
 from kvtier.hierarchy.inventory import InventoryLog
 from kvtier.hierarchy.jobs import Block, DirectorySettings, JobResult
 from kvtier.hierarchy.metrics import HierarchyMetrics
-from kvtier.hierarchy.mover import Mover
+from kvtier.hierarchy.mover import OTHER_COPIES, Mover
 from kvtier.hierarchy.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
 from kvtier.hierarchy.replica import ALONE, Replica
 
 __all__ = [
     "ALONE",
+    "OTHER_COPIES",
     "AlwaysFetch",
     "Block",
     "BlockStatus",

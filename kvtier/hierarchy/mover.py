@@ -39,8 +39,10 @@ from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
 
-_LOAN_BYTES = 64 << 20
-"""Of a part of a batch. While it is copied, another thread's is verified; each takes some milliseconds."""
+_HOST_LOADS = 2
+"""Threads for what is in the arena: one asks for a batch's transfers while those of another are under way."""
+OTHER_COPIES = 1 + _HOST_LOADS
+"""How many copies a mover has under way at a time, beside one per thread that loads from tiers: a save, too."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class Mover:
         self._shared_tiers, self._replica = frozenset(shared_tiers), replica
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
-        self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
+        self._host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
         """Nothing that is in the arena already waits for a tier."""
         self._copies = ThreadPoolExecutor(1, "kvtier-copy")
         self._writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in self._tiers}
@@ -235,26 +237,17 @@ class Mover:
 
     def _fetch_lent(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """The same from where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
-        borrower, ok, waited_s = self._borrowers.get(batch.source), b"", 0.0
-        if borrower is None:
-            return bytes(len(batch.keys)), waited_s
-        loans = range(0, len(batch.keys), max(1, _LOAN_BYTES // self._block_bytes))
-        for start in loans:
-            whole, loan_waited_s = self._copy_lent(batch, borrower, slice(start, start + loans.step), after)
-            ok, waited_s = ok + whole, waited_s + loan_waited_s
-        return ok, waited_s
-
-    def _copy_lent(self, batch: LoadBatch, borrower: Borrower, part: slice, after: Fence | None) -> tuple[bytes, float]:
-        """A part of the batch, on one loan."""
-        keys, device_slots = self._store_keys(batch.keys[part]), batch.device_slots[part]
-        borrowed = None if self._is_cancelled(batch) else borrower.borrow(keys, self._block_bytes)
-        waited_s = 0.0
-        if borrowed is None:
+        keys, waited_s, borrowed = self._store_keys(batch.keys), 0.0, None
+        borrower = self._borrowers.get(batch.source)
+        if borrower is not None and not self._is_cancelled(batch):
+            borrowed = borrower.borrow(keys, self._block_bytes)
+        if borrower is None or borrowed is None:
             return bytes(len(keys)), waited_s
         try:
             if borrowed.blocks and self._begin_copy(batch):
                 sources = [
-                    Blocks(lent.memory, lent.slots, [device_slots[i] for i in lent.indexes]) for lent in borrowed.blocks
+                    Blocks(lent.memory, lent.slots, [batch.device_slots[i] for i in lent.indexes])
+                    for lent in borrowed.blocks
                 ]
                 waited_s = self._device.scatter_all(sources, after=after)
         finally:

@@ -14,7 +14,7 @@ from kvtier.block_pool import BlockPool
 from kvtier.build import engine_cache
 from kvtier.config import Config
 from kvtier.errors import ConfigError
-from kvtier.hierarchy import Cleaner, Hierarchy
+from kvtier.hierarchy import OTHER_COPIES, Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
 from kvtier.namespace import Namespace
 from kvtier.pinned_memory import near_node
@@ -102,7 +102,7 @@ def engine_of(
                     device=stack.enter_context(
                         device_kv(
                             kv,
-                            num_copies=config.cache.load_threads + 2,
+                            num_copies=config.cache.load_threads + OTHER_COPIES,
                             staging_bytes=int(config.cache.staging_bytes),
                             lossy_codec=namespace.lossy_codec,
                         )
