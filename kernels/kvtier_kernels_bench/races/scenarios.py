@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvtier_kernels_bench.races.lender import POOL
 from kvtier_kernels_bench.races.rig import Rig
 
-_LONG_S = 0.005
+_LONG_S = 0.003
 """That a stream is held up: longer than the copies of a round take."""
 
 Round = Callable[[Rig, int], None]
