@@ -7,6 +7,7 @@ import torch
 from kvtier_kernels_bench import part_races
 from kvtier_kernels_bench.races.chip import SimulatedChip, Way
 from kvtier_kernels_bench.races.faults import Fault
+from kvtier_kernels_bench.races.pages import Pages
 from kvtier_kernels_bench.races.rig import TINY
 from kvtier_kernels_bench.races.suite import NAMES, WHOLE, Outcome, play
 from kvtier_kernels_bench.setting import Setting
@@ -54,6 +55,18 @@ def test_a_seed_takes_the_same_course() -> None:
     first, second = (played(name, Way.STAGED, seed=5, fault=fault) for _ in range(2))
     assert first == second
     assert first != played(name, Way.STAGED, seed=6, fault=fault)
+
+
+def test_what_blocks_hold_tells_them_apart() -> None:
+    """By content, part and place, in as many parts as large models have; host memory holds the same."""
+    pages = Pages(torch.device("cpu"), num_blocks=4, part_bytes=32, parts=[80], rounds=1)
+    pages.write(pages.places([2, 0]), torch.tensor([7, 8]))
+    words = torch.stack([part.view(torch.int64) for part in pages.groups[0]])[:, [2, 0]]
+    assert words.unique().numel() == words.numel()
+    held = torch.cat([part[2] for part in pages.groups[0]])
+    assert held.numpy().tobytes() == pages.payload(7).tobytes()
+    pages.check(pages.places([2, 0, 1]), torch.tensor([7, 8, 9]), 0)
+    assert pages.wrong.tolist() == [1]
 
 
 def test_as_a_part_of_a_run() -> None:

@@ -32,8 +32,8 @@ def test_a_load_waits_for_the_engine_once_or_not_at_all(step_s: float, before_s:
         load_from_host(LLAMA_8B, num_tokens=16_384, step_s=step_s, fences=fences).seconds for fences in Fences
     )
     assert before == pytest.approx(before_s, rel=0.05)
-    assert at_submit == pytest.approx(2 * step_s + 0.07, abs=0.02), "the running step, and the queued one"
-    assert at_processed < 0.1
+    assert 2 * step_s < at_submit < 2 * step_s + 0.08, "the running step, and the queued one"
+    assert at_processed < 0.08
 
 
 def test_a_load_of_16_gib() -> None:
@@ -43,7 +43,7 @@ def test_a_load_of_16_gib() -> None:
         for step_s in (0.06, 0.25)
     )
     assert long == pytest.approx(short, rel=0.02)
-    assert 16 * GIB / long > BUS / 2
+    assert BUS / 2 < 16 * GIB / long <= BUS
 
 
 def test_a_load_from_the_pool() -> None:
@@ -62,7 +62,8 @@ def test_the_planner_hears_of_the_tier_alone(fences: Fences) -> None:
     times = [
         load_from_host(LLAMA_8B, num_tokens=16_384, step_s=step_s, fences=fences).told_s for step_s in (0.015, 0.25)
     ]
-    assert times == [pytest.approx(0.07, rel=0.1)] * 2
+    assert times[0] == pytest.approx(times[1], rel=0.01)
+    assert 2 * GIB / BUS < times[0] < 0.08
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B_RANK], ids=lambda model: model.name)
@@ -75,8 +76,7 @@ def test_saves_keep_up_with_a_prefill(model: Model) -> None:
     assert [rate.num_dropped for rate in rates] == [0, 0]
     assert [rate.steps_behind for rate in rates] == [2, 2]
     before = save_prefill(model, tokens_per_s=30_000, step_s=0.25, num_steps=16, fences=Fences.AT_ITS_TURN)
-    assert before.steps_behind is not None
-    assert before.steps_behind > 10
+    assert (before.steps_behind or 0) > 10
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B_RANK], ids=lambda model: model.name)

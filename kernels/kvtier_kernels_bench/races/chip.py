@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from kvtier import cuda_routes, transfer_cuda
+from kvtier import cuda_lanes, cuda_routes, transfer_cuda
 from kvtier_kernels_bench.races.paces import RacePace
 from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
 from kvtier_kernels_bench.simulation.driver import SimulatedDriver
@@ -135,6 +135,7 @@ class SimulatedChip:
             mock.patch.object(transfer_cuda, "LEAST_PART_BYTES", 1 if self._way is Way.DIRECT else _MUCH_BYTES),
             mock.patch.object(cuda_routes, "LEAST_PART_BYTES", least_part_bytes),
             mock.patch.object(cuda_routes, "LEAST_DMA_BYTES", 1),
+            mock.patch.object(cuda_lanes, "_LEAST_NUMBERS", 1),
             simulated_launches(self.simulated),
             acting_movers(self._timeline, self._some_delay_s),
             self._timeline.acting(),

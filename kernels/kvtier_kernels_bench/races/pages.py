@@ -88,4 +88,5 @@ class Pages:
 
 def _expected(contents: Tensor, ramp: Tensor, part: int) -> Tensor:
     """Words of a part of such blocks, int64 `[num_blocks, words]`; sums wrap."""
-    return contents[:, None] * _BY_CONTENT + ramp[None] + part * _BY_PART
+    by_part = (part * _BY_PART + 2**63) % 2**64 - 2**63
+    return contents[:, None] * _BY_CONTENT + ramp[None] + by_part

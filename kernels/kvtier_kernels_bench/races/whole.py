@@ -21,7 +21,7 @@ from kvtier_kernels_bench.races.pages import Pages
 from kvtier_kernels_bench.races.rig import Size
 from kvtier_kernels_bench.races.work import Queues, Steps, Work
 
-_LONG_S = 0.005
+_LONG_S = 0.003
 _MOST_STEPS = 10_000
 _NAMESPACE = Namespace(
     weights_digest=bytes(32),

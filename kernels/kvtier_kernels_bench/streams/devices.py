@@ -22,7 +22,8 @@ class Fences(Enum):
     """When the event is recorded that copies wait for."""
 
     AT_ITS_TURN = "when a batch's turn comes"
-    """As it was: by the mover's thread, behind all that the engine has queued meanwhile."""
+    """As it was: by the mover's thread, behind all that the engine has queued meanwhile. Loads from host memory had one
+    thread."""
     AT_SUBMIT = "when it is submitted"
     """By the engine's thread, behind what is queued then. So it is for saves in any case."""
     AT_PROCESSED_STEP = "after the last processed step"

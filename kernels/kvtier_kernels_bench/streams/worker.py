@@ -5,10 +5,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from kvtier.hierarchy import Directory, DirectorySettings, HierarchyMetrics, InventoryLog, JobResult, Mover
+from kvtier.hierarchy import (
+    OTHER_COPIES,
+    Directory,
+    DirectorySettings,
+    HierarchyMetrics,
+    InventoryLog,
+    JobResult,
+    Mover,
+)
+from kvtier.hierarchy import mover as mover_module
 from kvtier.hierarchy.messages import Loaded, decode
 from kvtier.keys import BlockKey, NamespaceId
 from kvtier.tiers.aside import Borrower
@@ -28,7 +38,6 @@ POOL = "pool"
 _AHEAD = 2
 """Steps that are queued: the one that runs, and the next."""
 _LOAD_THREADS = 4
-_OTHER_COPIES = 2
 _STAGING_BYTES = 192 << 20
 _START_S = 50e-6
 """Until a thread of a pool has begun what it is given."""
@@ -119,6 +128,8 @@ def worker(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(acting_movers(timeline, lambda: _START_S))
+        if fences is Fences.AT_ITS_TURN:  # loads from host memory had one thread then
+            stack.enter_context(mock.patch.object(mover_module, "_HOST_LOADS", 1))
         stack.enter_context(simulated_launches(cuda))
         stack.enter_context(timeline.acting())
         stack.enter_context(cuda.device(None))
@@ -126,7 +137,7 @@ def worker(
         kv = CudaKV(
             reserved_pages(num_blocks, num_parts=model.num_layers, part_bytes=model.page_bytes),
             staging_bytes=_STAGING_BYTES,
-            num_lanes=_LOAD_THREADS + _OTHER_COPIES,
+            num_lanes=_LOAD_THREADS + OTHER_COPIES,
             cuda=cuda,
             driver=SimulatedDriver(cuda, splits=False, transfer_s=speeds.transfer_s),
         )
