@@ -4,6 +4,7 @@ Times are those of any weights.
 """
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.weights import LayerWeights, LlamaWeights
 from kvtier_kernels_bench.setting import Setting
 
+Model = TypeVar("Model", bound=LlamaModel)
 
-def model_of(setting: Setting) -> tuple[LlamaModel, ModelConfig]:
+
+def model_of(setting: Setting, kind: type[Model]) -> tuple[Model, ModelConfig]:
     """On the setting's device, in its dtype; tiny where it is."""
     config = tiny_llama() if setting.tiny else llama_8b()
-    return LlamaModel(config, random_weights(config, setting.dtype, setting.device)), config
+    return kind(config, random_weights(config, setting.dtype, setting.device)), config
 
 
 def llama_8b() -> ModelConfig:
