@@ -12,6 +12,9 @@ from torch import Tensor
 
 from kvtier.transfer import Fence
 
+_LEAST_NUMBERS = 8192
+"""64 KiB. A batch of 1024 blocks takes half of them at most."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaFence(Fence):
@@ -21,25 +24,28 @@ class CudaFence(Fence):
 
 
 class Lane:
-    """What one copy at a time works with. Whoever has it from `Lanes.run` works in the context of its stream."""
+    """What one copy at a time works with: whoever has it from `Lanes.run`, in the context of its stream."""
 
     def __init__(self, device: torch.device, rows: int, row_bytes: int, cuda: Any) -> None:
         self.stream = cuda.Stream(device)
         self.staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
         """uint8 `[rows, row_bytes]` on the device. Touched on `stream` only, which keeps its users apart."""
-        self._device = device
+        room = max(4 * rows, _LEAST_NUMBERS)
+        self._on_host = torch.empty(room, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._on_device = torch.empty(room, dtype=torch.int64, device=device)
+        self._num_used = 0  # of both, by the present copy
         self._stalled, self._resumed = (cuda.Event(enable_timing=True) for _ in range(2))
         self._done = cuda.Event(blocking=True)
         self._after: CudaFence | None = None  # of the present copy, until its stream waits for it
         self._has_waited = False
 
     def begin(self, after: Fence | None) -> None:
-        """A copy begins."""
+        """A copy begins. The last one is done."""
         assert after is None or isinstance(after, CudaFence), f"a fence of another device: {after}"
-        self._after, self._has_waited = after, False
+        self._after, self._has_waited, self._num_used = after, False, 0
 
     def wait_for_fence(self) -> None:
-        """What is queued from now on is done when everything before the copy's fence is. Once is enough."""
+        """What is queued from now on is done after everything before the copy's fence. The first call counts."""
         after, self._after = self._after, None
         if after is None:
             return
@@ -56,7 +62,14 @@ class Lane:
 
     def to_device(self, numbers: npt.NDArray[np.int64]) -> Tensor:
         """The same int64 numbers on the device, for the present copy."""
-        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+        if self._num_used + numbers.size > self._on_host.numel():
+            self.end()  # what was queued has read its numbers
+            self._num_used = 0
+        place = slice(self._num_used, self._num_used + numbers.size)
+        self._num_used = place.stop
+        self._on_host[place].numpy()[:] = numbers.ravel()
+        self._on_device[place].copy_(self._on_host[place], non_blocking=True)
+        return self._on_device[place].view(numbers.shape)
 
 
 class Lanes:
@@ -72,8 +85,8 @@ class Lanes:
 
     def fence(self) -> CudaFence:
         """Behind what the calling thread's current stream of the device holds."""
-        event = self._cuda.Event()
         with self._cuda.device(self._device):
+            event = self._cuda.Event()
             event.record(self._cuda.current_stream(self._device))
         return CudaFence(event)
 
@@ -87,6 +100,8 @@ class Lanes:
         try:
             # The device is named: a thread that names none sets up another device's memory beside it.
             with self._cuda.device(self._device), self._cuda.stream(lane.stream):
+                # What calls the driver itself needs the context, which `device` leaves alone on the first device.
+                self._cuda.set_device(self._device)
                 lane.begin(after)
                 try:
                     copy(lane)

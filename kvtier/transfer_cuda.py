@@ -1,31 +1,25 @@
-"""Moving blocks between a CUDA device and arena slots: one kernel and few large copies per batch.
+"""Moving blocks between a CUDA device and slots in host memory, beside the engine's kernels."""
 
-Blocks lie anywhere on the device, slots anywhere in the arena. A kernel brings the blocks together in a staging
-buffer on the device, and runs of adjacent slots are then one DMA each; on the way up the other way round. Where runs
-are short, a second kernel reaches the arena over the bus instead: a thread that asked for that many DMAs would keep
-the interpreter from the engine's.
-"""
-
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.batched_dma import BatchedDma
 from kvtier.cuda_lanes import Lane, Lanes
+from kvtier.cuda_routes import LEAST_PART_BYTES, Direct, Route, Staged
 from kvtier.errors import InvalidInputError
 from kvtier.kv_group import KVGroup
 from kvtier.pinned_memory import HostMemory, PinnedMemory
 from kvtier.slot_batches import SlotBatch
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks, Fence
-from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.records import RecordLayout
 
-_LEAST_DMA_BYTES = 1 << 20
-"""On average. To ask for a DMA takes 5 to 8 us of Python, in which a PCIe 5.0 x16 link moves 0.4 MB. Reckoned."""
+_log = logging.getLogger(__name__)
 
 
 class CudaKV:
@@ -43,8 +37,10 @@ class CudaKV:
         staging_bytes: int = 96 * 2**20,
         num_lanes: int = 3,
         cuda: Any = torch.cuda,
+        driver: Any = None,
     ) -> None:
-        """Allocates `staging_bytes` on the device, and compiles the kernels: a second or two, the first time.
+        """Chooses a route. Where blocks are staged, this takes `staging_bytes` of the device, and compiles the kernels:
+        a second or two, the first time.
 
         :param groups: KV groups, mostly one: the parts of all blocks, e.g. one per layer, each uint8
             `[num_blocks, part_bytes]` on the device, rows contiguous: views, nothing is copied. A block is its parts,
@@ -55,6 +51,7 @@ class CudaKV:
         :param staging_bytes: of all lanes; larger batches go in several pieces. At least one block per lane is taken.
         :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
+        :param driver: the driver's library; another seam. None: that of the system.
         :raises InvalidInputError: tensors of another kind, or that do not fit together.
         """
         self._groups = [KVGroup.of(tensors, layout) for tensors in groups]
@@ -65,11 +62,13 @@ class CudaKV:
             )
         self._device = self._groups[0].device
         self._block_bytes = max(group.block_bytes for group in self._groups)
+        self._route = _route(self._groups, _batches(self._device, cuda, driver))
         rows = max(1, min(staging_bytes // num_lanes // self.block_bytes, self.num_blocks))
+        rows = 0 if isinstance(self._route, Direct) else rows
         self._lanes = Lanes(self._device, num_lanes, rows=rows, row_bytes=self.block_bytes, cuda=cuda)
-        self._memory = PinnedMemory(self._device, cuda, on_pinned=self._compile_crossing)
-        for _ in range(num_lanes):  # each in turn: its first copy would also be the first to take memory
-            self._lanes.run(self._compile, after=None)
+        self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
+        for _ in range(num_lanes):  # each has its turn
+            self._lanes.run(self._route.warm, after=None)
 
     @property
     def num_blocks(self) -> int:
@@ -89,15 +88,11 @@ class CudaKV:
         self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
     ) -> None:
         """Device to arena, `device_slots[i]` to `arena_slots[i]`. On return the bytes are in the arena."""
-        batch, host = self._checked(Blocks(arena, arena_slots, device_slots)), self._rows_of(arena)
-
-        def copy(lane: Lane) -> None:
-            lane.wait_for_fence()
-            for piece in batch.pieces(lane.staging.size(0)):
-                self._stage(piece, lane, gather=True)
-                self._cross(piece, lane, host, gather=True)
-
-        self._lanes.run(copy, after=after)
+        batch, host = self._checked(Blocks(arena, arena_slots, device_slots))
+        self._lanes.run(lambda lane: self._route.gather(lane, batch, host), after=after)
+        for number, group in enumerate(self._groups):
+            if group.block_bytes < self.block_bytes:  # or bytes of another block would be stored with this one
+                arena.rows[batch.slots[batch.groups == number], group.block_bytes : self.block_bytes] = 0
 
     def scatter(
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
@@ -107,14 +102,11 @@ class CudaKV:
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         """The same at once from several memories, arenas or attached."""
-        batches = [(self._checked(blocks), self._rows_of(blocks.memory)) for blocks in sources]
+        batches = [self._checked(blocks) for blocks in sources]
 
         def copy(lane: Lane) -> None:
             for batch, host in batches:
-                for piece in batch.pieces(lane.staging.size(0)):
-                    self._cross(piece, lane, host, gather=False)
-                    lane.wait_for_fence()
-                    self._stage(piece, lane, gather=False)
+                self._route.scatter(lane, batch, host)
 
         return self._lanes.run(copy, after=after)
 
@@ -131,56 +123,44 @@ class CudaKV:
         `CudaKV` with the same memory. Idempotent."""
         self._memory.close()
 
-    def _stage(self, piece: SlotBatch, lane: Lane, *, gather: bool) -> None:
-        """Between these blocks and the first rows of the lane's staging buffer."""
-        rows = np.argsort(piece.groups, kind="stable")
-        on_device = lane.to_device(np.stack([piece.blocks[rows], rows]))
-        ends = np.searchsorted(piece.groups[rows], np.arange(len(self._groups) + 1))
-        for group, start, stop in zip(self._groups, ends, ends[1:], strict=False):
-            if start < stop:
-                blocks, their_rows = on_device[:, start:stop]
-                group.copy(blocks, lane.staging, their_rows, gather=gather)
+    def _checked(self, blocks: Blocks) -> tuple[SlotBatch, HostMemory]:
+        """What to copy. A kernel leaves out slots that do not exist, without a word; a transfer reads or writes there.
 
-    def _cross(self, piece: SlotBatch, lane: Lane, host: HostMemory, *, gather: bool) -> None:
-        """Between the first rows of the lane's staging buffer and these arena slots."""
-        starts, lengths = piece.runs(host.chunk_slots, adjacent=host.rows.is_contiguous())
-        if host.is_pinned and len(piece) * self.block_bytes < len(starts) * _LEAST_DMA_BYTES:
-            slots, rows = lane.to_device(np.stack([piece.slots, np.arange(len(piece))]))
-            if gather:
-                block_copy(lane.staging, rows, host.rows, slots)
-            else:
-                block_copy(host.rows, slots, lane.staging, rows)
-            return
-        for start, slot, length in zip(starts.tolist(), piece.slots[starts].tolist(), lengths.tolist(), strict=True):
-            staged_run, host_run = lane.staging[start : start + length], host.rows[slot : slot + length]
-            into, source = (host_run, staged_run) if gather else (staged_run, host_run)
-            into.copy_(source, non_blocking=True)
+        The memory comes with a block's bytes of each slot, pinned if the system lets us.
+        """
+        batch = SlotBatch.of(blocks, num_groups=len(self._groups), blocks_per_group=self._groups[0].num_blocks)
+        return batch, self._rows_of(self._memory.of(blocks.memory))
 
-    def _checked(self, blocks: Blocks) -> SlotBatch:
-        """The kernel leaves out slots that do not exist, and so does a slice of a tensor, without a word."""
-        return SlotBatch.of(blocks, num_groups=len(self._groups), blocks_per_group=self._groups[0].num_blocks)
-
-    def _rows_of(self, memory: SlotMemory) -> HostMemory:
-        """The memory, a block's bytes of each slot, pinned if the system lets us."""
-        host = self._memory.of(memory)
+    def _rows_of(self, host: HostMemory) -> HostMemory:
+        if host.rows.size(1) < self.block_bytes:
+            raise InvalidInputError(f"blocks of {self.block_bytes} bytes in slots of {host.rows.size(1)}")
         return replace(host, rows=host.rows[:, : self.block_bytes])
 
-    def _compile(self, lane: Lane) -> None:
-        """Has the kernels ready for a lane, without a byte copied: the memory may be in use."""
-        no_block = lane.to_device(np.array([-1]))
-        for group in self._groups:
-            for gather in (True, False):
-                group.copy(no_block, lane.staging, no_block, gather=gather)
+    def _warm_for(self, host: HostMemory) -> None:
+        self._lanes.run(lambda lane: self._route.warm_for(lane, self._rows_of(host)), after=None)
 
-    def _compile_crossing(self, host: HostMemory) -> None:
-        """Beside the time that pinning takes, a second is little; later a load would wait for it."""
-        if self.block_bytes >= _LEAST_DMA_BYTES:  # a run is no shorter than a block
-            return
 
-        def compile_both_ways(lane: Lane) -> None:
-            no_block, rows = lane.to_device(np.array([-1])), host.rows[:, : self.block_bytes]
-            block_copy(rows, no_block, lane.staging, no_block)
-            if host.is_writable:
-                block_copy(lane.staging, no_block, rows, no_block)
+def _route(groups: Sequence[KVGroup], dma: BatchedDma | None) -> Route:
+    """Straight between blocks and host memory where every part of a block is worth a transfer of its own."""
+    least = min(group.least_part_bytes for group in groups)
+    if dma is not None and least >= LEAST_PART_BYTES and all(group.layout is None for group in groups):
+        _log.info("KV is copied straight between its pages, of %d bytes or more, and host memory, in batches", least)
+        return Direct(groups, dma)
+    _log.info(
+        "KV is copied by way of staging memory on the device (pages of %d bytes or more); transfers are asked for %s",
+        least, "in batches" if dma is not None else "one by one: for batches, the driver must be of CUDA 12.8",
+    )  # fmt: skip
+    return Staged(groups, dma)
 
-        self._lanes.run(compile_both_ways, after=None)
+
+def _batches(device: torch.device, cuda: Any, driver: Any) -> BatchedDma | None:
+    """What asks for transfers in batches, once it was seen to work."""
+    if driver is None and device.type != "cuda":
+        return None
+    dma = BatchedDma.of_driver(driver)
+    if dma is None:
+        return None
+    with cuda.device(device):
+        stream = cuda.Stream(device)
+        with cuda.stream(stream):
+            return dma if dma.works(device, stream) else None

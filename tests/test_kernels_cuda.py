@@ -31,7 +31,7 @@ def test_every_kernel_agrees_with_its_reference() -> None:
 
 @pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
 def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.transfer_cuda._LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr("kvtier.cuda_routes.LEAST_DMA_BYTES", least_dma_bytes)
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     kv.byte_rows().random_(0, 256)
     before = kv.byte_rows().cpu()
@@ -53,7 +53,7 @@ def test_blocks_come_from_memory_that_is_mapped_for_reading(
     least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from a pool on the same host; attached again after it was given back, at the same address maybe."""
-    monkeypatch.setattr("kvtier.transfer_cuda._LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr("kvtier.cuda_routes.LEAST_DMA_BYTES", least_dma_bytes)
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     arena = Arena(20, kv.block_bytes, shared=True)
     slots = [9, 10, 11, 3, 19, 0]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.grouped_kv import GroupedKV
 from kvtier.transfer import DeviceKV, HostMemoryKV
-from kvtier_vllm.groups import GroupedKV
 
 _STAGING_BYTES = 32 << 20
 """Of a copy."""

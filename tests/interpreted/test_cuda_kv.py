@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import kv_group, transfer_cuda
+from kvtier import cuda_routes, kv_group
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
@@ -27,7 +27,7 @@ def test_copies_what_the_engine_on_cpu_copies(
     staged_blocks: int, slot_bytes: int, least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches larger and smaller than the staging buffer, arena slots in runs and alone."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
     ours, theirs = random_rows(NUM_BLOCKS), random_rows(NUM_BLOCKS)
     kv = CudaKV([ours], staging_bytes=staged_blocks * BLOCK_BYTES, cuda=Notes())
     oracle = HostMemoryKV(theirs.numpy())
@@ -118,14 +118,14 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         copied.append((source.data_ptr(), target.data_ptr()))
         original(source, rows, target, *others)
 
-    monkeypatch.setattr(transfer_cuda, "block_copy", note)
+    monkeypatch.setattr(cuda_routes, "block_copy", note)
     for register_status, least_dma_bytes, by_kernel in (
         (0, BLOCK_BYTES * 2, False),
         (0, BLOCK_BYTES * 3, True),
         (2, BLOCK_BYTES * 3, False),
         (712, BLOCK_BYTES * 3, True),
     ):
-        monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+        monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
         kv, arena = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(register_status)), filled_arena(10)
         kv.gather([8], arena, [0], after=kv.fence())  # pins, and compiles both ways
         for copy in (
@@ -144,10 +144,10 @@ def test_nothing_is_compiled_for_blocks_that_always_go_by_dma(
     least_dma_bytes: int, num_kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first copy crosses without a kernel, or with a block too small for a DMA by one, and both before it."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
     kv, arena, copies = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes()), filled_arena(2), []
     original = block_copy.block_copy
-    monkeypatch.setattr(transfer_cuda, "block_copy", lambda *tensors: (copies.append(tensors), original(*tensors)))
+    monkeypatch.setattr(cuda_routes, "block_copy", lambda *tensors: (copies.append(tensors), original(*tensors)))
     kv.gather([0], arena, [1], after=kv.fence())
     assert len(copies) == num_kernels
     kv.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import transfer_cuda
+from kvtier import cuda_routes
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
@@ -46,7 +46,7 @@ def read_only(memory: Arena) -> SlotMemory:
 @pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
 def test_memory_that_is_lent(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned for reading from `attach` to `detach`; one lane copies from all of it."""
-    monkeypatch.setattr(transfer_cuda, "_LEAST_DMA_BYTES", least_dma_bytes)
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
     notes, ours = Notes(), random_rows(NUM_BLOCKS)
     expected = ours.clone()
     kv = CudaKV([ours], staging_bytes=2 * BLOCK_BYTES, cuda=notes)
@@ -76,7 +76,7 @@ def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch
 
     notes, arena = Notes(), filled_arena(4)
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
-    monkeypatch.setattr(transfer_cuda, "block_copy", fail)
+    monkeypatch.setattr(cuda_routes, "block_copy", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         kv.attach(read_only(arena))
     assert notes.registered == {}

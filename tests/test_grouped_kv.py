@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvtier.grouped_kv import GroupedKV
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks, Fence, HostMemoryKV
-from kvtier_vllm.groups import GroupedKV
 
 NUM_BLOCKS, LARGE, SMALL = 6, 64, 48
 

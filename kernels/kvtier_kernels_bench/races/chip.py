@@ -1,0 +1,171 @@
+"""Where a suite's engine runs: a GPU, or a simulated one in virtual time."""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+
+from kvtier import cuda_routes, transfer_cuda
+from kvtier_kernels_bench.races.paces import RacePace
+from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
+from kvtier_kernels_bench.simulation.driver import SimulatedDriver
+from kvtier_kernels_bench.simulation.executors import acting_movers
+from kvtier_kernels_bench.simulation.launches import simulated_launches
+from kvtier_kernels_bench.simulation.timeline import Timeline
+
+_CYCLES_PER_S = 1.7e9
+"""Of the GPU, about: a delay is as good when it is half as long."""
+_PAUSE_S = 1e-3
+_MUCH_BYTES = 1 << 40
+
+
+class Chip(Protocol):
+    """Called by the engine's thread only."""
+
+    cuda: Any
+    """`torch.cuda`, or what stands for it."""
+    device: torch.device
+    driver: Any
+    """As `CudaKV` takes it."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """The calling thread is an engine's meanwhile."""
+
+    def begin_round(self) -> None:
+        """Everything may be faster or slower from now on."""
+
+    def launch(self, does: Callable[[], None]) -> None:
+        """What `does` asks torch for is queued on the current stream."""
+
+    def hold_up(self, seconds: float) -> None:
+        """Keeps the current stream busy."""
+
+    def capture(self, does: Callable[[], None]) -> Callable[[], None]:
+        """Like a CUDA graph: each call queues on the current stream what `does` would."""
+
+    @property
+    def problems(self) -> frozenset[str]:
+        """What was done that a device forbids, as far as it is seen here."""
+
+    def pause(self) -> None:
+        """Lets other threads go on, some milliseconds at the most."""
+
+    def clock(self) -> float:
+        """Seconds."""
+
+
+class Gpu:
+    """`Chip` on the GPU that torch has current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda: Any = torch.cuda
+        self.device, self.driver = device, None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            yield
+
+    def begin_round(self) -> None:
+        pass
+
+    def launch(self, does: Callable[[], None]) -> None:
+        does()
+
+    def hold_up(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+    def capture(self, does: Callable[[], None]) -> Callable[[], None]:
+        aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(aside):
+            does()  # libraries set themselves up
+        aside.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # movers may be copying
+            does()
+        return graph.replay
+
+    @property
+    def problems(self) -> frozenset[str]:
+        return frozenset()
+
+    def pause(self) -> None:
+        time.sleep(_PAUSE_S / 10)
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+
+class Way(Enum):
+    """How blocks are to cross the bus."""
+
+    DIRECT = auto()
+    """By batches of transfers between pages and host memory."""
+    STAGED = auto()
+    """By batches of transfers, by way of a staging buffer."""
+    BY_KERNEL = auto()
+    """By way of a staging buffer, to and from which a kernel reaches host memory."""
+    ONE_BY_ONE = auto()
+    """By way of a staging buffer, with a call for each transfer: the driver is old."""
+
+
+class SimulatedChip:
+    """`Chip` in virtual time. The same seed takes the same course."""
+
+    def __init__(self, seed: int, way: Way) -> None:
+        """:param way: what `CudaKV` is made to choose, whose choice depends on sizes that are small here."""
+        self._timeline = Timeline(seed)
+        self._pace = RacePace(random.Random(seed))
+        self._random = random.Random(seed)
+        self.simulated = SimulatedCuda(self._timeline, self._pace, launch_s=self._some_delay_s)
+        self.cuda: Any = self.simulated
+        self.device = torch.device("cpu")
+        self.driver: Any = None if way is Way.ONE_BY_ONE else SimulatedDriver(self.simulated, splits=True)
+        self._way = way
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        least_part_bytes = 1 if self._way is Way.STAGED else _MUCH_BYTES
+        with (
+            mock.patch.object(transfer_cuda, "LEAST_PART_BYTES", 1 if self._way is Way.DIRECT else _MUCH_BYTES),
+            mock.patch.object(cuda_routes, "LEAST_PART_BYTES", least_part_bytes),
+            mock.patch.object(cuda_routes, "LEAST_DMA_BYTES", 1),
+            simulated_launches(self.simulated),
+            acting_movers(self._timeline, self._some_delay_s),
+            self._timeline.acting(),
+            self.simulated.device(self.device),
+        ):
+            self.simulated.set_device(self.device)
+            yield
+
+    def begin_round(self) -> None:
+        with self._timeline.lock:
+            self._pace.begin_round()
+
+    def launch(self, does: Callable[[], None]) -> None:
+        self.simulated.launch(does)
+
+    def hold_up(self, seconds: float) -> None:
+        self.simulated.launch(lambda: None, seconds=seconds)
+
+    def capture(self, does: Callable[[], None]) -> Callable[[], None]:
+        return lambda: self.launch(does)
+
+    @property
+    def problems(self) -> frozenset[str]:
+        return frozenset(self.simulated.problems)
+
+    def pause(self) -> None:
+        self._timeline.sleep(_PAUSE_S * self._random.random())
+
+    def clock(self) -> float:
+        return self._timeline.clock()
+
+    def _some_delay_s(self) -> float:
+        """Mostly short; sometimes the system has given the thread's core to another."""
+        return self._pace.delay_s()

@@ -1,0 +1,146 @@
+"""A small engine whose device never idles: steps are queued ahead, and nobody waits for the device in between.
+
+It obeys what an engine must: a block is handed out again when nobody else is at it. Everything else is up to the
+fences of the copies.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvtier.errors import KvtierError
+from kvtier.hierarchy import Mover
+from kvtier.hierarchy.messages import (
+    HOST,
+    CancelBatch,
+    Cancelled,
+    Copied,
+    LoadBatch,
+    Loaded,
+    SaveBatch,
+    decode,
+    encode,
+)
+from kvtier_kernels_bench.races.chip import Chip
+from kvtier_kernels_bench.races.faults import Fault
+from kvtier_kernels_bench.races.work import Queues, Steps
+
+_PATIENCE_S = 60.0
+
+
+class Engine:
+    """Queues steps and hands batches to the mover, as a connector does. One thread."""
+
+    def __init__(self, chip: Chip, mover: Mover, fault: Fault) -> None:
+        self._chip, self._mover, self._fault = chip, mover, fault
+        self._steps = Steps(chip)
+        self._batches: dict[int, SaveBatch | LoadBatch] = {}
+        """By id: what may be at its device slots."""
+        self._answers: dict[int, Loaded | Cancelled | Copied] = {}
+        """By batch: the first one, which frees its device slots."""
+        self._last_batch = 0
+
+    def step(
+        self,
+        *work: Queues,
+        takes: Iterable[int] = (),
+        first: Sequence[Queues] = (),
+        messages: Sequence[SaveBatch | LoadBatch] = (),
+    ) -> None:
+        """Queues a step, and hands over messages as soon as it is launched.
+
+        :param takes: blocks that are handed out in this step.
+        :param first: what is done to them before the step's loads are: zeroing, say.
+        :param messages: saves of what is computed in this step or was before, loads of blocks that `work` leaves alone.
+        """
+        if self._fault is not Fault.NO_FLUSH:
+            self.flush(takes)
+        early = self._mover.fence()
+        for queues in first:
+            queues()
+        loads_after = early if self._fault is Fault.EARLY_FENCE else self._mover.fence()
+        if self._fault is Fault.EARLY_FENCE:
+            self._submit(messages, loads_after)
+        self._steps.queue(*work)
+        if self._fault is not Fault.EARLY_FENCE:
+            self._submit(messages, loads_after)
+        self._steps.process()
+        self.poll()
+
+    def process_steps(self) -> None:
+        """Waits for all that are queued."""
+        self._steps.process(at_most_ahead=0)
+
+    def flush(self, blocks: Iterable[int]) -> None:
+        """Until no save reads these blocks: the host waits, as a worker does before a forward pass."""
+        taken = frozenset(blocks)
+
+        def is_read(batch: SaveBatch | LoadBatch) -> bool:
+            return isinstance(batch, SaveBatch) and not taken.isdisjoint(batch.device_slots)
+
+        self._until(lambda: not any(map(is_read, self._batches.values())))
+
+    def save(self, device_slots: Sequence[int], arena_slots: Sequence[int]) -> SaveBatch:
+        """For the step that computes the blocks, or a later one."""
+        keys = [key_of(slot) for slot in arena_slots]
+        return SaveBatch(self._new_batch(), [], keys, list(arena_slots), list(device_slots))
+
+    def load(self, arena_slots: Sequence[int], device_slots: Sequence[int]) -> LoadBatch:
+        """From host memory; for the step that takes the blocks."""
+        keys = [key_of(slot) for slot in arena_slots]
+        return LoadBatch(self._new_batch(), HOST, keys, list(arena_slots), list(device_slots))
+
+    def borrow(self, source: str, keys: Sequence[bytes], device_slots: Sequence[int]) -> LoadBatch:
+        """The same from memory that a tier lends."""
+        return LoadBatch(self._new_batch(), source, list(keys), [], list(device_slots))
+
+    def cancel(self, batch: LoadBatch) -> None:
+        """Without a step."""
+        self._mover.submit([encode(CancelBatch(batch.batch_id))])
+
+    def result(self, batch: SaveBatch | LoadBatch) -> bytes | None:
+        """Which of its blocks are there, when it is over; None: it was cancelled."""
+        self._until(lambda: batch.batch_id not in self._batches)
+        answer = self._answers.pop(batch.batch_id)
+        return None if isinstance(answer, Cancelled) else answer.ok
+
+    def is_over(self, batch: SaveBatch | LoadBatch) -> bool:
+        """Whether the mover keeps off its blocks."""
+        self.poll()
+        return batch.batch_id not in self._batches
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        self._until(lambda: not self._batches)
+        self.process_steps()
+
+    def poll(self) -> None:
+        for data in self._mover.poll():
+            message = decode(data)
+            if isinstance(message, Loaded | Cancelled | Copied) and message.batch_id in self._batches:
+                del self._batches[message.batch_id]
+                self._answers[message.batch_id] = message
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        deadline = self._chip.clock() + _PATIENCE_S
+        self.poll()
+        while not is_so():
+            self._chip.pause()
+            self.poll()
+            if self._chip.clock() > deadline:
+                raise KvtierError(f"after {_PATIENCE_S} s there is no answer to {len(self._batches)} batches")
+
+    def _new_batch(self) -> int:
+        self._last_batch += 1
+        return self._last_batch
+
+    def _submit(self, messages: Sequence[SaveBatch | LoadBatch], loads_after: Any) -> None:
+        if not messages:
+            return
+        for message in messages:
+            self._batches[message.batch_id] = message
+        self._mover.submit([encode(message) for message in messages], loads_after=loads_after)
+
+
+def key_of(number: int) -> bytes:
+    """A block key: 16 bytes of tenant, 32 of hash."""
+    return number.to_bytes(48, "big")

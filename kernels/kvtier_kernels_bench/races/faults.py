@@ -1,0 +1,105 @@
+"""Races that are planted, to see that a suite finds them."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
+from kvtier.transfer_cuda import CudaKV
+from kvtier_kernels_bench.races.chip import Chip
+
+
+class Fault(Enum):
+    """What is done wrong."""
+
+    NONE = "none"
+    EARLY_FENCE = "the fence is taken before the step that writes, not after it"
+    NO_FENCE = "copies wait for no fence"
+    LOADS_UNFENCED = "loads write to the device without waiting for the fence"
+    NOT_AWAITED = "a load or save is reported before the device has done it"
+    NO_FLUSH = "blocks are handed out while saves still read them"
+    SHARED_STAGING = "a staging buffer is used again before its copy is over"
+    STALE_STREAM = "the fence is taken on a stream that the engine has left"
+    OLD_GENERATION = "blocks that were lent count though their place was given to others meanwhile"
+
+
+class FaultyKV:
+    """A `DeviceKV` with a fault of its fences."""
+
+    def __init__(self, inner: DeviceKV, fault: Fault) -> None:
+        self._inner, self._fault = inner, fault
+
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._inner.block_bytes
+
+    def fence(self) -> Fence | None:
+        return None if self._fault is Fault.NO_FENCE else self._inner.fence()
+
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
+        self._inner.gather(device_slots, arena, arena_slots, after=after)
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
+
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
+        return self._inner.scatter_all(sources, after=None if self._fault is Fault.LOADS_UNFENCED else after)
+
+    def attach(self, memory: SlotMemory) -> bool:
+        return self._inner.attach(memory)
+
+    def detach(self, memory: SlotMemory) -> None:
+        self._inner.detach(memory)
+
+
+class FaultyCuda:
+    """`torch.cuda` as `CudaKV` takes it, with a fault of streams and events."""
+
+    def __init__(self, chip: Chip, fault: Fault) -> None:
+        self._cuda, self._fault = chip.cuda, fault
+        self._first_stream = chip.cuda.current_stream(chip.device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cuda, name)
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self._first_stream if self._fault is Fault.STALE_STREAM else self._cuda.current_stream(device)
+
+    def Event(self, **options: Any) -> Any:
+        event = self._cuda.Event(**options)
+        return _NotAwaited(event) if self._fault is Fault.NOT_AWAITED else event
+
+
+class _NotAwaited:
+    """An event that nobody waits for on the host, and which is taken for done when it is not."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _end: Any) -> float:
+        return 0.0
+
+
+def share_staging(kv: CudaKV) -> None:
+    """All lanes have the first one's staging memory from now on. Before the first copy."""
+    free, lanes = kv._lanes._free, []
+    while not free.empty():
+        lanes.append(free.get())
+    for lane in lanes:
+        lane.staging = lanes[0].staging
+        free.put(lane)

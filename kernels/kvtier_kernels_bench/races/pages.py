@@ -1,0 +1,91 @@
+"""KV whose bytes tell what it is: of which content, and from which place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_BY_CONTENT, _BY_WORD, _BY_PART = -7046029254386353131, 0x2545F4914F6CDD1D, 0x0632BE59BD9B4E01
+"""Odd numbers with bits all over: two contents differ in nearly every byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Device slots of one KV group."""
+
+    group: int
+    blocks: Tensor
+    """int64, on the device."""
+    indexes: Tensor
+    """Of these slots, among all that were asked for."""
+
+
+class Pages:
+    """Blocks of KV groups, each in several parts, and how many were found wrong.
+
+    All work is queued on the current stream. A content is a number that no two computed blocks have in common.
+    """
+
+    def __init__(
+        self, device: torch.device, *, num_blocks: int, part_bytes: int, parts: Sequence[int], rounds: int
+    ) -> None:
+        """:param parts: how many a block has, by KV group."""
+        self.device, self._num_blocks = device, num_blocks
+        self.groups = [
+            [torch.zeros((num_blocks, part_bytes), dtype=torch.uint8, device=device) for _ in range(count)]
+            for count in parts
+        ]
+        self._words = [[part.view(torch.int64) for part in group] for group in self.groups]
+        self._ramp = torch.arange(part_bytes // 8, dtype=torch.int64, device=device) * _BY_WORD
+        self.wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
+        """Blocks of each round that held something else."""
+
+    def index(self, numbers: Sequence[int]) -> Tensor:
+        """int64, on the device. Waits for nothing."""
+        return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def places(self, slots: Sequence[int]) -> list[Places]:
+        """Where these device slots are."""
+        found = []
+        for group in range(len(self.groups)):
+            indexes = [index for index, slot in enumerate(slots) if slot // self._num_blocks == group]
+            blocks = [slots[index] % self._num_blocks for index in indexes]
+            found.append(Places(group, self.index(blocks), self.index(indexes)))
+        return found
+
+    def write(self, places: Sequence[Places], contents: Tensor) -> None:
+        """What computing them would write."""
+        for where in places:
+            for number, words in enumerate(self._words[where.group]):
+                words[where.blocks] = self._expected(contents[where.indexes], number)
+
+    def zero(self, places: Sequence[Places]) -> None:
+        for where in places:
+            for words in self._words[where.group]:
+                words[where.blocks] = 0
+
+    def check(self, places: Sequence[Places], contents: Tensor, round_number: int) -> None:
+        """Counts those that hold anything else."""
+        for where in places:
+            wrong = torch.zeros(where.blocks.numel(), dtype=torch.bool, device=self.device)
+            for number, words in enumerate(self._words[where.group]):
+                expected = self._expected(contents[where.indexes], number)
+                wrong |= (words[where.blocks] != expected).any(dim=1)
+            self.wrong[round_number] += wrong.sum()
+
+    def payload(self, content: int) -> npt.NDArray[np.uint8]:
+        """The bytes of such a block of the first group in host memory, part after part. Computed on the CPU."""
+        ramp = torch.arange(self._ramp.numel()) * _BY_WORD
+        words = [_expected(torch.tensor([content]), ramp, part) for part in range(len(self.groups[0]))]
+        return torch.cat(words, dim=1).view(torch.uint8).reshape(-1).numpy()
+
+    def _expected(self, contents: Tensor, part: int) -> Tensor:
+        return _expected(contents, self._ramp, part)
+
+
+def _expected(contents: Tensor, ramp: Tensor, part: int) -> Tensor:
+    """Words of a part of such blocks, int64 `[num_blocks, words]`; sums wrap."""
+    return contents[:, None] * _BY_CONTENT + ramp[None] + part * _BY_PART

@@ -1,0 +1,172 @@
+"""An engine with its KV, host memory and mover on one chip, and what scenarios do with it."""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from kvtier.errors import KvtierError
+from kvtier.hierarchy import InventoryLog, Mover
+from kvtier.hierarchy.messages import LoadBatch, SaveBatch
+from kvtier.keys import NamespaceId
+from kvtier.tiers.aside import Borrower
+from kvtier.transfer import Arena
+from kvtier.transfer_cuda import CudaKV
+from kvtier_kernels_bench.races.chip import Chip
+from kvtier_kernels_bench.races.engine import Engine, key_of
+from kvtier_kernels_bench.races.faults import Fault, FaultyCuda, FaultyKV, share_staging
+from kvtier_kernels_bench.races.lender import POOL, Lender
+from kvtier_kernels_bench.races.pages import Pages
+from kvtier_kernels_bench.races.work import Queues, Work
+
+_MOST_STEPS = 10_000
+_NUM_LANES = 4
+"""One per thread of the mover."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the KV that blocks are moved of."""
+
+    part_bytes: int
+    parts: tuple[int, ...]
+    """Of a block, by KV group: its layers. The first group has the most."""
+    num_blocks: int = 24
+    num_slots: int = 24
+    staged_blocks: int = 3
+    """Fewer than a batch has: a staging buffer is used several times for one."""
+
+    @property
+    def block_bytes(self) -> int:
+        """In the arena."""
+        return self.part_bytes * self.parts[0]
+
+    @property
+    def batch(self) -> int:
+        """Blocks that a round moves at a time."""
+        return self.num_blocks // 4
+
+
+TINY = Size(part_bytes=64, parts=(2, 1))
+LARGE_PAGES = Size(part_bytes=64 << 10, parts=(16, 10), num_blocks=192, num_slots=192, staged_blocks=5)
+"""1 MiB a block, in pages like those of an 8B model in vLLM: copied straight to host memory."""
+SMALL_PAGES = Size(part_bytes=8 << 10, parts=(80, 50), num_blocks=192, num_slots=192, staged_blocks=5)
+"""640 KiB a block, in pages like those of one rank of a 70B model on eight: by way of a staging buffer."""
+
+
+class Rig:
+    """One thread."""
+
+    def __init__(
+        self, chip: Chip, pages: Pages, engine: Engine, lender: Lender, size: Size, numbers: random.Random
+    ) -> None:
+        self.chip, self.pages, self.engine = chip, pages, engine
+        self.work, self.numbers = Work(chip, pages), numbers
+        self._lender, self._size = lender, size
+        self.streams = [chip.cuda.Stream(chip.device) for _ in range(3)]
+        self._free_blocks = list(range(size.num_blocks * len(size.parts)))
+        self._free_slots = list(range(size.num_slots))
+        self._places = itertools.cycle(range(size.num_slots))
+        self.num_restored = 0
+
+    def blocks(self) -> list[int]:
+        """Of the device, a quarter of them: those that were given back last, so that they are in use again at once."""
+        return _some(self._free_blocks, self._size.batch, self.numbers)
+
+    def slots(self) -> list[int]:
+        """As many of the arena."""
+        return _some(self._free_slots, self._size.batch, self.numbers)
+
+    def give_back(self, *, blocks: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
+        """For whoever asks next."""
+        self._free_blocks += blocks
+        self._free_slots += slots
+
+    def lend(self, contents: Sequence[int], instead_of: Sequence[bytes] = ()) -> list[bytes]:
+        """Keys of new blocks of the pool's, in places that hold none of the present round, or those of the others."""
+        keys, payloads = [key_of(content) for content in contents], map(self.pages.payload, contents)
+        for key, payload, former in itertools.zip_longest(keys, payloads, instead_of):
+            place = self._lender.place_of(former) if former is not None else next(self._places)
+            self._lender.put(key, place, payload)
+        return keys
+
+    def until_over(self, batch: SaveBatch | LoadBatch) -> bytes | None:
+        """Step after step, until the mover keeps off the batch's blocks. Its result: None when it was cancelled."""
+        for _ in range(_MOST_STEPS):
+            if self.engine.is_over(batch):
+                return self.engine.result(batch)
+            self.engine.step(self.work.hold_up(0.001 * self.numbers.random()))
+        raise KvtierError(f"after {_MOST_STEPS} steps, a batch is not over")
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int], *work: Queues) -> SaveBatch:
+        """The step that computes the blocks, and their save behind it."""
+        save = self.engine.save(blocks, slots)
+        self.engine.step(*work, takes=blocks, messages=[save])
+        return save
+
+    def restore(self, number: int, slots: Sequence[int], contents: Sequence[int], *first: Queues) -> None:
+        """Loads them into other blocks, to which `first` is done before, and compares them."""
+        blocks = self.blocks()
+        self.restore_into(number, blocks, slots, contents, *first)
+        self.give_back(blocks=blocks)
+
+    def restore_into(
+        self, number: int, blocks: Sequence[int], slots: Sequence[int], contents: Sequence[int], *first: Queues
+    ) -> None:
+        load = self.engine.load(slots, blocks)
+        self.engine.step(self.work.hold_up(0.002 * self.numbers.random()), takes=blocks, first=first, messages=[load])
+        self.compare(number, load, contents)
+
+    def compare(self, number: int, load: LoadBatch, contents: Sequence[int]) -> None:
+        """As soon as it is loaded, in the next step."""
+        ok = self.until_over(load)
+        if not ok or not all(ok):
+            raise KvtierError(f"a load has failed: {ok!r}")
+        self.num_restored += len(contents)
+        self.engine.step(self.work.check(number, load.device_slots, contents))
+
+
+@contextlib.contextmanager
+def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iterator[Rig]:
+    """Built as `kvtier.build` builds it; for the thread that is the engine's."""
+    numbers = random.Random(seed)
+    pages = Pages(chip.device, num_blocks=size.num_blocks, part_bytes=size.part_bytes, parts=size.parts, rounds=rounds)
+    staging_bytes = _NUM_LANES * size.staged_blocks * size.block_bytes
+    with contextlib.ExitStack() as stack:
+        kv = CudaKV(
+            *pages.groups,
+            staging_bytes=staging_bytes,
+            num_lanes=_NUM_LANES,
+            cuda=FaultyCuda(chip, fault),
+            driver=chip.driver,
+        )
+        stack.callback(kv.close)
+        if fault is Fault.SHARED_STAGING:
+            share_staging(kv)
+        arena = Arena(size.num_slots, size.block_bytes)
+        stack.callback(arena.close)
+        kv.gather([], arena, [], after=None)  # pins
+        device = FaultyKV(kv, fault)
+        lender = stack.enter_context(Lender.over(size.num_slots, size.block_bytes, device, numbers, fault))
+        namespace = NamespaceId(bytes(16))
+        mover = Mover(
+            namespace=namespace,
+            device=device,
+            arena=arena,
+            tiers={},
+            borrowers={POOL: cast(Borrower, lender)},
+            inventory=InventoryLog([], namespace),
+        )
+        stack.callback(mover.close)
+        engine = Engine(chip, mover, fault)
+        yield Rig(chip, pages, engine, lender, size, numbers)
+        engine.settle()
+        chip.cuda.synchronize(chip.device)
+
+
+def _some(free: list[int], count: int, numbers: random.Random) -> list[int]:
+    taken = [free.pop() for _ in range(count)]
+    numbers.shuffle(taken)
+    return taken

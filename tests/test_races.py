@@ -1,0 +1,67 @@
+"""Restores beside an engine that never idles, on a simulated device that does everything as late, as early and in
+whatever order streams and events allow: no block is wrong, and each race that is planted is found."""
+
+import pytest
+import torch
+
+from kvtier_kernels_bench import part_races
+from kvtier_kernels_bench.races.chip import SimulatedChip, Way
+from kvtier_kernels_bench.races.faults import Fault
+from kvtier_kernels_bench.races.rig import TINY
+from kvtier_kernels_bench.races.suite import NAMES, WHOLE, Outcome, play
+from kvtier_kernels_bench.setting import Setting
+
+STAGED = [Way.STAGED, Way.BY_KERNEL, Way.ONE_BY_ONE]
+
+
+def played(name: str, way: Way, *, seed: int = 1, fault: Fault = Fault.NONE) -> tuple[Outcome, frozenset[str]]:
+    chip = SimulatedChip(seed, way)
+    return play(name, chip, TINY, rounds=10, fault=fault, seed=seed), chip.problems
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_wrong(name: str, way: Way) -> None:
+    outcome, problems = played(name, way)
+    assert (outcome.wrong_blocks, problems) == (0, frozenset())
+    assert outcome.rounds == 10
+    assert outcome.restored_blocks >= outcome.rounds
+
+
+@pytest.mark.parametrize(
+    ("fault", "ways", "names"),
+    [
+        (Fault.EARLY_FENCE, Way, ["delay before store", "zeroing against loads", "preemption"]),
+        (Fault.NO_FENCE, [Way.DIRECT], NAMES),
+        (Fault.NO_FENCE, STAGED, ["delay before store", "delay before load", "loads and saves at a time", WHOLE]),
+        (Fault.LOADS_UNFENCED, Way, ["delay before load", "zeroing against loads", "loans whose places change hands"]),
+        (Fault.NOT_AWAITED, Way, ["delay before store", "delay before load", WHOLE]),
+        (Fault.NO_FLUSH, Way, ["blocks reused while copies fly", "several KV groups", WHOLE]),
+        (Fault.SHARED_STAGING, STAGED, ["loads and saves at a time"]),
+        (Fault.STALE_STREAM, Way, ["several engine streams"]),
+        (Fault.OLD_GENERATION, Way, ["loans whose places change hands"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Fault) else "",
+)
+def test_a_planted_race_is_found(fault: Fault, ways: list[Way], names: list[str]) -> None:
+    missed = [(way, name) for way in ways for name in names if not played(name, way, fault=fault)[0].wrong_blocks]
+    assert not missed, f"{fault.value}, but all was well"
+
+
+def test_a_seed_takes_the_same_course() -> None:
+    """So that a race that was found is found again."""
+    name, fault = "loads and saves at a time", Fault.SHARED_STAGING
+    first, second = (played(name, Way.STAGED, seed=5, fault=fault) for _ in range(2))
+    assert first == second
+    assert first != played(name, Way.STAGED, seed=6, fault=fault)
+
+
+def test_as_a_part_of_a_run() -> None:
+    """A row each, which says so when something is wrong."""
+    setting = Setting(torch.device("cpu"), True, torch.float32, 1.0, clock=lambda: 0.0)
+    cases = {(case.name, case.op): case for case in part_races.measure(setting, Fault.STALE_STREAM)}
+    assert len(cases) == len(NAMES) * len(Way)
+    assert cases["preemption", "restore, simulated, by kernel"].detail == "3 of 3 clean"
+    streams = cases["several engine streams", "restore, simulated, direct"]
+    assert streams.detail.startswith(f"FAILED: {streams.figures['wrong blocks']} wrong blocks, ")
+    assert (streams.rounds, streams.unit) == (3, "round")
