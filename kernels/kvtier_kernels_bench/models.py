@@ -4,7 +4,6 @@ Times are those of any weights.
 """
 
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +13,17 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.weights import LayerWeights, LlamaWeights
 from kvtier_kernels_bench.setting import Setting
 
-Model = TypeVar("Model", bound=LlamaModel)
 
-
-def model_of(setting: Setting, kind: type[Model]) -> tuple[Model, ModelConfig]:
+def model_of(setting: Setting) -> tuple[LlamaModel, ModelConfig]:
     """On the setting's device, in its dtype; tiny where it is."""
+    weights, config = weights_of(setting)
+    return LlamaModel(config, weights), config
+
+
+def weights_of(setting: Setting) -> tuple[LlamaWeights, ModelConfig]:
+    """The weights of `model_of`."""
     config = tiny_llama() if setting.tiny else llama_8b()
-    return kind(config, random_weights(config, setting.dtype, setting.device)), config
+    return random_weights(config, setting.dtype, setting.device), config
 
 
 def llama_8b() -> ModelConfig:

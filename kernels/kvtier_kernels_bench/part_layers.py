@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier.transfer import Arena, DeviceKV
-from kvtier_engine.llama import Chunk, LlamaModel
+from kvtier_engine.llama import Chunk
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels.part_copy import Parts, part_copy
 from kvtier_kernels.part_counters import wait_for_layer
@@ -38,7 +38,7 @@ def measure(setting: Setting) -> Iterator[Case]:
 
     Both ways must first give the logits of a prefix that has never left, and its bytes, these bit for bit.
     """
-    model, config = model_of(setting, LlamaModel)
+    model, config = model_of(setting)
     cached, lengths = setting.size(16_384, 64), (setting.size(64, 8), setting.size(2048, 24))
     num_cached, num_new = cached // _TOKENS_PER_BLOCK, -(-max(lengths) // _TOKENS_PER_BLOCK)
     kv = allocate_kv(config, num_cached + num_new, _TOKENS_PER_BLOCK, setting.dtype, setting.device)

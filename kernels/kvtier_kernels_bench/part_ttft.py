@@ -23,7 +23,7 @@ from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_kernels_bench.comparing import require_equal
-from kvtier_kernels_bench.models import model_of
+from kvtier_kernels_bench.models import weights_of
 from kvtier_kernels_bench.rows import Bar, held_to, left_out, median_s, row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.timing import DeviceClock, note
@@ -195,8 +195,8 @@ def _rows(setting: Setting, samples: dict[str, Samples], documents: _Documents) 
 
 
 def _watched(setting: Setting) -> tuple[_WatchedModel, ModelConfig]:
-    model, config = model_of(setting, _WatchedModel)
-    return model, config
+    weights, config = weights_of(setting)
+    return _WatchedModel(config, weights), config
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ reports figures beside its planted fault compares too little. Call `plant` befor
 take what they measure by name.
 """
 
+import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -162,12 +164,19 @@ def _beside() -> None:
     _on_devices("scatter_all", _dropped_load)
 
 
+def _races() -> None:
+    from kvtier_kernels_bench.races.faults import Fault
+
+    _alter("kvtier_kernels_bench.part_races", "measure", lambda measure: partial(measure, fault=Fault.NO_FENCE))
+
+
 _FAULTS: dict[str, Callable[[], None]] = {
     "smoke": _kernels,
     "checks": _kernels,
     "beside": _beside,
     "pages": lambda: _on_devices("scatter_all", _wrong_block),
     "pinning": lambda: _on_devices("attach", _refused),
+    "races": _races,
     "host-copies": lambda: _on_devices("gather", _altered_byte),
     "copies": _copies,
     "ttft": lambda: _on_devices("scatter_all", _wrong_block),

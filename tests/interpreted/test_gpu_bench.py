@@ -7,10 +7,11 @@ import pytest
 from torch import Tensor
 
 from kvtier.bench.report import Case
-from kvtier.errors import KvtierError
 from kvtier_kernels.part_copy import Parts
 from kvtier_kernels_bench import part_decode, part_layers, part_prefill, part_spill, part_sweep
-from kvtier_kernels_bench.setting import Run, Setting
+from kvtier_kernels_bench.comparing import WrongResultError
+from kvtier_kernels_bench.part_sweep import _Candidate
+from kvtier_kernels_bench.setting import Setting
 
 
 def setting() -> Setting:
@@ -78,7 +79,7 @@ def test_a_prefix_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [("all", "other logits"), ("a layer", "other logits"), ("a count", "layers did not come")]
+    ("wrong", "words"), [("all", "logits: off by"), ("a layer", "logits: off by"), ("a count", "layers did not come")]
 )
 def test_a_prefix_that_does_not_come_is_noticed(wrong: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = part_layers.part_copy
@@ -94,7 +95,7 @@ def test_a_prefix_that_does_not_come_is_noticed(wrong: str, words: str, monkeypa
 
     monkeypatch.setattr(part_layers, "part_copy", copy)
     monkeypatch.setattr(part_layers, "wait_for_layer", partial(part_layers.wait_for_layer, max_polls=3))
-    with pytest.raises(KvtierError, match=words):
+    with pytest.raises(WrongResultError, match=words):
         list(part_layers.measure(setting()))
 
 
@@ -102,13 +103,13 @@ def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -
     """In float32, which the interpreter takes here, prefill has no candidates."""
     whole = part_sweep._decodes
 
-    def failing(*arguments: Any) -> list[tuple[str, Run]]:
+    def failing(*arguments: Any) -> list[_Candidate]:
         default, first, *others = whole(*arguments)
 
-        def fail() -> None:
+        def fail() -> Tensor:
             raise RuntimeError("out of resource: shared memory")
 
-        return [default, (first[0], fail), *others]
+        return [default, _Candidate(first.name, fail, fail), *others]
 
     monkeypatch.setattr(part_sweep, "_decodes", failing)
     *copies, first, second = part_sweep.measure(setting())
