@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.build_tiers import DISK, POOL, borrows, has_io_process, tiers_below
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.gauges import MemoryGauges, RankMemory
 from kvtier.hierarchy import (
     ALONE,
     AlwaysFetch,
@@ -23,6 +24,7 @@ from kvtier.hierarchy import (
     Replica,
 )
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
+from kvtier.layered_loads import CopiesByLayer
 from kvtier.metrics import Metrics
 from kvtier.namespace import Namespace
 from kvtier.tiers.aside import Borrower
@@ -52,6 +54,8 @@ class MoverHalf:
     mover: Mover
     tiers: Mapping[str, Tier]
     """Those below the arena, by name."""
+    memory_use: Callable[[], RankMemory]
+    """Any thread, also when the half is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +72,27 @@ class DirectoryHalf:
 
 @contextlib.contextmanager
 def engine_cache(
-    config: Config, *, device: DeviceKV, namespace: Namespace, registry: CollectorRegistry
+    config: Config,
+    *,
+    device: DeviceKV,
+    namespace: Namespace,
+    registry: CollectorRegistry,
+    numa_node: int | None = None,
+    layered: CopiesByLayer | None = None,
 ) -> Iterator[EngineCache]:
     """Builds host, disk and pool tiers as configured; leaving the context writes out what is queued and closes them.
 
     :param device: the paged KV; stays the caller's, and must outlive the context.
     :param registry: takes the metrics of all parts.
+    :param numa_node: see `mover_half`, as for `layered`.
     :raises ConfigError: a secret is missing, the disk folder cannot be used, host memory is too small.
     """
     name = config.only_tenant()
     with contextlib.ExitStack() as stack:
-        movers = stack.enter_context(mover_half(config, device=device, namespace=namespace.id, registry=registry))
+        of_rank = mover_half(
+            config, device=device, namespace=namespace.id, registry=registry, numa_node=numa_node, layered=layered
+        )
+        movers = stack.enter_context(of_rank)
         half = directory_half(
             config,
             namespaces=[namespace.id],
@@ -101,19 +115,27 @@ def mover_half(
     device: DeviceKV,
     namespace: NamespaceId,
     registry: CollectorRegistry,
+    numa_node: int | None = None,
     replica: Replica = ALONE,
+    layered: CopiesByLayer | None = None,
 ) -> Iterator[MoverHalf]:
     """Arena, tiers and mover of one rank; leaving the context ends after what was submitted. Raises as `engine_cache`.
 
+    Touches the arena and has the device attach it, which may take a second per GiB, so that no copy waits for that.
+
     :param device: the rank's paged KV; stays the caller's, and must outlive the context.
+    :param numa_node: the one that the device is attached to, if that is known: the arena's memory is taken from there.
     :param replica: which of the ranks with this namespace it is: each writes some of the blocks to the pool.
+    :param layered: the device's copies by layer, for an engine that waits for layers.
     """
     tenants, metrics = [tenant_id(name) for name in config.engine_tenants()], Metrics(registry)
     inventory = InventoryLog(tenants, namespace)
     with contextlib.ExitStack() as stack:
         num_slots = _num_slots(config, device.block_bytes)
-        arena = Arena(num_slots, device.block_bytes, shared=has_io_process(config))
+        arena = Arena(num_slots, device.block_bytes, shared=has_io_process(config), numa_node=numa_node)
         stack.callback(arena.close)
+        stack.callback(device.detach, arena)
+        device.attach(arena)
         opened, process = stack.enter_context(tiers_below(config, namespace, arena, inventory.on_event, metrics))
         below = {tier.name: tier for tier in opened}
 
@@ -124,7 +146,7 @@ def mover_half(
 
         borrowers: dict[str, Borrower] = {}
         if process is not None and borrows(config):
-            borrowers[POOL] = Borrower(POOL, process, device, metrics)
+            borrowers[POOL] = Borrower(POOL, process, device, metrics, most_bytes=int(config.pool.pinned_bytes))
             stack.callback(borrowers[POOL].close)
         mover = Mover(
             namespace=namespace,
@@ -137,9 +159,17 @@ def mover_half(
             forget_untold=forget_untold,
             shared_tiers=[POOL],
             replica=replica,
+            layered=layered,
         )
         stack.callback(mover.close)
-        yield MoverHalf(mover, below)
+        arena_bytes = num_slots * device.block_bytes
+
+        def memory_use() -> RankMemory:
+            lent_bytes = sum(borrower.mapped_bytes for borrower in borrowers.values())
+            return RankMemory(arena_bytes, lent_bytes, device.memory_use)
+
+        MemoryGauges(registry, memory_use)
+        yield MoverHalf(mover, below, memory_use)
 
 
 def directory_half(
@@ -204,6 +234,6 @@ def _num_slots(config: Config, block_bytes: int) -> int:
     if num_slots < _MIN_SLOTS:
         raise ConfigError(
             f"host.capacity_bytes: {capacity_bytes:,} bytes hold {num_slots} blocks of {block_bytes:,}; every transfer "
-            f"goes through them: give at least {_MIN_SLOTS * block_bytes:,}"
+            f"goes through them: give each rank at least {_MIN_SLOTS * block_bytes:,}"
         )
     return num_slots

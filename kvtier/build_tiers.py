@@ -58,7 +58,8 @@ def borrows(config: Config) -> bool:
     """Whether the pool is asked to lend blocks that lie in its memory: see `kvtier.tiers.lending`."""
     pool = config.pool
     is_here = any(address.startswith(UNIX_PREFIX) for address in pool.address)
-    return is_here and pool.shared_memory and pool.direct_loads and has_io_process(config)
+    is_wanted = pool.shared_memory and pool.direct_loads and pool.pinned_bytes > 0
+    return is_here and is_wanted and has_io_process(config)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The two ways of a batch of blocks between paged KV on a CUDA device and host memory, queued on a lane's stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +49,19 @@ class Direct:
         lane.wait_for_fence()
         device, in_host, sizes = self._transfers(batch, host)
         self._dma.copy(device, in_host, sizes, lane.stream.cuda_stream, from_host=True)
+
+    def scatter_layers(self, lane: Lane, batch: SlotBatch, host: HostMemory, num_layers: int) -> Iterator[None]:
+        """Blocks of one part that consists of layers of equal size: the first layer of all of them is queued first.
+
+        Yields after each layer.
+        """
+        lane.wait_for_fence()
+        device, in_host, sizes = self._transfers(batch, host)
+        layer_sizes = sizes // num_layers
+        for layer in range(num_layers):
+            before = layer * layer_sizes
+            self._dma.copy(device + before, in_host + before, layer_sizes, lane.stream.cuda_stream, from_host=True)
+            yield
 
     def warm(self, lane: Lane) -> None:
         pass

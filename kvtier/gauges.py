@@ -1,7 +1,8 @@
-"""How full tiers are and whether their breakers are open, asked at every scrape."""
+"""How full tiers are, whether their breakers are open, and what memory a rank takes, asked at every scrape."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -9,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvtier.errors import KvtierError
 from kvtier.tiers.base import Usage
+from kvtier.transfer import MemoryUse
 
 
 class TierGauges(Collector):
@@ -48,3 +50,51 @@ class TierGauges(Collector):
         for tier, is_open in self._breakers.items():
             breaker.add_metric([tier], is_open())
         yield from (held, used, capacity, breaker)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory that one rank of an engine takes for its tiers."""
+
+    arena_bytes: int
+    """Host memory, `host.capacity_bytes`."""
+    lent_bytes: int
+    """Of the pool, mapped here."""
+    copies: MemoryUse
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes under the names that metrics have for them. What is pinned is part of arena and lent memory."""
+        return {
+            "arena": self.arena_bytes,
+            "lent": self.lent_bytes,
+            "pinned": self.copies.pinned_bytes,
+            "staging": self.copies.staging_bytes,
+        }
+
+
+class MemoryGauges(Collector):
+    """Gauges `kvtier_memory_bytes`, by kind, and `kvtier_pinning_seconds`, of one rank. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry, memory_use: Callable[[], RankMemory]) -> None:
+        """Registers itself.
+
+        :param memory_use: called until the registry is gone.
+        """
+        self._memory_use = memory_use
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        use = self._memory_use()
+        memory = GaugeMetricFamily(
+            "kvtier_memory_bytes",
+            "Memory that the engine takes for its tiers: the host's (arena), the pool's that is mapped (lent), what of "
+            "both is page-locked (pinned), and the device's for copies (staging)",
+            labels=["kind"],
+        )
+        for kind, nbytes in use.by_kind().items():
+            memory.add_metric([kind], nbytes)
+        seconds = GaugeMetricFamily(
+            "kvtier_pinning_seconds", "Time that page-locking has taken", value=use.copies.pinning_s
+        )
+        yield from (memory, seconds)

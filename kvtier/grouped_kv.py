@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
 
 
 class GroupedKV:
@@ -51,6 +51,11 @@ class GroupedKV:
             if theirs:
                 waited_s += group.scatter_all(theirs, after=after)
         return waited_s
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """None: nothing is staged or pinned."""
+        return MemoryUse()
 
     def attach(self, memory: SlotMemory) -> bool:
         if all(group.attach(memory) for group in self._groups):

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from kvtier.copy_ranges import Ranges, copy_from, copy_to, ranges_of
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError
+from kvtier.numa import prefer_node
 from kvtier.tiers import memfd
 from kvtier.tiers.lending import SlotMemory
-from kvtier.tiers.memory import map_memory
+from kvtier.tiers.memory import map_memory, touch_pages
 
 Bytes2D = npt.NDArray[np.uint8]
 """`[rows, bytes]`, uint8; each row is contiguous."""
@@ -36,13 +37,14 @@ class Arena:
     Holds no bookkeeping and no lock: whoever hands out slot ids keeps writers apart.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, shared: bool = False) -> None:
-        """Allocates and touches all memory: about 0.6 s per GiB on fresh pages.
+    def __init__(self, num_slots: int, slot_bytes: int, *, shared: bool = False, numa_node: int | None = None) -> None:
+        """Allocates and touches all memory: see `touch_pages`.
 
         Raises `ConfigError` when the system does not have that much, or cannot share it.
 
-        :param shared: a memfd of fixed size, which a tier process can map: copies are as fast, the first touch has
-            no huge pages and takes twice as long. Otherwise anonymous memory.
+        :param shared: a memfd of fixed size, which a tier process can map: copies are as fast. Otherwise anonymous
+            memory, whose first touch takes a fraction of the time where only that has huge pages.
+        :param numa_node: where the memory comes from while there is any. None: from wherever the system takes it.
         """
         if num_slots < 1 or slot_bytes < 1:
             raise InvalidInputError(f"arena of {num_slots} slots x {slot_bytes} bytes: both must be at least 1")
@@ -54,9 +56,12 @@ class Arena:
         try:
             if shared:
                 self._descriptor = memfd.create("kvtier-arena", nbytes)
-                memory = memfd.map_new(self._descriptor, nbytes, prefault=True)
+                memory = memfd.map_new(self._descriptor, nbytes, prefault=False)
             else:
-                memory = map_memory(nbytes, prefault=True)
+                memory = map_memory(nbytes, prefault=False)
+            if numa_node is not None:
+                prefer_node(memory, numa_node)
+            touch_pages(memory)
         except (OSError, OverflowError) as error:
             self.close()
             raise ConfigError(
@@ -113,6 +118,17 @@ class Fence:
     __slots__ = ()
 
 
+class MemoryUse(NamedTuple):
+    """What copies between device and host memory take."""
+
+    staging_bytes: int = 0
+    """On the device, beside the KV."""
+    pinned_bytes: int = 0
+    """Host memory that is page-locked: the arena, and what a pool lends."""
+    pinning_s: float = 0.0
+    """Seconds that page-locking has taken since the start."""
+
+
 class DeviceKV(Protocol):
     """The device side of a copy: paged KV seen as one row of bytes per block.
 
@@ -152,14 +168,18 @@ class DeviceKV(Protocol):
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         """The same at once from several memories, arenas or attached."""
 
-    def attach(self, memory: SlotMemory) -> bool:
-        """Gets ready to copy from memory that is no arena, read-only maybe. One thread at a time, beside copies.
+    @property
+    def memory_use(self) -> MemoryUse:
+        """At the moment. Any thread."""
 
-        Blocks for as long as that takes, about 0.2 s per GiB on CUDA. False: its copies would be slow.
+    def attach(self, memory: SlotMemory) -> bool:
+        """Gets ready to copy from and to an arena, or from lent memory, read-only maybe. Any thread, beside copies.
+
+        Blocks for as long as that takes, about 0.2 s per GiB on CUDA. False: its copies will be slow.
         """
 
     def detach(self, memory: SlotMemory) -> None:
-        """Undoes `attach`, if there was one. No copy from there is under way, and none will come."""
+        """Undoes `attach`, whatever it answered. No copy from or to there is under way, and none will come."""
 
 
 def writable_rows(memory: SlotMemory) -> Bytes2D:
@@ -257,6 +277,11 @@ class HostMemoryKV:
                     for target, source in theirs:
                         layers[:, target] = slots[:, source]
         return 0.0
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """None: nothing is staged or pinned."""
+        return MemoryUse()
 
     def attach(self, memory: SlotMemory) -> bool:
         return True

@@ -1,7 +1,7 @@
 """Moving blocks between a CUDA device and slots in host memory, beside the engine's kernels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from kvtier.cuda_lanes import Lane, Lanes
 from kvtier.cuda_routes import LEAST_PART_BYTES, Direct, Route, Staged
 from kvtier.errors import InvalidInputError
 from kvtier.kv_group import KVGroup
+from kvtier.layered_loads import LayeredLoads
 from kvtier.pinned_memory import HostMemory, PinnedMemory
 from kvtier.slot_batches import SlotBatch
+from kvtier.staging import lanes_within
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, Fence
+from kvtier.transfer import Arena, Blocks, Fence, MemoryUse
 from kvtier_kernels.records import RecordLayout
 
 _log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ class CudaKV:
 
     They run on streams of their own, beside the engine's kernels. The engine's thread marks with `fence` what they have
     to come after; what a copy does without touching the KV does not wait for it. The caller waits without holding the
-    GIL. Arenas are pinned at their first copy and stay so until `close`.
+    GIL.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class CudaKV:
             of this one. Where its blocks are smaller than another group's, zeros follow in the arena.
         :param layout: of each part and its record: blocks are quantised on their way down, and restored on their way
             up. In the arena, a block is then the records of its parts. None moves them as they are.
-        :param staging_bytes: of all lanes; larger batches go in several pieces. At least one block per lane is taken.
-        :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait.
+        :param staging_bytes: of all lanes; larger batches go in several pieces.
+        :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait. Fewer where
+            `staging_bytes` hold no block for each.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
         :param driver: the driver's library; another seam. None: that of the system.
         :raises InvalidInputError: tensors of another kind, or that do not fit together.
+        :raises ConfigError: `staging_bytes` hold no block at all.
         """
         self._groups = [KVGroup.of(tensors, layout) for tensors in groups]
         if len({(group.num_blocks, group.device) for group in self._groups}) != 1:
@@ -60,12 +64,16 @@ class CudaKV:
                 f"KV groups of {[group.num_blocks for group in self._groups]} blocks: need one group or more, and the "
                 "same of each, on one device"
             )
-        self._device = self._groups[0].device
+        self._device, self._cuda = self._groups[0].device, cuda
         self._block_bytes = max(group.block_bytes for group in self._groups)
         self._route = _route(self._groups, _batches(self._device, cuda, driver))
-        rows = max(1, min(staging_bytes // num_lanes // self.block_bytes, self.num_blocks))
-        rows = 0 if isinstance(self._route, Direct) else rows
+        rows = 0
+        if not isinstance(self._route, Direct):
+            num_lanes = lanes_within(staging_bytes, block_bytes=self.block_bytes, num_copies=num_lanes)
+            rows = min(staging_bytes // num_lanes // self.block_bytes, self.num_blocks)
+        self._staging_bytes = num_lanes * rows * self.block_bytes
         self._lanes = Lanes(self._device, num_lanes, rows=rows, row_bytes=self.block_bytes, cuda=cuda)
+        self._layered: LayeredLoads | None = None  # set once, by the engine's thread before the first copy
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
         for _ in range(num_lanes):  # each has its turn
             self._lanes.run(self._route.warm, after=None)
@@ -81,8 +89,41 @@ class CudaKV:
         return self._block_bytes
 
     def fence(self) -> Fence:
-        """Behind what the calling thread's current stream of the device holds: call it in the engine's thread."""
+        """Behind what the calling thread's current stream of the device holds: call it in the engine's thread.
+
+        The stream then also waits for all loads by layer, for their device slots may be somebody else's by now.
+        """
+        if self._layered is not None:
+            self._layered.wait_for_all()
         return self._lanes.fence()
+
+    def by_layer(self, num_layers: int) -> LayeredLoads | None:
+        """Loads whose layers the engine waits for one by one. Called once, in the engine's thread, before any copy.
+
+        None: blocks are staged, or a layer of a block is too small for a transfer of its own.
+
+        :param num_layers: of a block, which is one part of as many equal layers, one after the other.
+        """
+        route, (group, *others) = self._route, self._groups
+        layer_bytes, rest = divmod(self.block_bytes, num_layers)
+        is_one_part = not others and group.least_part_bytes == group.block_bytes
+        if not isinstance(route, Direct) or not is_one_part or rest or layer_bytes < LEAST_PART_BYTES:
+            return None
+
+        def queue_layers(blocks: Blocks, after: Fence | None, announce: Callable[[Sequence[Any]], None]) -> None:
+            batch, host = self._checked(blocks)
+
+            def copy(lane: Lane) -> None:
+                events = []
+                for _ in route.scatter_layers(lane, batch, host, num_layers):
+                    events.append(self._cuda.Event())
+                    events[-1].record(lane.stream)
+                announce(events)
+
+            self._lanes.run(copy, after=after)
+
+        self._layered = LayeredLoads(self._device, num_layers, queue_layers, cuda=self._cuda)
+        return self._layered
 
     def gather(
         self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
@@ -110,17 +151,21 @@ class CudaKV:
 
         return self._lanes.run(copy, after=after)
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        """Host memory that is attached, and what of the device copies are staged in. Any thread."""
+        return MemoryUse(self._staging_bytes, self._memory.pinned_bytes, self._memory.pinning_s)
+
     def attach(self, memory: SlotMemory) -> bool:
-        """Pins memory that is no arena. False: the system does not let us, which is logged."""
+        """Pins memory. False: the system does not let us, which is logged."""
         return self._memory.attach(memory)
 
     def detach(self, memory: SlotMemory) -> None:
-        """Unpins it. No copy from there is under way, and none will come, not even by another `CudaKV`."""
+        """Unpins it. No copy from or to it is under way, and none will come."""
         self._memory.detach(memory)
 
     def close(self) -> None:
-        """Unpins all that this one pinned. Call it when no copy is under way and none will come, not even by another
-        `CudaKV` with the same memory. Idempotent."""
+        """Unpins all. Call it when no copy is under way and none will come. Idempotent."""
         self._memory.close()
 
     def _checked(self, blocks: Blocks) -> tuple[SlotBatch, HostMemory]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, Fence, check_slots, writable_rows
+from kvtier.transfer import Arena, Blocks, Fence, MemoryUse, check_slots, writable_rows
 from kvtier_kernels.quantise_reference import from_records, to_records
 from kvtier_kernels.records import RecordLayout
 
@@ -73,6 +73,11 @@ class QuantisedHostKV:
             for devices, slots in _batches(blocks):
                 self._blocks[devices] = from_records(records[slots], self._layout)
         return 0.0
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """None: nothing is staged or pinned."""
+        return MemoryUse()
 
     def attach(self, memory: SlotMemory) -> bool:
         return True

@@ -35,6 +35,7 @@ def build(
     *,
     registry: CollectorRegistry | None = None,
     token: str = TOKEN,
+    numa_node: int | None = None,
     **sections: Any,
 ) -> Iterator[EngineCache]:
     config = parse_config(
@@ -50,7 +51,7 @@ def build(
     )
     registry = registry or CollectorRegistry()
     kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device
-    with engine_cache(config, device=kv, namespace=NAMESPACE, registry=registry) as cache:
+    with engine_cache(config, device=kv, namespace=NAMESPACE, registry=registry, numa_node=numa_node) as cache:
         yield cache
 
 

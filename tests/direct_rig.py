@@ -48,12 +48,15 @@ class Device(HostMemoryKV):
         return super().scatter_all(sources, after=after)
 
     def attach(self, memory: SlotMemory) -> bool:
+        if isinstance(memory, Arena):
+            return True
         if self.can_attach:
             self.attached.append(memory)
         return self.can_attach
 
     def detach(self, memory: SlotMemory) -> None:
-        self.attached.remove(memory)
+        if memory in self.attached:
+            self.attached.remove(memory)
 
 
 class Engine:

@@ -21,14 +21,16 @@ from kvtier.hierarchy import (
     Mover,
 )
 from kvtier.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
+from kvtier.layered_loads import LayeredLoads
 from kvtier.tiers.base import Tier
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Fence, HostMemoryKV
+from kvtier_engine.arriving_kv import ArrivingKV
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import LlamaModel
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.model_config import ModelConfig
-from kvtier_engine.paged_kv import allocate_kv
+from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.prefix_cache import PendingPolicy, PrefixCache
 from kvtier_engine.request import Completion, Request, Sampling, TokenCallback
 from kvtier_engine.scheduler import Scheduler, SchedulerSettings
@@ -127,10 +129,14 @@ class EngineRig:
         max_running: int = 16,
         secret: bytes = bytes(32),
         pending: PendingPolicy | None = None,
+        layered: Callable[[PagedKV], LayeredLoads] | None = None,
     ) -> None:
         """:param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything."""
         self.kv = allocate_kv(CONFIG, num_blocks, TOKENS_PER_BLOCK, torch.float32)
         self.kv.tensor.fill_(float("nan"))
+        self.layered = layered(self.kv) if layered else None
+        if self.layered is not None:
+            self.kv = ArrivingKV(self.kv.tensor, self.layered)
         self.device = HeldDevice(HostMemoryKV(self.kv.byte_rows().numpy()))
         self.registry = CollectorRegistry()
         self.hasher = BlockHasher(tenant_id("red"), PrefixHasher(secret, "", TOKENS_PER_BLOCK)) if cache else None
@@ -141,7 +147,12 @@ class EngineRig:
         if self.hierarchy and metrics and clean_ahead_blocks:
             cleaner = Cleaner(self.block_pool, self.hierarchy, metrics, depth_blocks=clean_ahead_blocks)
         self.cache = PrefixCache(
-            self.block_pool, TOKENS_PER_BLOCK, hierarchy=self.hierarchy, cleaner=cleaner, pending=pending
+            self.block_pool,
+            TOKENS_PER_BLOCK,
+            hierarchy=self.hierarchy,
+            cleaner=cleaner,
+            layerwise_loads=self.layered is not None,
+            pending=pending,
         )
         settings = SchedulerSettings(max_batch_tokens=max_batch_tokens, max_running=max_running)
         self.scheduler = Scheduler(MODEL, self.kv, self.cache, EngineMetrics(self.registry), settings)
@@ -157,6 +168,7 @@ class EngineRig:
             arena=Arena(num_slots, self.kv.block_bytes),
             tiers={shared.name: shared} if shared else {},
             inventory=InventoryLog([tenant], namespace),
+            layered=self.layered,
         )
         directory = Directory(
             namespaces=[namespace],

@@ -24,6 +24,7 @@ from kvtier.hierarchy import (
     Mover,
 )
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
+from kvtier.layered_loads import CopiesByLayer
 from kvtier.tiers.aside import Borrower
 from kvtier.tiers.aside.borrowing import Borrowed, LentBlocks
 from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
@@ -126,6 +127,7 @@ class Rig:
         namespace: NamespaceId = NAMESPACE,
         settle_s: float = 10.0,
         borrower: SomeLent | None = None,
+        layered: CopiesByLayer | None = None,
     ) -> None:
         """:param borrower: of the shared tier."""
         self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
@@ -140,6 +142,7 @@ class Rig:
             tiers=tiers,
             borrowers={shared.name: cast(Borrower, borrower)} if shared and borrower else {},
             inventory=inventory or InventoryLog([tenant], namespace),
+            layered=layered,
         )
         self.directory = Directory(
             namespaces=[namespace],

@@ -1,15 +1,19 @@
 """From a configuration to live tiers, and back to the same blocks after a restart."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from build_rig import build, result
 from disk_rig import contents, num_blocks, segments
 from hierarchy_rig import chain, until
 from kvtier.config import token_sha256
 from kvtier.errors import ConfigError
+from kvtier.tiers.lending import SlotMemory
+from kvtier.transfer import HostMemoryKV, MemoryUse
 from pool_rig import TENANTS, running_pool
 
 
@@ -83,3 +87,63 @@ def test_the_address_says_which_protocol(tmp_path: Path, protocol: str, monkeypa
             loaded = result(cache.hierarchy, cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(hashes)]))
             assert loaded.tiers == ("pool",) * 8
     assert np.array_equal(device[8:], device[:8])
+
+
+class Attaching(HostMemoryKV):
+    """Notes what is attached, and answers that it takes memory."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        super().__init__(rows)
+        self.steps: list[str] = []
+        self.attached: list[SlotMemory] = []
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(staging_bytes=3, pinned_bytes=5, pinning_s=0.25)
+
+    def attach(self, memory: SlotMemory) -> bool:
+        assert memory.rows.shape == (4096, 4096)
+        self.steps.append("attach")
+        self.attached.append(memory)
+        return False
+
+    def detach(self, memory: SlotMemory) -> None:
+        assert memory.rows.any(), "before the arena is closed"
+        self.steps.append("detach")
+        self.attached.remove(memory)
+
+    def gather(self, *arguments: Any, **options: Any) -> None:
+        assert self.attached
+        self.steps.append("copy")
+        super().gather(*arguments, **options)
+
+
+def test_the_device_has_the_arena_attached_while_there_is_a_mover(tmp_path: Path) -> None:
+    """Whatever it answers: then copies are slow."""
+    device = Attaching(np.ones((32, 4096), dtype=np.uint8))
+    with build(tmp_path, device) as cache:
+        assert device.steps == ["attach"]
+        assert not result(cache.hierarchy, cache.hierarchy.start_save([(chain(1)[0], 0)])).failed
+    assert device.steps == ["attach", "copy", "detach"]
+
+
+def test_memory_that_is_taken_is_told(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    with build(tmp_path, Attaching(np.ones((32, 4096), dtype=np.uint8)), registry=registry) as cache:
+        assert not result(cache.hierarchy, cache.hierarchy.start_save([(chain(1)[0], 0)])).failed
+        taken = {
+            kind: registry.get_sample_value("kvtier_memory_bytes", {"kind": kind})
+            for kind in ("arena", "lent", "pinned", "staging")
+        }
+        assert taken == {"arena": 16 << 20, "lent": 0, "pinned": 5, "staging": 3}
+        assert registry.get_sample_value("kvtier_pinning_seconds") == 0.25
+
+
+def test_the_arena_is_taken_from_the_devices_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[int] = []
+    monkeypatch.setattr("kvtier.transfer.prefer_node", lambda _memory, node: nodes.append(node))
+    device = np.zeros((32, 4096), dtype=np.uint8)
+    with build(tmp_path, device, numa_node=1):
+        assert nodes == [1]
+    with build(tmp_path, device):
+        assert nodes == [1]

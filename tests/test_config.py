@@ -234,3 +234,18 @@ def test_transfers_at_a_time_follow_the_cores(
     }
     monkeypatch.setattr(os, *known[platform], raising=False)
     assert CacheConfig().load_threads == threads
+
+
+@pytest.mark.parametrize(("num_processes", "threads"), [(1, 4), (2, 4), (4, 4), (8, 3), (16, 2), (64, 1)])
+def test_ranks_share_the_cores_and_the_host_memory_of_their_engine(
+    num_processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    left_out = parse_config({}, source="test", environ={}).of_rank(4, num_processes)
+    assert left_out.cache.load_threads == threads
+    assert left_out.host_bytes() == 1 << 30, "of each rank"
+    data = {"cache": {"load_threads": 7}, "host": {"capacity_bytes": "10GiB"}}
+    given = parse_config(data, source="test", environ={}).of_rank(4, num_processes)
+    assert given.cache.load_threads == 7
+    assert given.host_bytes() == 10 * 2**30 // 4

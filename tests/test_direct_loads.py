@@ -216,3 +216,45 @@ def test_memory_that_the_pool_drops_is_not_kept(address: str, tmp_path: Path) ->
         with contextlib.closing(connect(address)) as tier:
             assert tier.discard(rank_keys(KEYS, NAMESPACE.id)) == NUM_BLOCKS
         until(lambda: not reader.device.attached)
+
+
+def test_no_more_is_mapped_than_may_be(
+    two_slabs: list[tuple[BlockKey, int]], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What finds no room comes by way of the arena, until other slabs have not been used for long."""
+    halves = two_slabs[: NUM_BLOCKS // 2], two_slabs[NUM_BLOCKS // 2 :]
+    with engine(tmp_path, address, pinned_bytes=3 * MIB) as only:
+
+        def num_lent(blocks: list[tuple[BlockKey, int]]) -> int:
+            before = only.device.num_lent
+            assert not only.load_blocks(blocks).failed
+            return only.device.num_lent - before
+
+        until(lambda: num_lent(halves[0]) == NUM_BLOCKS // 2)
+        refused = refusals(monkeypatch)
+        until(lambda: num_lent(halves[1]) == 0 and bool(refused))
+        assert num_lent(two_slabs) == NUM_BLOCKS // 2, "of the slab that is mapped"
+        (memory,) = only.device.attached
+        assert 2 * memory.num_slots * memory.slot_bytes > 3 * MIB, "there would be room for two"
+        assert only.count("kvtier_memory_bytes", kind="lent") == memory.num_slots * memory.slot_bytes
+        assert len(refused) == 1, "it is not tried again and again"
+        monkeypatch.setattr(borrowing, "_IDLE_S", 0.0)
+        refused[0]._full_until_s = 0.0
+        until(lambda: num_lent(halves[1]) == NUM_BLOCKS // 2)
+        assert len(only.device.attached) == 1
+        assert memory not in only.device.attached
+
+
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[borrowing.Borrower]:
+    """Who had no room for a slab, from now on."""
+    refused: list[borrowing.Borrower] = []
+    make_room = borrowing.Borrower._make_room
+
+    def noting(borrower: borrowing.Borrower, nbytes: int) -> bool:
+        has_room = make_room(borrower, nbytes)
+        if not has_room:
+            refused.append(borrower)
+        return has_room
+
+    monkeypatch.setattr(borrowing.Borrower, "_make_room", noting)
+    return refused

@@ -21,7 +21,7 @@ from kvtier_engine.devices import device_kv, engine_device, weights_on
 from kvtier_engine.first_token import FirstToken, Prompts
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv, kv_namespace
-from kvtier_kernels import SharedPrefixes
+from kvtier_kernels import LayerAttention, SharedPrefixes
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.tiles import prefill_splits
 from kvtier_kernels_bench.models import random_weights
@@ -46,25 +46,25 @@ def test_the_forward_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     """Tensors without memory stand for those of CUDA."""
     there = torch.device("meta")
 
-    def attend(
-        query: Tensor,
-        kv_layer: Tensor,
+    def step(
+        places: tuple[Tensor, Tensor],
         *index: Tensor,
         scale: float,
         max_seq_len: int,
         num_keys: int,
         prefixes: SharedPrefixes | None,
-    ) -> Tensor:
-        assert {tensor.device for tensor in (query, kv_layer, *index)} == {there}
+    ) -> LayerAttention:
+        assert {tensor.device for tensor in (*places, *index)} == {there}
         assert (max_seq_len, num_keys) == (9, 9 + 1)
         assert prefixes is None
-        return torch.empty_like(query, memory_format=torch.contiguous_format)
 
-    def write(*tensors: Tensor) -> None:
-        assert {tensor.device for tensor in tensors} == {there}
+        def attend(*tensors: Tensor) -> Tensor:
+            assert {tensor.device for tensor in tensors} == {there}
+            return torch.empty_like(tensors[1], memory_format=torch.contiguous_format)
 
-    monkeypatch.setattr(llama, "paged_attention", attend)
-    monkeypatch.setattr(llama, "kv_write", write)
+        return attend
+
+    monkeypatch.setattr(llama, "step_attention", step)
     weights = weights_on(tiny_model()._weights, there)
     kv = allocate_kv(CONFIG, 8, TOKENS_PER_BLOCK, torch.float32, there)
     with OneDevice():
@@ -163,15 +163,18 @@ def test_attention_of_all_kinds_is_compiled_at_the_start(monkeypatch: pytest.Mon
     """Over runs of keys, and over shared blocks, too: in the middle of a step, each would take seconds."""
     seen = set()
 
-    def attend(query: Tensor, *_: Tensor, max_seq_len: int, prefixes: SharedPrefixes | None, **__: Any) -> Tensor:
-        seen.add((query.size(0), max_seq_len, prefixes.num_seqs if prefixes is not None else None))
-        return torch.zeros_like(query)
+    def step(*_: Any, max_seq_len: int, prefixes: SharedPrefixes | None, **__: Any) -> LayerAttention:
+        def attend(_kv_layer: Tensor, query: Tensor, *_: Tensor) -> Tensor:
+            seen.add((query.size(0), max_seq_len, prefixes.num_seqs if prefixes is not None else None))
+            return torch.zeros_like(query)
+
+        return attend
 
     def find(tables: Tensor, lens: Tensor, kv_layer: Tensor, _num_heads: int) -> SharedPrefixes | None:
         found = SharedPrefixes.of(tables, lens, kv_layer.size(2))
         return found if found.num_saved_keys else None
 
-    monkeypatch.setattr(llama, "paged_attention", attend)
+    monkeypatch.setattr(llama, "step_attention", step)
     monkeypatch.setattr(llama, "find_shared_prefixes", find)
     kv = allocate_kv(CONFIG, 8, TOKENS_PER_BLOCK, torch.float32)
     compile_for_long_sequences(tiny_model(), kv, CONFIG, max_running=3)

@@ -13,7 +13,9 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
-from kvtier_kernels import part_counters, plane_copy, quantised_copy, row_copy, slot_quantise, slot_write  # noqa: E402
+from kvtier_kernels import block_checksum as block_checksum_module  # noqa: E402
+from kvtier_kernels import plane_copy, quantised_copy, row_copy, slot_quantise, slot_write  # noqa: E402
+from kvtier_kernels.block_checksum import block_checksum  # noqa: E402
 from kvtier_kernels.block_copy import block_copy  # noqa: E402
 from kvtier_kernels.copy_tiles import copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
@@ -60,31 +62,15 @@ def test_layers_move_in_wide_accesses(
 ) -> None:
     """As beside host memory: 16 warps of 64 registers leave half of a multiprocessor's registers to others."""
     monkeypatch.setattr(row_copy, "copy_tile", lambda unit, size, host: copy_tile(unit, size, host=True))
-    scope = "sys" if gather else "gpu"
-    monkeypatch.setattr(row_copy, "counter_scope", lambda *_, gather: scope)
     kv, staging = torch.empty((4, 3, part_bytes), dtype=torch.uint8), torch.empty((3, 5, part_bytes), dtype=torch.uint8)
-    index, counters = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    index = torch.zeros(3, dtype=torch.int64)
     ptx = compiled(
         row_copy,
-        lambda: part_copy(Parts.of(kv.unbind(1)), index, staging, index, gather=gather, counters=counters),
+        lambda: part_copy(Parts.of(kv.unbind(1)), index, staging, index, gather=gather),
         chip, tmp_path, most_registers=64,
     )  # fmt: skip
     assert len(re.findall(WIDE_LOAD, ptx)) == len(re.findall(WIDE_STORE, ptx)) == 8
     assert not re.search(r"st\.global\.b(8|16|32) ", ptx), "all of it in wide accesses"
-    assert re.search(rf"st\.global.*bar\.sync.*(atom|red)\S*\.{scope}\.release\.add", ptx, re.DOTALL), (
-        "stores before counts"
-    )
-
-
-@pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
-def test_waiting_acquires(chip: int, tmp_path: Path) -> None:
-    counters = torch.zeros(3, dtype=torch.int32)
-    ptx = compiled(
-        part_counters,
-        lambda: part_counters.wait_for_layer(counters, 2, 7, counters[:1]),
-        chip, tmp_path, most_registers=32,
-    )  # fmt: skip
-    assert re.search(r"(ld|atom)\.global\.gpu\.acquire", ptx), "adding 0 may become a load"
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)
@@ -105,11 +91,11 @@ def test_pages_are_quantised_in_wide_accesses(
     layout = RecordLayout(codec, dtype, head_dim, 2 * 16 * 8)
     kv = torch.empty((4, 3, layout.page_bytes), dtype=torch.uint8)
     staging = torch.empty((3, 5, layout.record_bytes), dtype=torch.uint8)
-    index, counters = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    index = torch.zeros(3, dtype=torch.int64)
     ptx = compiled(
         quantised_copy,
         lambda: quantised_copy.quantised_copy(
-            Parts.of(kv.unbind(1)), index, staging, index, layout=layout, gather=gather, counters=counters
+            Parts.of(kv.unbind(1)), index, staging, index, layout=layout, gather=gather
         ),
         chip, tmp_path, most_registers=128,
     )  # fmt: skip
@@ -157,8 +143,7 @@ def test_new_vectors_are_quantised_in_wide_accesses(dtype: torch.dtype, scales: 
 
 def test_layers_and_numbers_that_differ_share_compiled_kernels() -> None:
     """Compiling takes about a second: a new length must not do it in the middle of a step."""
-    copies, waits = set(), set()
-    counters = torch.zeros(64, dtype=torch.int32)
+    copies = set()
     for num_layers, num_blocks, max_programs in ((1, 1, 1), (16, 16, 16), (33, 21, 5)):
         kv = torch.empty((64, num_layers, 2**16), dtype=torch.uint8)
         staging = torch.empty((num_layers, num_blocks, 2**16), dtype=torch.uint8)
@@ -166,13 +151,10 @@ def test_layers_and_numbers_that_differ_share_compiled_kernels() -> None:
         with recorded(row_copy, (9, 0)) as launches:
             part_copy(
                 Parts.of(kv.unbind(1)), index, staging, index,
-                gather=False, counters=counters[:num_layers], max_programs=max_programs,
+                gather=False, max_programs=max_programs,
             )  # fmt: skip
         copies.add(compile_launch(launches[0], 90).hash)
-        with recorded(part_counters, (9, 0)) as launches:
-            part_counters.wait_for_layer(counters[:num_layers], num_layers - 1, max_programs, counters[:1])
-        waits.add(compile_launch(launches[0], 90).hash)
-    assert (len(copies), len(waits)) == (1, 1)
+    assert len(copies) == 1
 
 
 @pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])
@@ -202,6 +184,19 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
 
     ptx = compiled(row_copy, launch, chip, tmp_path, most_registers=192)
     assert bool(re.search(WIDE_LOAD, ptx)) == bool(re.search(WIDE_STORE, ptx)) == wide
+
+
+@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
+def test_checksums_are_read_in_wide_accesses(part_bytes: int, wide: bool, tmp_path: Path) -> None:
+    """With registers for two thirds of the threads that a multiprocessor can have: their loads hide each other."""
+    kv, index = torch.empty((3, 4, part_bytes), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+
+    def launch() -> None:
+        block_checksum([Parts.of(kv.unbind())], index)
+
+    ptx = compiled(block_checksum_module, launch, 90, tmp_path, most_registers=48)
+    assert bool(re.search(r"ld\.global\S*\.v2\.b64", ptx)) == wide
+    assert len(re.findall(r"red\.global\.gpu\.relaxed\.add", ptx)) == 1, "one addition of a program to a sum"
 
 
 @pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])

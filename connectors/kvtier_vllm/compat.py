@@ -257,6 +257,17 @@ def num_volatile_blocks(config: VllmConfig) -> int:
     return int(speculation is not None and speculation.use_eagle_block_drop())
 
 
+def frees_late(request: Request) -> bool:
+    """Whether device blocks are allocated anew only when the last step that used them has been processed.
+
+    vLLM sees to that where it plans steps ahead and a connector may load, by the role of the outermost connector's
+    configuration. Only then it notes the last step of a request.
+
+    :param request: one that has been scheduled.
+    """
+    return bool(request.last_sched_seq > 0)
+
+
 def holds_the_same_in_all_ranks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether tensor-parallel ranks all have the whole KV, rather than some heads each: latent attention does.
 

@@ -28,9 +28,9 @@ from kvtier_vllm import compat
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.kv_events import KVEvents
-from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.messages import StepMetadata, WorkerIdentity
 from kvtier_vllm.scheduler import SchedulerSide
-from kvtier_vllm.settings import load_settings
+from kvtier_vllm.settings import load_settings, of_rank
 from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.worker import WorkerSide
 
@@ -58,7 +58,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         compat.require_version()
         compat.require_recompute(vllm_config)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
-        config = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
+        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
+        config = of_rank(settings, vllm_config.parallel_config)
         if config.gateway_tenants:
             compat.require_safe_hashes(vllm_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -97,6 +98,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._on_worker().identity()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Also marks the step's start: both of vLLM's runners call it right before they launch the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._on_worker().begin(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -153,9 +160,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._on_scheduler().step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        answers = connector_output.kv_connector_worker_meta
-        if isinstance(answers, WorkerMetadata):
-            self._on_scheduler().deliver(answers)
+        self._on_scheduler().deliver(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler().finish(request, (block_ids,))
@@ -172,7 +177,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._on_scheduler().take_events()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self._scheduler.take_stats() if self._scheduler is not None else self._on_worker().take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -15,7 +15,7 @@ from kvtier.hierarchy.jobs import Block
 from kvtier.keys import BlockKey, ChainHash, block_key, split_block_key
 
 _LABEL = b"kvtier.vllm.group.v1"
-_NULL_BLOCK = 0
+NULL_BLOCK = 0
 """vLLM's placeholder for a block that a group does not need any more, or never did."""
 
 
@@ -50,7 +50,7 @@ class KVGroups:
             self.block(keys[position], group, table[position])
             for position in span
             for group, table in enumerate(tables)
-            if position < len(table) and table[position] != _NULL_BLOCK
+            if position < len(table) and table[position] != NULL_BLOCK
         ]
 
     def block(self, key: BlockKey, group: int, device_block: int) -> Block:
@@ -63,7 +63,11 @@ class KVGroups:
 
     def device_blocks(self, slots: Iterable[int]) -> list[int]:
         """vLLM's blocks that these device slots are in."""
-        return [slot % self.num_blocks for slot in slots]
+        return [self.device_block(slot) for slot in slots]
+
+    def device_block(self, slot: int) -> int:
+        """vLLM's block that this device slot is in."""
+        return slot % self.num_blocks
 
     def slots(self, device_blocks: Iterable[int]) -> Iterator[int]:
         """Device slots of all groups that are in these blocks of vLLM's."""

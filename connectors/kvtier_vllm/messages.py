@@ -31,6 +31,10 @@ class StepMetadata(KVConnectorMetadata):
     """Requests whose load is over, and which of their device blocks have not got their KV."""
     is_empty: bool = False
     """No forward pass in this step."""
+    number: int = 0
+    """Of the step, among those with a forward pass; 0 without one."""
+    loads_after: int = 0
+    """The step by whose start the device blocks to load to are not used any more; if unknown, it is this one."""
 
 
 @dataclass
@@ -39,6 +43,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     messages: dict[int, list[bytes]]
     """By rank, of its mover."""
+    step: int = 0
+    """Number of the step that this comes with; 0 if it had no forward pass."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Ranks differ, so nothing is added up: the directory waits for all of them itself."""
@@ -46,4 +52,4 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         merged = dict(self.messages)
         for rank, messages in other.messages.items():
             merged[rank] = merged.get(rank, []) + messages
-        return WorkerMetadata(merged)
+        return WorkerMetadata(merged, max(self.step, other.step))

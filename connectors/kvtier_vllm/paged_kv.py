@@ -12,9 +12,6 @@ from kvtier.errors import ConfigError
 from kvtier.grouped_kv import GroupedKV
 from kvtier.transfer import DeviceKV, HostMemoryKV
 
-_STAGING_BYTES = 32 << 20
-"""Of a copy."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
@@ -62,13 +59,16 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def device_kv(groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies: int) -> Iterator[DeviceKV]:
+def device_kv(
+    groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies: int, staging_bytes: int = 128 * 2**20
+) -> Iterator[DeviceKV]:
     """Moves blocks of these KV groups, each with its layers; see `GroupedKV` for their slots.
 
     Enter it in vLLM's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device for staging.
-    :raises ConfigError: memory of a kind that is not moved, or no room for that.
+    :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
+    :param staging_bytes: of a CUDA device, beside the layers, where blocks have to be staged.
+    :raises ConfigError: memory of a kind that is not moved, no room for staging, or none for a block in it.
     """
     pages = [[page for layer in group for page in pages_of(layer, num_blocks).pages] for group in groups]
     device = pages[0][0].device
@@ -82,10 +82,11 @@ def device_kv(groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies
     from kvtier.transfer_cuda import CudaKV
 
     try:
-        cuda_kv = CudaKV(*pages, staging_bytes=num_copies * _STAGING_BYTES, num_lanes=num_copies)
+        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_copies)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"gpu_memory_utilization: leaves no room on {device} for staging {num_copies} copies of 32 MiB; lower it"
+            f"gpu_memory_utilization: leaves no room on {device} for staging copies in {staging_bytes:,} bytes; lower "
+            "it, or cache.staging_bytes"
         ) from error
     try:
         yield cuda_kv

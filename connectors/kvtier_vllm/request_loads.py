@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.hierarchy import Block, Directory, JobResult
+from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 
 
@@ -12,23 +13,26 @@ class _Load:
     request_id: str
     blocks: list[Block]
     device_blocks: list[int]
+    epoch: int
+    """Of `DeviceBlocks`, when it began."""
 
 
 class RequestLoads:
     """One load per request at a time. Scheduler thread only; nothing blocks."""
 
-    def __init__(self, directory: Directory, groups: KVGroups) -> None:
-        self._directory, self._groups = directory, groups
+    def __init__(self, directory: Directory, groups: KVGroups, device: DeviceBlocks) -> None:
+        """:param device: is told which device blocks loads have filled."""
+        self._directory, self._groups, self._device = directory, groups, device
         self._loads: dict[int, _Load] = {}
         """Under way, by job."""
         self.ended: dict[str, list[int]] = {}
         """Since the last `take_ended`: see `StepMetadata.ended`."""
 
-    def start(self, request_id: str, blocks: list[Block]) -> list[int]:
-        """Begins to load these; returns the device blocks that it writes to."""
+    def start(self, request_id: str, blocks: list[Block]) -> None:
+        """Begins to load these."""
         device_blocks = self._groups.device_blocks(slot for _, slot in blocks)
-        self._loads[self._directory.start_load(blocks)] = _Load(request_id, blocks, device_blocks)
-        return device_blocks
+        load = _Load(request_id, blocks, device_blocks, self._device.epoch)
+        self._loads[self._directory.start_load(blocks)] = load
 
     def cancel(self, request_id: str) -> bool:
         """Asks for the end of the request's load; False when it has none."""
@@ -44,7 +48,16 @@ class RequestLoads:
         if load is None:
             return None
         self.ended[load.request_id] = [load.device_blocks[index] for index in sorted(result.failed)]
+        filled = [block for index, block in enumerate(load.device_blocks) if index not in result.failed]
+        self._device.fill(filled, load.epoch)
         return load.request_id
+
+    def take_loaded(self) -> set[str]:
+        """Of the loads that have ended, the requests whose blocks were all filled; `take_ended` gives the others."""
+        loaded = {request_id for request_id, missing in self.ended.items() if not missing}
+        for request_id in loaded:
+            del self.ended[request_id]
+        return loaded
 
     def take_ended(self) -> dict[str, list[int]]:
         """Requests whose loads have ended, for the next step, and the device blocks that were not filled."""

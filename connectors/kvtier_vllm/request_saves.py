@@ -1,7 +1,6 @@
 """Which blocks of requests are saved, and with which step: as they become full, and what is left when requests end."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
@@ -10,6 +9,7 @@ from kvtier.clock import Clock
 from kvtier.hierarchy import Block
 from kvtier.keys import BlockKey
 from kvtier_vllm.compat import BoundaryState
+from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 
@@ -18,13 +18,24 @@ _PATIENCE_S = 5.0
 
 
 class RequestSaves:
-    """Chooses blocks; the directory saves them. Scheduler thread only; nothing blocks."""
+    """Chooses blocks; the directory saves them. Scheduler thread only; nothing blocks.
+
+    Only device blocks that were seen to get their KV are saved: `DeviceBlocks` must know of a step before blocks are
+    chosen for it here.
+    """
 
     def __init__(
-        self, blocks: RequestBlocks, groups: KVGroups, *, tokens_per_block: int, save_answers: bool, clock: Clock
+        self,
+        blocks: RequestBlocks,
+        groups: KVGroups,
+        device: DeviceBlocks,
+        *,
+        tokens_per_block: int,
+        save_answers: bool,
+        clock: Clock,
     ) -> None:
         """:param save_answers: also blocks with generated tokens."""
-        self._blocks, self._groups, self._size = blocks, groups, tokens_per_block
+        self._blocks, self._groups, self._device, self._size = blocks, groups, device, tokens_per_block
         self._save_answers, self._clock = save_answers, clock
         self._kv: KVCacheManager | None = None
         self.unsaved: dict[int, BlockKey] = {}
@@ -56,16 +67,12 @@ class RequestSaves:
         :param states: that are on the device after it, to stay there until vLLM gives their device blocks to others.
         :param written: device blocks that it writes to.
         """
-        blocks: list[Block] = []
         if self.unsaved:
             for slot in self._groups.slots(written):
                 self.unsaved.pop(slot, None)
         for known, of_request in states:
-            self.unsaved.update((slot, key) for key, slot in self._states(known, of_request))
-        if self.unsaved:
-            blocks = [(key, slot) for slot, key in islice(self.unsaved.items(), room)]
-            for _, slot in blocks:
-                del self.unsaved[slot]
+            self._keep(self._states(known, of_request))
+        blocks = self._take_unsaved(room)
         for known, num_tokens in computed:
             blocks += self._newly_full(known, num_tokens, (room - len(blocks)) // self._groups.num_groups)
         if blocks or not self.unsaved:
@@ -78,12 +85,38 @@ class RequestSaves:
         request = known.request
         num_full = self._num_to_keep(request, min(request.num_computed_tokens, request.num_tokens - 1))
         span = range(known.num_saved, num_full)
-        blocks = self._blocks.of(known, self._groups.without_states(tables), span)
-        self.unsaved.update((slot, key) for key, slot in blocks)
+        self._keep(self._blocks.of(known, self._groups.without_states(tables), span))
 
     def forget(self) -> None:
         """Saves nothing of requests that have ended."""
         self.unsaved.clear()
+
+    def _keep(self, blocks: Iterable[Block]) -> None:
+        """Those of these blocks that are seen, or may soon be, are saved by some later step."""
+        for key, slot in blocks:
+            if self._is_seen(slot) or self._is_awaited(slot):
+                self.unsaved[slot] = key
+
+    def _take_unsaved(self, room: int) -> list[Block]:
+        """The next blocks of `unsaved`. Drops those that have turned out not to be seen."""
+        taken: list[Block] = []
+        dropped: list[int] = []
+        for slot, key in self.unsaved.items():
+            if len(taken) == room:
+                break
+            if self._is_seen(slot):
+                taken.append((key, slot))
+            elif not self._is_awaited(slot):
+                dropped.append(slot)
+        for slot in [*(slot for _, slot in taken), *dropped]:
+            del self.unsaved[slot]
+        return taken
+
+    def _is_seen(self, slot: int) -> bool:
+        return self._device.is_seen(self._groups.device_block(slot))
+
+    def _is_awaited(self, slot: int) -> bool:
+        return self._device.is_awaited(self._groups.device_block(slot))
 
     def _num_to_keep(self, request: Request, num_tokens: int) -> int:
         """Full blocks among so many tokens that are to be saved."""
@@ -99,9 +132,18 @@ class RequestSaves:
         num_full = min(num_full, known.num_saved + limit)
         if num_full <= known.num_saved:
             return []
-        span, known.num_saved = range(known.num_saved, num_full), num_full
         tables = self._groups.without_states(self._kv.get_block_ids(known.request.request_id))
-        return self._blocks.of(known, tables, span)
+        span = self._decided(tables, range(known.num_saved, num_full))
+        known.num_saved = span.stop
+        return [block for block in self._blocks.of(known, tables, span) if self._is_seen(block[1])]
+
+    def _decided(self, tables: Sequence[Sequence[int]], span: range) -> range:
+        """The part of `span` before the first position whose blocks may yet be seen."""
+        for position in span:
+            blocks = [table[position] for table in tables if position < len(table)]
+            if any(self._device.is_awaited(block) for block in blocks):
+                return range(span.start, position)
+        return span
 
     def _states(self, known: KnownRequest, states: Iterable[BoundaryState]) -> Iterator[Block]:
         """Those at the end of a block that is to be saved."""

@@ -11,6 +11,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier.build import directory_half, planner
@@ -21,9 +22,10 @@ from kvtier.errors import ConfigError
 from kvtier.hierarchy import Directory
 from kvtier.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
-from kvtier_vllm.compat import boundary_states
+from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
+from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 from kvtier_vllm.kv_events import KVEvents
@@ -36,7 +38,8 @@ from kvtier_vllm.request_media import RequestMedia
 from kvtier_vllm.request_params import answer_to, params_of
 from kvtier_vllm.request_saves import RequestSaves
 from kvtier_vllm.stats import KvtierStats, sources_of
-from kvtier_vllm.step_plan import computed_tokens, written_blocks
+from kvtier_vllm.step_plan import HandedOut, computed_spans
+from kvtier_vllm.step_starts import StepNumbers
 from kvtier_vllm.step_times import StepTimes
 from kvtier_vllm.tenants import Tenants
 
@@ -79,6 +82,7 @@ class SchedulerSide:
         self._size, self._groups, self._num_volatile = tokens_per_block, groups, num_volatile_blocks
         self._tenants = Tenants(config)
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
+        self._steps = StepNumbers()
         self._stack = contextlib.ExitStack()
         self._work: _Work | None = None
         """None until `connect`."""
@@ -86,9 +90,12 @@ class SchedulerSide:
         self._requests: dict[str, KnownRequest] = {}
         """By id: none before `connect`."""
         self._blocks = RequestBlocks(groups, events)
+        self.device = DeviceBlocks(groups, tokens_per_block)
+        """What of the device may be saved."""
         self._saves = RequestSaves(
             self._blocks,
             groups,
+            self.device,
             tokens_per_block=tokens_per_block,
             save_answers=config.cache.save_answers,
             clock=clock,
@@ -98,8 +105,9 @@ class SchedulerSide:
         self._stack.callback(contents.close)
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
-        self._allocated: set[int] = set()
-        """Device blocks allocated since the last step for requests that are not in it."""
+        self._num_local: dict[str, int] = {}
+        """By request: tokens whose KV vLLM has found on the device, as of its latest `match` before a step."""
+        self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:
         """Takes up work with these workers, in rank order. Raises `ConfigError`."""
@@ -129,7 +137,9 @@ class SchedulerSide:
             patience_s=self._config.cache.lookup_deadline_s,
             clock=self._clock,
         )
-        self._work = _Work(half.directory, half.hashers, lookups, RequestLoads(half.directory, self._groups), pins)
+        self._work = _Work(
+            half.directory, half.hashers, lookups, RequestLoads(half.directory, self._groups, self.device), pins
+        )
         self._stack.callback(half.directory.close)
         self._copies.num_ranks = len(identities)
         for rank, identity in enumerate(identities):
@@ -139,6 +149,7 @@ class SchedulerSide:
 
     def bind(self, kv: KVCacheManager) -> None:
         self._saves.bind(kv)
+        self.device.bind(kv)
         if self._events is not None:
             self._events.bind(kv)
 
@@ -164,6 +175,7 @@ class SchedulerSide:
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
+        self._handed_out.note_hit(request.request_id, num_computed_tokens)
         if request.request_id in self._media:
             if self._media.is_worth_waiting(request):
                 return None, False
@@ -179,14 +191,18 @@ class SchedulerSide:
         return (None, False) if num_blocks is None else (num_blocks * self._size, num_blocks > 0)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The request has device blocks; starts its load if there is one."""
+        """The request has device blocks; starts its load if there is one.
+
+        :param num_external_tokens: that are to be loaded by kvtier. Another connector may load at 0.
+        """
+        tables = blocks.get_block_ids()
+        self._handed_out.note_allocation(request.request_id, tables)
         known = self._requests.get(request.request_id)
         if known is None or self._work is None:
             return
         if num_external_tokens:
             first, count = known.lookup.asked.start, num_external_tokens // self._size
-            to_load = self._blocks.of(known, blocks.get_block_ids(), range(first, first + count))
-            self._allocated.update(self._work.loads.start(request.request_id, to_load))
+            self._work.loads.start(request.request_id, self._blocks.of(known, tables, range(first, first + count)))
             known.sources = (known.lookup.tiers or [])[:count]
         self._work.lookups.forget(known)  # should it be asked again, e.g. after a preemption, all may have changed
 
@@ -198,6 +214,7 @@ class SchedulerSide:
     def take_stats(self) -> KvtierStats | None:
         """What happened since the last call; None: nothing. vLLM asks when a step has its results."""
         num_blocks, seconds = self._times.end()
+        self.device.end_step()
         if self._work is not None:
             self._work.directory.speeds.note_computed(num_blocks * len(self._groups.of_tokens), seconds)
         if self._stats.is_empty():
@@ -211,25 +228,26 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers have to do with this step."""
-        step = StepMetadata(is_empty=not output.total_num_scheduled_tokens)
+        number, loads_after = self._steps.begin(output)
+        step = StepMetadata(is_empty=not number, number=number, loads_after=loads_after)
         self._times.begin(output)
+        written, states = self._handed_out.take(output), boundary_states(output)
+        self.device.begin_step(output, written, self._requests, states)
         if self._work is None:
             return step
         directory = self._work.directory
-        written = self._allocated | written_blocks(output, self._size)
-        self._allocated = set()
         step.flush = self._copies.of(written)
         computed = [
-            (self._requests[request_id], num_tokens)
-            for request_id, num_tokens in computed_tokens(output)
-            if request_id in self._requests
+            (self._requests[span.request_id], span.stop)
+            for span in computed_spans(output)
+            if span.request_id in self._requests
         ]
-        states = [
+        of_known = [
             (self._requests[request_id], of_request)
-            for request_id, of_request in boundary_states(output).items()
+            for request_id, of_request in states.items()
             if request_id in self._requests
         ]
-        blocks = self._saves.choose(computed, states, written, directory.room_for_saves)
+        blocks = self._saves.choose(computed, of_known, written, directory.room_for_saves)
         if blocks:
             directory.save_full(blocks)
         self._note_results()
@@ -238,20 +256,32 @@ class SchedulerSide:
         step.ended = self._work.loads.take_ended()
         return step
 
-    def deliver(self, answers: WorkerMetadata) -> None:
-        """The workers' answers."""
+    def deliver(self, results: KVConnectorOutput) -> None:
+        """The results of a step that vLLM processes, with the workers' answers, before it looks which loads are over.
+
+        Adds the requests whose loads have just ended well: they are scheduled again with the very next step. Where
+        blocks are missing, vLLM has already looked which ones: these loads end with the results of a later step.
+        """
+        self.device.note_invalid(results.invalid_block_ids)
+        answers = results.kv_connector_worker_meta
+        if not isinstance(answers, WorkerMetadata):
+            return
+        self._steps.hear(answers.step)
         if self._work is None:
             return
         for rank, messages in answers.messages.items():
             self._copies.end(rank, messages)
             self._work.directory.deliver(rank, messages)
         self._note_results()
+        if loaded := self._work.loads.take_loaded():
+            results.finished_recving = loaded.union(results.finished_recving or ())
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; its device blocks, by KV group, are vLLM's at once.
 
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
+        self._steps.frees_late |= frees_late(request)
         self._media.drop(request.request_id)
         known = self._requests.pop(request.request_id, None)
         if known is None or self._work is None:
@@ -263,8 +293,7 @@ class SchedulerSide:
         if known.params.pin_s and self._work.pins is not None:
             num_computed = min(request.num_prompt_tokens, request.num_computed_tokens)
             self._work.pins.ask(self._groups.keys(known.keys.first(num_computed // self._size)), known.params.pin_s)
-        # vLLM may not have heard yet that its load has failed.
-        if not known.params.no_store and not known.is_tombstoned:
+        if not known.params.no_store:
             self._saves.leave(known, tables)
         return False, told
 

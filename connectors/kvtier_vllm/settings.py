@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.config import ParallelConfig
+
 from kvtier.config import Config, merge_tables, parse_config
 from kvtier.errors import ConfigError
 
@@ -49,6 +51,16 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
         if policy == "write_back":
             raise ConfigError(f"{source}: {name}.write_policy: vLLM does not say what it evicts; use write_through")
     return config
+
+
+def of_rank(config: Config, parallel: ParallelConfig) -> Config:
+    """The configuration of one of vLLM's workers: its part of what is meant for all on this host.
+
+    Scheduler and workers call it alike. Of several engines in data parallelism, each has host memory of its own, as
+    with vLLM's `--kv-offloading-size`; the cores are divided among all of them.
+    """
+    num_ranks = parallel.local_world_size
+    return config.of_rank(num_ranks, num_ranks * max(1, parallel.data_parallel_size_local))
 
 
 def of_worker(config: Config, name: str) -> Config:

@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.hierarchy.jobs import JobResult
 
 _LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
+_GAINED = "gained_bytes"
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 """Of our tiers, as vLLM calls them; the pool is none that it knows."""
 
@@ -33,7 +34,8 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Blocks by what became of them, since the last look: `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`."""
+    """Since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`; and
+    `gained_bytes.KIND`, how much more memory all ranks take for the tiers, which may be less than nothing."""
 
     def note(self, result: JobResult) -> None:
         """The end of a load or save."""
@@ -43,6 +45,11 @@ class KvtierStats(KVConnectorStats):
                 self._add(f"{_LOADED}.{tier}", amount)
         else:
             self._add(_SAVED, len(result.tiers) - len(result.failed))
+
+    def note_memory(self, gained_bytes: Mapping[str, int]) -> None:
+        """:param gained_bytes: by kind; see `kvtier.gauges.RankMemory`."""
+        for kind, nbytes in gained_bytes.items():
+            self._add(f"{_GAINED}.{kind}", nbytes)
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -64,7 +71,10 @@ class KvtierStats(KVConnectorStats):
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """The same as counters. Names begin with `vllm:`, or vLLM would not take them back with an engine."""
+    """The same as counters, and memory as a gauge.
+
+    Names begin with `vllm:`, or vLLM would not take them back with an engine.
+    """
 
     def __init__(
         self,
@@ -83,10 +93,22 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             ),
         }
 
+        self._memory = metric_types[prometheus_client.Gauge](
+            "vllm:kvtier_memory_bytes",
+            "Memory that all ranks take for the tiers: arena, lent by the pool, pinned of both, staging on the device.",
+            [*labelnames, "kind"],
+            multiprocess_mode="mostrecent",
+        )
+        self._taken_bytes: Counter[tuple[int, str]] = Counter()
+        """By engine and kind. Kept here: a gauge on Ray can be set only."""
+
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
             kind, _, tier = name.partition(".")
-            if kind in self._counters:
+            if kind == _GAINED:
+                self._taken_bytes[engine_idx, tier] += amount
+                self._memory.labels(*labels, tier).set(self._taken_bytes[engine_idx, tier])
+            elif kind in self._counters:
                 self._counters[kind].labels(*labels, *([tier] if tier else [])).inc(amount)

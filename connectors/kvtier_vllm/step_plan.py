@@ -1,17 +1,31 @@
 """What vLLM's scheduler has planned for a step: how far requests are computed, which device blocks are written to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Requests of this step, and how many of their tokens are computed after it, drafted ones included."""
+@dataclass(frozen=True, slots=True)
+class ComputedSpan:
+    """Tokens of a request that a step computes, drafted ones included."""
+
+    request_id: str
+    start: int
+    stop: int
+    tables: Sequence[Sequence[int]] | None
+    """All device blocks of the request, by KV group, if vLLM admits it with this step, anew or again."""
+
+
+def computed_spans(output: SchedulerOutput) -> Iterator[ComputedSpan]:
+    """One for each request of this step."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        stop = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        yield ComputedSpan(new.req_id, new.num_computed_tokens, stop, new.block_ids)
     cached = output.scheduled_cached_reqs
-    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, num_computed + output.num_scheduled_tokens[request_id]
+    for request_id, fresh, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        tables = fresh if request_id in cached.resumed_req_ids else None
+        yield ComputedSpan(request_id, start, start + output.num_scheduled_tokens[request_id], tables)
 
 
 def written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:
@@ -32,3 +46,36 @@ def written_blocks(output: SchedulerOutput, tokens_per_block: int) -> set[int]:
             for table in fresh:
                 written.update(table[start:])
     return written
+
+
+class HandedOut:
+    """Device blocks that vLLM gives to requests between one step and the next. Scheduler thread only.
+
+    A request that waits for a load is in no step, and another connector's load is announced to nobody else. Its blocks
+    are known from its allocation alone.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._size = tokens_per_block
+        self._num_local: dict[str, int] = {}
+        """By request: tokens whose KV vLLM has found on the device, for an allocation before the next step."""
+        self._blocks: set[int] = set()
+        """Of allocations since the last step."""
+
+    def note_hit(self, request_id: str, num_tokens: int) -> None:
+        """vLLM has found KV of so many tokens on the device, for a request that waits."""
+        self._num_local[request_id] = num_tokens
+
+    def note_allocation(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """A request that waits was given device blocks; these are all that it has, by KV group."""
+        num_local = self._num_local.pop(request_id, None)
+        if num_local is None:
+            return  # its load is over: it is in the step that follows, which says what is new
+        for table in tables:
+            self._blocks.update(table[num_local // self._size :])
+
+    def take(self, output: SchedulerOutput) -> set[int]:
+        """All that were handed out since the last call, now that the step after that is planned."""
+        blocks, self._blocks = self._blocks, set()
+        self._num_local.clear()
+        return blocks | written_blocks(output, self._size)

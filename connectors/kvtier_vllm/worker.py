@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -14,17 +14,22 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvtier.build import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
+from kvtier.gauges import RankMemory
 from kvtier.hierarchy import ALONE, Mover, Replica
-from kvtier.hierarchy.messages import Copied, SaveBatch, decode
+from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.identity import DIGESTS, namespace_of
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
 from kvtier_vllm.settings import of_worker
+from kvtier_vllm.stats import KvtierStats
+from kvtier_vllm.step_starts import StepStarts
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
+_TELL_S = 1.0
+"""Between two looks at the memory that is taken."""
 _OTHER_COPIES = 2
 """At a time, beside those of `cache.load_threads`: a save, and a load from host memory."""
 _EMPTY_STEP_S = 0.002
@@ -39,12 +44,17 @@ class WorkerSide:
         self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
         self._stack = contextlib.ExitStack()
         self._mover: Mover | None = None
+        self._memory_use: Callable[[], RankMemory] | None = None
+        self._told_bytes: dict[str, int] = {}
+        """By kind of memory: what the last statistics have told of."""
+        self._tell_at_s = 0.0
         self._identity: WorkerIdentity | None = None
         self._rank = 0
         self._outbox: list[bytes] = []
         """Of the mover, for the scheduler."""
-        self._copying: set[int] = set()
-        """Save batches that have not left the device, by id."""
+        self._starts = StepStarts()
+        self._step = 0
+        """Number of the present step, until the scheduler is told of it."""
         self._results = KVConnectorTransferResults()
         self._invalid: set[int] = set()
 
@@ -69,32 +79,47 @@ class WorkerSide:
         )
         num_copies = self._config.cache.load_threads + _OTHER_COPIES
         layers_by_group = [group.values() for group in groups]
-        device = self._stack.enter_context(device_kv(layers_by_group, num_blocks, num_copies=num_copies))
+        staging_bytes = int(self._config.cache.staging_bytes)
+        device = self._stack.enter_context(
+            device_kv(layers_by_group, num_blocks, num_copies=num_copies, staging_bytes=staging_bytes)
+        )
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
         half = mover_half(
             config,
             device=device,
             namespace=namespace.id,
             registry=CollectorRegistry(),
+            numa_node=near_node(next(iter(layers.values())).device),
             replica=Replica(tp.rank_in_group, tp.world_size) if is_replicated else ALONE,
         )
-        self._mover = self._stack.enter_context(half).mover
+        entered = self._stack.enter_context(half)
+        self._mover, self._memory_use = entered.mover, entered.memory_use
         # With what its disk holds: the first request already wants to know.
         self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())
         _log.info(
             "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
             namespace.id.hex(), device.block_bytes, len(groups),
         )  # fmt: skip
+        taken = entered.memory_use().by_kind().items()
+        _log.info(
+            "kvtier takes memory for this rank: %s", ", ".join(f"{kind} {size >> 20} MiB" for kind, size in taken)
+        )
 
     def identity(self) -> WorkerIdentity | None:
         return self._identity
+
+    def begin(self, step: StepMetadata) -> None:
+        """Before the forward pass is launched, when blocks have been cleared for it."""
+        if self._mover is not None:
+            self._starts.begin(step.number, self._mover.fence())
+            self._step = step.number
 
     def flush(self, step: StepMetadata) -> None:
         """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
         if self._mover is None:
             return
         warn_at = MONOTONIC() + _PATIENCE_S
-        while awaited := self._copying.intersection(step.flush):
+        while awaited := self._mover.copying(step.flush):
             self._mover.wait(_LOOK_S)
             self._poll()
             if MONOTONIC() > warn_at:
@@ -105,11 +130,7 @@ class WorkerSide:
         """After the forward pass was launched."""
         if self._mover is None:
             return
-        for data in step.messages:
-            message = decode(data)
-            if isinstance(message, SaveBatch):
-                self._copying.add(message.batch_id)
-        self._mover.submit(step.messages)
+        self._mover.submit(step.messages, loads_after=self._starts.fence(step.loads_after))
         if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():
@@ -118,6 +139,16 @@ class WorkerSide:
                 self._invalid.update(invalid)
             elif invalid:  # blocks of which group, vLLM would not know
                 self._results.failed_recving.add(request_id)
+
+    def take_stats(self) -> KvtierStats | None:
+        """How much more memory it takes than was told last; asked for once a second."""
+        if self._memory_use is None or MONOTONIC() < self._tell_at_s:
+            return None
+        self._tell_at_s = MONOTONIC() + _TELL_S
+        before, self._told_bytes = self._told_bytes, self._memory_use().by_kind()
+        stats = KvtierStats()
+        stats.note_memory({kind: nbytes - before.get(kind, 0) for kind, nbytes in self._told_bytes.items()})
+        return None if stats.is_empty() else stats
 
     def take_results(self) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()
@@ -130,10 +161,11 @@ class WorkerSide:
     def take_messages(self) -> WorkerMetadata | None:
         """For the scheduler; None when there is nothing to say."""
         self._poll()
-        if not self._outbox:
+        if not self._outbox and not self._step:
             return None
         messages, self._outbox = self._outbox, []
-        return WorkerMetadata({self._rank: messages})
+        step, self._step = self._step, 0
+        return WorkerMetadata({self._rank: messages} if messages else {}, step)
 
     def close(self) -> None:
         """Ends after what was submitted."""
@@ -141,11 +173,5 @@ class WorkerSide:
         self._stack.close()
 
     def _poll(self) -> None:
-        if self._mover is None:
-            return
-        messages = self._mover.poll()
-        self._outbox += messages
-        for data in messages:
-            message = decode(data)
-            if isinstance(message, Copied):
-                self._copying.discard(message.batch_id)
+        if self._mover is not None:
+            self._outbox += self._mover.poll()

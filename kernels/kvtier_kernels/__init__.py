@@ -3,6 +3,7 @@
 | module | what it is |
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
+| `layer_attention` | both for all layers of a step: checked in the first one, launched in the others |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
 | `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
@@ -12,7 +13,7 @@
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
 | `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
-| `part_counters` | waiting for one layer of a copy that is still under way |
+| `block_checksum`, `checksums` | checksums of blocks on the device, and the same on the host |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
 | `quantising` | what the kernels that quantise share |
@@ -29,7 +30,9 @@ The modules with Triton kernels are not imported here: triton is not everywhere 
 """
 
 from kvtier_kernels.attention import find_shared_prefixes, paged_attention
+from kvtier_kernels.layer_attention import LayerAttention, step_attention
 from kvtier_kernels.reference import (
+    block_checksum_reference,
     block_copy_reference,
     kv_write_reference,
     merge_states_reference,
@@ -41,8 +44,10 @@ from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.write import kv_write
 
 __all__ = [
+    "LayerAttention",
     "Scoring",
     "SharedPrefixes",
+    "block_checksum_reference",
     "block_copy_reference",
     "find_shared_prefixes",
     "kv_write",
@@ -51,4 +56,5 @@ __all__ = [
     "paged_attention",
     "paged_attention_reference",
     "part_copy_reference",
+    "step_attention",
 ]

@@ -206,12 +206,5 @@ def check_reachable(name: str, memory: Tensor, device: torch.device) -> None:
         )
 
 
-def check_counters(counters: Tensor, num_parts: int, device: torch.device) -> None:
-    """`counters` is contiguous int32 `[num_parts]` that kernels on `device` reach."""
-    if counters.shape != (num_parts,) or counters.dtype != torch.int32 or not counters.is_contiguous():
-        raise ValueError(f"counters {_describe(counters)}: needs contiguous int32 [{num_parts}]")
-    check_reachable("counters", counters, device)
-
-
 def _describe(tensor: Tensor) -> str:
     return f"of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"

@@ -1,5 +1,7 @@
 """Attention over paged KV where queries are shorter than keys: one launcher for CPU and CUDA."""
 
+from typing import Protocol
+
 from torch import Tensor
 
 from kvtier_kernels.arguments import check_attention, check_index
@@ -78,6 +80,17 @@ def paged_attention(
     )  # fmt: skip
 
 
+class AttentionPlan(Protocol):
+    """How attention of a batch is computed: checked and chosen once, for all layers of a model."""
+
+    def run(
+        self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """`paged_attention` of one layer. Checks nothing: the caller knows that the tensors have the shapes, strides,
+        dtypes and devices of those that the plan was made for."""
+        ...
+
+
 def attend_with_triton(
     query: Tensor,
     kv_layer: Tensor,
@@ -95,24 +108,52 @@ def attend_with_triton(
     lse: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` through the Triton kernels, whose launchers check what they are given."""
+    plan = plan_with_triton(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+        max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes, lse=lse,
+    )  # fmt: skip
+    return plan.run(query, kv_layer, kv_scales, lse)
+
+
+def plan_with_triton(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    max_seq_len: int | None = None,
+    num_keys: int | None = None,
+    prefixes: SharedPrefixes | None = None,
+    lse: Tensor | None = None,
+) -> AttentionPlan:
+    """Checks the arguments of `paged_attention` and chooses the Triton kernels that compute it.
+
+    :raises ValueError: on a wrong shape, dtype, stride or device.
+    """
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
-    from kvtier_kernels.paged_decode import paged_decode
-    from kvtier_kernels.prefix_prefill import prefix_prefill
-    from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
+    from kvtier_kernels.paged_decode import plan_decode
+    from kvtier_kernels.prefix_prefill import plan_prefill
+    from kvtier_kernels.shared_prefix_decode import plan_shared_decode
 
     if prefixes is not None and window is None and scoring.alibi_slopes is None:
-        return shared_prefix_decode(
+        return plan_shared_decode(
             query, kv_layer, block_tables, seq_lens, prefixes,
             scale=scale, kv_scales=kv_scales, scoring=scoring, lse=lse,
         )  # fmt: skip
     # As many queries as sequences, none without a query: one each.
     if query.size(0) == seq_lens.size(0):
-        return paged_decode(
+        return plan_decode(
             query, kv_layer, block_tables, seq_lens,
             scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
             max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
         )  # fmt: skip
-    return prefix_prefill(
+    return plan_prefill(
         query, kv_layer, block_tables, query_starts, seq_lens,
         scale=scale, kv_scales=kv_scales, window=window, scoring=scoring, max_seq_len=max_seq_len, lse=lse,
     )  # fmt: skip

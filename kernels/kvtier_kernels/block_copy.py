@@ -43,5 +43,5 @@ def block_copy(
     source, target = source.view(torch.uint8), target.view(torch.uint8)
     copy_rows(
         source, None, source_rows, target[None], target_rows,
-        parts_alignment=alignment(source), gather=True, counters=None, max_programs=max_programs,
+        parts_alignment=alignment(source), gather=True, max_programs=max_programs,
     )  # fmt: skip

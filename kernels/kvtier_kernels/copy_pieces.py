@@ -1,8 +1,7 @@
-"""What all copies between paged KV and staging share: how a launch is cut into pieces, and who counts what is done.
+"""How all copies between paged KV and staging cut a launch into pieces.
 
 A piece is a tile of one part (a layer, say): some elements of some blocks. Programs take pieces in order, part by
-part, and as many apart as there are programs: parts become complete one after the other, and a launch of few programs
-keeps all of them busy to the end.
+part, and as many apart as there are programs: a launch of few programs keeps all of them busy to the end.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -17,7 +16,7 @@ from torch import Tensor
 from kvtier_kernels.copy_tiles import host_copy_programs
 from kvtier_kernels.launching import num_multiprocessors
 
-_MOST = 2**30
+MOST_PIECES = 2**30
 """Pieces, and bytes of a part: the piece that a program takes next has a number within 32 bits, and so have the places
 in a tile that is partly beyond the end."""
 
@@ -30,14 +29,6 @@ class Pieces:
     num_pieces: int
     num_programs: int
 
-    @property
-    def programs_per_part(self) -> int:
-        """How many programs have a piece of a part: what the part's counter has grown by when all of it is there.
-
-        Pieces that follow one another go to as many programs as there are, whichever comes first.
-        """
-        return min(self.num_programs, self.per_part)
-
 
 def cut(
     per_part: int, num_parts: int, part_bytes: int, device: torch.device, *, host: bool, max_programs: int | None
@@ -48,7 +39,7 @@ def cut(
     :raises ValueError: nothing may run, or there is too much for a launch.
     """
     num_pieces = per_part * num_parts
-    if num_pieces > _MOST or part_bytes > _MOST:
+    if num_pieces > MOST_PIECES or part_bytes > MOST_PIECES:
         raise ValueError(f"{num_pieces} pieces of parts of {part_bytes} bytes: too much for a launch; copy in batches")
     if max_programs is None:
         max_programs = host_copy_programs(num_multiprocessors(device)) if host else num_pieces
@@ -75,17 +66,6 @@ def alignment(memory: Tensor) -> int:
     return together
 
 
-def counter_scope(staging: Tensor, counters: Tensor | None, *, gather: bool) -> str:
-    """Who must see all bytes of a part once its counter says so: kernels on the same device, or the host, too.
-
-    Without counters nobody looks, and kernels are not compiled twice.
-    """
-    if counters is None:
-        return "gpu"
-    host_looks = not counters.is_cuda or (gather and not staging.is_cuda)
-    return "sys" if host_looks else "gpu"
-
-
 @triton.jit
 def load_pairs(pair, block_ids, staging_rows, num_pairs, num_blocks, num_rows):
     """Block, staging row and whether both exist, of each of these pairs."""
@@ -93,14 +73,3 @@ def load_pairs(pair, block_ids, staging_rows, num_pairs, num_blocks, num_rows):
     block = tl.load(block_ids + pair, mask=live, other=-1).to(tl.int64)
     row = tl.load(staging_rows + pair, mask=live, other=-1).to(tl.int64)
     return block, row, (block >= 0) & (block < num_blocks) & (row >= 0) & (row < num_rows)
-
-
-@triton.jit
-def count_piece(counters, piece, pieces_per_part, SCOPE: tl.constexpr):
-    """Adds 1 to the part's counter when this was the program's last piece of it."""
-    if counters is not None:
-        part = piece // pieces_per_part
-        if (piece + tl.num_programs(0)) // pieces_per_part != part:
-            # What one thread releases is what all threads of the program have stored before this line.
-            tl.debug_barrier()
-            tl.atomic_add(counters + part, 1, sem="release", scope=SCOPE)

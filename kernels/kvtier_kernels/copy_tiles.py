@@ -66,3 +66,9 @@ def slot_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
     """For `slot_quantise`: how many heads of a token a program takes, and the columns of each."""
     columns = padded_head_dim(head_dim)
     return min(next_power_of_two(num_heads), max(1, 4096 // columns)), columns
+
+
+def checksum_tile(part_words: int) -> tuple[int, int]:
+    """For `block_checksum`: how many words of 8 bytes a program takes, and its warps. Half as much as of a copy: each
+    word has a key to be made, in registers."""
+    return min(_COPY_BYTES // 16, next_power_of_two(part_words)), _COPY_WARPS

@@ -21,8 +21,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def empty_states(query: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
     """What `merge_states` takes as `parts` and `part_lse`, for each row of `query`, not written yet."""
     num_rows, num_heads, head_dim = query.shape
-    parts = torch.empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32, device=query.device)
-    return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=query.device)
+    parts = query.new_empty((num_rows, num_heads, num_states, head_dim), dtype=torch.float32)
+    return parts, query.new_empty((num_rows, num_heads, num_states), dtype=torch.float32)
 
 
 def merge_states(
@@ -44,7 +44,7 @@ def merge_states(
     check_launchable("parts", parts, _merge_kernel)
     if parts.dim() != 4 or parts.size(2) == 0 or parts.size(3) == 0:
         raise ValueError(f"parts has shape {list(parts.shape)}: needs [rows, heads, states, D]")
-    num_rows, num_heads, num_states, head_dim = parts.shape
+    num_rows, num_heads, _, head_dim = parts.shape
     _check("parts", parts, parts.shape, parts.device, _DTYPES)
     _check("part_lse", part_lse, parts.shape[:3], parts.device)
     _check("out", out, (num_rows, num_heads, head_dim), parts.device, _DTYPES)
@@ -52,6 +52,12 @@ def merge_states(
         _check("lse", lse, parts.shape[:2], parts.device)
     if sinks is not None:
         _check("sinks", sinks, parts.shape[1:2], parts.device)
+    launch_merge(parts, part_lse, out, lse, sinks)
+
+
+def launch_merge(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """`merge_states` of arguments that have been checked, or that a launcher made itself."""
+    num_rows, num_heads, num_states, head_dim = parts.shape
     if num_rows * num_heads == 0:
         return
     columns = next_power_of_two(head_dim)

@@ -7,8 +7,8 @@ results merged by their log-sum-exps (flash decoding, Dao et al., 2023).
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import math
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +26,7 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.merge_states import empty_states, launch_merge
 from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim
@@ -62,6 +62,69 @@ def paged_decode(
     :param tile: what `tiles.decode_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
+    plan = plan_decode(
+        query, kv_layer, block_tables, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+        max_seq_len=max_seq_len, num_keys=num_keys, num_splits=num_splits, lse=lse, tile=tile,
+    )  # fmt: skip
+    return plan.run(query, kv_layer, kv_scales, lse)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """How `paged_decode` computes a batch: checked and chosen once, for all layers of a model."""
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    scale: float
+    window: int | None
+    scoring: Scoring
+    num_splits: int
+    run_keys: int
+    tile: Tile
+
+    def run(
+        self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """`paged_decode` of one layer. Checks nothing: the caller knows that the tensors have the shapes, strides,
+        dtypes and devices of those that the plan was made for."""
+        out = query.new_empty(query.shape)
+        if query.size(0) == 0:
+            return out
+        whole = self.num_splits == 1
+        parts, part_lse = (out, lse) if whole else empty_states(query, self.num_splits)
+        launch_decode(
+            query, kv_layer, kv_scales, self.block_tables, self.seq_lens, None, parts, part_lse,
+            scale=self.scale, window=self.window, scoring=self.scoring if whole else self.scoring.without_sinks(),
+            num_splits=self.num_splits, run_keys=self.run_keys, tile=self.tile,
+        )  # fmt: skip
+        if not whole and part_lse is not None:
+            launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+        return out
+
+
+def plan_decode(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    max_seq_len: int | None = None,
+    num_keys: int | None = None,
+    num_splits: int | None = None,
+    run_keys: int = 1,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> DecodePlan:
+    """Checks the arguments of `paged_decode`, which describes them, and chooses how they are computed.
+
+    :param run_keys: beside `num_splits`: sequences are cut into fewer runs where none need have more keys than this.
+    :raises ValueError: as `paged_decode` does.
+    """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
     check_attention(
         query, kv_layer, block_tables, seq_lens,
@@ -73,15 +136,11 @@ def paged_decode(
     if seq_lens.size(0) != num_seqs:
         raise ValueError(f"{num_seqs} queries for {seq_lens.size(0)} sequences: needs one each")
     check_block_ids(kv_layer, block_tables, seq_lens, None, window)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_seqs == 0:
-        return out
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-    run_keys = 1
     if num_splits is None:
         room = block_tables.size(1) * tokens_per_block
         max_keys = min(number for number in (room, max_seq_len, window) if number is not None)
-        mean_keys = max_keys if num_keys is None else min(num_keys // num_seqs, max_keys)
+        mean_keys = max_keys if num_keys is None else min(num_keys // max(1, num_seqs), max_keys)
         num_splits, run_keys = decode_runs(
             num_seqs * num_kv_heads, mean_keys, max_keys, num_multiprocessors(query.device)
         )
@@ -91,20 +150,7 @@ def paged_decode(
     if tile is None:
         tile = decode_tile(head_dim, query.element_size(), group, chip)
     check_tile(tile, query, kv_layer, chip)
-    if num_splits == 1:
-        launch_decode(
-            query, kv_layer, kv_scales, block_tables, seq_lens, None, out, lse,
-            scale=scale, window=window, scoring=scoring, num_splits=1, run_keys=run_keys, tile=tile,
-        )  # fmt: skip
-        return out
-    parts, part_lse = empty_states(query, num_splits)
-    launch_decode(
-        query, kv_layer, kv_scales, block_tables, seq_lens, None, parts, part_lse,
-        scale=scale, window=window, scoring=scoring.without_sinks(),
-        num_splits=num_splits, run_keys=run_keys, tile=tile,
-    )  # fmt: skip
-    merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
-    return out
+    return DecodePlan(block_tables, seq_lens, scale, window, scoring, num_splits, run_keys, tile)
 
 
 def launch_decode(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_byte_rows, check_counters, check_index, check_staging
+from kvtier_kernels.arguments import check_byte_rows, check_index, check_staging
 from kvtier_kernels.copy_pieces import alignment
 from kvtier_kernels.row_copy import check_can_copy, copy_rows
 
@@ -55,9 +55,7 @@ class Parts:
     def block_bytes(self) -> int:
         return self.tensors[0].size(1) * len(self.tensors)
 
-    def check_copy(
-        self, block_ids: Tensor, staging: Tensor, staging_rows: Tensor, counters: Tensor | None, *, part_bytes: int
-    ) -> Tensor:
+    def check_copy(self, block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, part_bytes: int) -> Tensor:
         """What all copies of parts take fits together.
 
         :param part_bytes: of a part in `staging`.
@@ -68,8 +66,6 @@ class Parts:
         by_part = check_staging(staging, num_parts, part_bytes, device)
         check_index("block_ids", block_ids, (-1,), device)
         check_index("staging_rows", staging_rows, (block_ids.size(0),), device)
-        if counters is not None:
-            check_counters(counters, num_parts, device)
         return by_part
 
 
@@ -80,9 +76,8 @@ def part_copy(
     staging_rows: Tensor,
     *,
     gather: bool,
-    counters: Tensor | None = None,
     max_programs: int | None = None,
-) -> int:
+) -> None:
     """Copies block `block_ids[i]` to staging row `staging_rows[i]` (gather) or the other way round, for all i.
 
     Waits for nothing: a pair with an id or row that does not exist is not copied. Parts are copied in order.
@@ -90,17 +85,14 @@ def part_copy(
     :param block_ids: int32 or int64 `[n]`, on the device. `staging_rows` likewise. What is written to must be distinct.
     :param staging: uint8 `[num_rows, parts.block_bytes]`, rows contiguous, or `[num_parts, num_rows, part_bytes]`,
         each part likewise. On the same device, or pinned host memory: the kernel reaches it over the bus.
-    :param counters: int32 `[num_parts]`, zeroed by the caller: programs add to a part's number when their share of it
-        is done. When it has grown by what is returned, the part is complete: `kvtier_kernels.part_counters`.
     :param max_programs: how many Triton programs may run at a time; None is what `copy_tiles` says: few
         beside host memory, else as many as there is work for.
-    :returns: how much each counter grows by; 0 when there is nothing to copy.
     :raises ValueError: on a wrong shape, dtype, stride or device.
     """
     first = parts.tensors[0]
     check_can_copy("part", first)
-    by_part = parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=first.size(1))
-    return copy_rows(
+    by_part = parts.check_copy(block_ids, staging, staging_rows, part_bytes=first.size(1))
+    copy_rows(
         first, parts.offsets, block_ids, by_part, staging_rows,
-        parts_alignment=parts.alignment, gather=gather, counters=counters, max_programs=max_programs,
+        parts_alignment=parts.alignment, gather=gather, max_programs=max_programs,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_pieces import alignment, common_unit, cut, load_pairs
 from kvtier_kernels.copy_tiles import copy_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
@@ -24,9 +24,8 @@ def plane_copy(
     staging_rows: Tensor,
     *,
     gather: bool,
-    counters: Tensor | None = None,
     max_programs: int | None = None,
-) -> int:
+) -> None:
     """Splits block `block_ids[i]` to staging row `staging_rows[i]` (gather), or joins it again, for all i.
 
     All else is as in `part_copy.part_copy`.
@@ -35,19 +34,18 @@ def plane_copy(
     :param staging: uint8 `[num_rows, parts.block_bytes]`, rows contiguous: the high bytes of a block, all parts in
         order, then its low bytes. Or `[num_parts, num_rows, part_bytes]`, each part likewise: the high bytes of a part,
         then its low bytes.
-    :param counters: int32 `[num_parts]`: see `part_copy.part_copy`, also for what is returned.
     :raises ValueError: on a wrong shape, dtype, stride, alignment or device.
     """
     first, num_parts = parts.tensors[0], len(parts.tensors)
     check_launchable("part", first, _plane_kernel)
     part_bytes = first.size(1)
-    parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=part_bytes)
+    parts.check_copy(block_ids, staging, staging_rows, part_bytes=part_bytes)
     page_unit = common_unit(parts.alignment, part_bytes) // 2
     if page_unit == 0:
         raise ValueError(f"parts of {part_bytes} bytes: need elements of 2 bytes, at even addresses")
     num_pairs, num_elements = block_ids.size(0), part_bytes // 2
     if num_pairs == 0:
-        return 0
+        return
     if staging.dim() == 2:
         planes = staging.view(staging.size(0), 2, num_parts, num_elements).permute(2, 0, 1, 3)
     else:
@@ -61,13 +59,12 @@ def plane_copy(
     part_row_units, row_units, plane_units, _ = (stride // plane_unit for stride in planes.stride())
     with on_device_of(first):
         _plane_kernel[(pieces.num_programs,)](
-            first.view(torch.int16), block_ids, planes.view(torch.int8), staging_rows, parts.offsets, counters,
+            first.view(torch.int16), block_ids, planes.view(torch.int8), staging_rows, parts.offsets,
             first.stride(0) // (2 * page_unit), row_units, part_row_units, plane_units, num_elements // plane_unit,
             first.size(0), planes.size(1), num_pairs, chunks, pieces.per_part, pieces.num_pieces,
             PAGE_UNIT=page_unit, PLANE_UNIT=plane_unit, ROWS=tile.rows, ELEMENTS=tile.words, GATHER=gather,
-            SCOPE=counter_scope(staging, counters, gather=gather), num_warps=tile.num_warps,
+            num_warps=tile.num_warps,
         )  # fmt: skip
-    return pieces.programs_per_part
 
 
 @triton.jit(
@@ -77,11 +74,11 @@ def plane_copy(
     ]
 )  # fmt: skip
 def _plane_kernel(
-    paged, block_ids, planes, staging_rows, part_offsets, counters,
+    paged, block_ids, planes, staging_rows, part_offsets,
     block_units, row_units, part_row_units, plane_units, element_units,
     num_blocks, num_rows, num_pairs, chunks, pieces_per_part, num_pieces,
     PAGE_UNIT: tl.constexpr, PLANE_UNIT: tl.constexpr, ROWS: tl.constexpr, ELEMENTS: tl.constexpr,
-    GATHER: tl.constexpr, SCOPE: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """paged: int16, planes: int8. Strides are in units of PAGE_UNIT and PLANE_UNIT elements, as in `row_copy`."""
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
@@ -104,4 +101,3 @@ def _plane_kernel(
             high = tl.load(in_high, mask=mask).to(tl.int16)
             low = tl.load(in_low, mask=mask).to(tl.int16)
             tl.store(in_page, (high << 8) | (low & 0xFF), mask=mask)
-        count_piece(counters, piece, pieces_per_part, SCOPE)

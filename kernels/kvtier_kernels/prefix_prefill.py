@@ -14,8 +14,8 @@ runs, whose results `merge_states` puts together.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import math
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +33,7 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.merge_states import empty_states, launch_merge
 from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
@@ -66,6 +66,93 @@ def prefix_prefill(
     :param tile: what `tiles.prefill_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
+    plan = plan_prefill(
+        query, kv_layer, block_tables, query_starts, seq_lens,
+        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
+        max_seq_len=max_seq_len, num_splits=num_splits, lse=lse, tile=tile,
+    )  # fmt: skip
+    return plan.run(query, kv_layer, kv_scales, lse)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillPlan:
+    """How `prefix_prefill` computes a batch: checked and chosen once, for all layers of a model."""
+
+    block_tables: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    scale: float
+    window: int | None
+    scoring: Scoring
+    num_splits: int
+    tile: Tile
+
+    def run(
+        self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """`prefix_prefill` of one layer. Checks nothing: the caller knows that the tensors have the shapes, strides,
+        dtypes and devices of those that the plan was made for."""
+        out = query.new_empty(query.shape)
+        if query.size(0) == 0:
+            return out
+        if self.num_splits == 1:
+            self._launch(query, kv_layer, kv_scales, out, lse, self.scoring)
+            return out
+        parts, part_lse = empty_states(query, self.num_splits)
+        self._launch(query, kv_layer, kv_scales, parts, part_lse, self.scoring.without_sinks())
+        launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+        return out
+
+    def _launch(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        kv_scales: Tensor | None,
+        parts: Tensor,
+        part_lse: Tensor | None,
+        scoring: Scoring,
+    ) -> None:
+        num_tokens, num_heads, head_dim = query.shape
+        _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
+        num_seqs, table_width = self.block_tables.shape
+        group, tile = num_heads // num_kv_heads, self.tile
+        tile_tokens = tile.rows // group
+        num_tiles = num_tokens // tile_tokens + num_seqs
+        scales_stride = per_key_stride(kv_scales)
+        with on_device_of(query):
+            _prefill_kernel[(num_tiles * num_kv_heads, self.num_splits)](
+                query, stored_values(kv_layer, capability(query.device)), kv_scales,
+                self.block_tables, self.query_starts, self.seq_lens,
+                scoring.alibi_slopes, scoring.sinks, parts, part_lse,
+                self.scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+                table_width, table_width * tokens_per_block, num_seqs, num_tiles,
+                HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
+                WINDOW=self.window, SOFT_CAP=scoring.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
+                COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
+            )  # fmt: skip
+
+
+def plan_prefill(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    max_seq_len: int | None = None,
+    num_splits: int | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> PrefillPlan:
+    """Checks the arguments of `prefix_prefill`, which describes them, and chooses how they are computed.
+
+    :raises ValueError: as `prefix_prefill` does.
+    """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
     check_attention(
         query, kv_layer, block_tables, seq_lens,
@@ -80,9 +167,6 @@ def prefix_prefill(
     group, chip = num_heads // num_kv_heads, capability(query.device)
     if num_tokens < num_seqs or (num_tokens and not num_seqs):
         raise ValueError(f"{num_tokens} queries for {num_seqs} sequences: needs at least one each")
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_tokens == 0:
-        return out
     if tile is None:
         tile = prefill_tile(
             head_dim, query.element_size(), group, chip,
@@ -97,24 +181,7 @@ def prefix_prefill(
         num_splits = prefill_splits(num_programs, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    num_tiles = num_tokens // tile_tokens + num_seqs
-    scales_stride = per_key_stride(kv_scales)
-    parts, part_lse = (out, lse) if num_splits == 1 else empty_states(query, num_splits)
-    of_run = scoring if num_splits == 1 else scoring.without_sinks()
-    with on_device_of(query):
-        _prefill_kernel[(num_tiles * num_kv_heads, num_splits)](
-            query, stored_values(kv_layer, chip), kv_scales, block_tables, query_starts, seq_lens,
-            of_run.alibi_slopes, of_run.sinks, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            table_width, room, num_seqs, num_tiles,
-            HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            WINDOW=window, SOFT_CAP=of_run.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
-            COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
-        )  # fmt: skip
-    if num_splits > 1 and part_lse is not None:
-        merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
-    return out
+    return PrefillPlan(block_tables, query_starts, seq_lens, scale, window, scoring, num_splits, tile)
 
 
 @triton.jit
@@ -190,6 +257,13 @@ def _prefill_kernel(
         alibi_slopes, sinks, score_scale, block_stride, scales_stride,
         HEAD_DIM, NUM_KV_HEADS, TOKENS_PER_BLOCK, WINDOW, SOFT_CAP, KEYS, COLUMNS, PER_KEY_SCALES,
     )  # fmt: skip
+    # Read once more, so that the rows' places are worked out again and do not stay in registers during the loops: with
+    # those, two programs of 128 rows and heads of 128 fit a multiprocessor without spilling.
+    start = tl.load(query_starts + seq, volatile=True).to(tl.int32)
+    first = (tile - (start // TILE_TOKENS + seq)) * TILE_TOKENS
+    token = first + row // GROUP
+    index = (start + token).to(tl.int64)
+    live = (row < TILE_TOKENS * GROUP) & (token < num_queries)
     out_rows = (index * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     # What an empty run leaves in its part counts nothing.
     written = live & ((num_splits == 1) | (begin < stop))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_pieces import alignment, common_unit, cut, load_pairs
 from kvtier_kernels.copy_tiles import quantise_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
@@ -26,9 +26,8 @@ def quantised_copy(
     *,
     layout: RecordLayout,
     gather: bool,
-    counters: Tensor | None = None,
     max_programs: int | None = None,
-) -> int:
+) -> None:
     """Quantises block `block_ids[i]` to staging row `staging_rows[i]` (gather), or restores it from there, for all i.
 
     All else is as in `part_copy.part_copy`.
@@ -36,20 +35,19 @@ def quantised_copy(
     :param parts: pages of `layout.page_bytes`, at even addresses.
     :param staging: uint8 `[num_rows, num_parts * layout.record_bytes]`, rows contiguous, or
         `[num_parts, num_rows, layout.record_bytes]`, each part likewise. Records begin at multiples of 16 bytes.
-    :param counters: int32 `[num_parts]`: see `part_copy.part_copy`, also for what is returned.
     :raises ValueError: on a wrong shape, dtype, stride, alignment or device.
     """
     first = parts.tensors[0]
     check_launchable("part", first, _record_kernel)
     if first.size(1) != layout.page_bytes:
         raise ValueError(f"parts of {first.size(1)} bytes: {layout} needs {layout.page_bytes}")
-    records = parts.check_copy(block_ids, staging, staging_rows, counters, part_bytes=layout.record_bytes)
+    records = parts.check_copy(block_ids, staging, staging_rows, part_bytes=layout.record_bytes)
     unit = common_unit(parts.alignment, layout.page_bytes)
     if unit < 2 or common_unit(alignment(records)) < 16:
         raise ValueError("parts must begin at even addresses, records at multiples of 16 bytes")
     num_vectors = block_ids.size(0) * layout.num_vectors
     if num_vectors == 0:
-        return 0
+        return
     host = records.device != first.device
     tile = quantise_tile(layout.head_dim, host=host)
     if num_vectors > 2**30:
@@ -59,14 +57,13 @@ def quantised_copy(
     with on_device_of(first):
         _record_kernel[(pieces.num_programs,)](
             first.view(torch.int16), block_ids, records.view(torch.int8), records.view(torch.float32), staging_rows,
-            parts.offsets, counters, first.stride(0) // unit, records.stride(1) // 16, records.stride(0) // 16,
+            parts.offsets, first.stride(0) // unit, records.stride(1) // 16, records.stride(0) // 16,
             first.size(0), records.size(1), block_ids.size(0), pieces.per_part, pieces.num_pieces,
             NUM_VECTORS=layout.num_vectors, HEAD_DIM=layout.head_dim, RECORD_BYTES=layout.record_bytes,
             SCALES_START=layout.scales_start, FP8=layout.codec is LossyCodec.FP8, DTYPE=_DTYPES[layout.dtype],
             LARGEST=LARGEST[layout.codec.stored_dtype], UNIT=unit // 2, VECTORS=tile.vectors, COLUMNS=tile.columns,
-            GATHER=gather, SCOPE=counter_scope(staging, counters, gather=gather), num_warps=tile.num_warps,
+            GATHER=gather, num_warps=tile.num_warps,
         )  # fmt: skip
-    return pieces.programs_per_part
 
 
 @triton.jit(
@@ -76,11 +73,11 @@ def quantised_copy(
     ]
 )  # fmt: skip
 def _record_kernel(
-    paged, block_ids, values, scales, staging_rows, part_offsets, counters,
+    paged, block_ids, values, scales, staging_rows, part_offsets,
     block_units, row_units, part_row_units, num_blocks, num_rows, num_pairs, pieces_per_part, num_pieces,
     NUM_VECTORS: tl.constexpr, HEAD_DIM: tl.constexpr, RECORD_BYTES: tl.constexpr, SCALES_START: tl.constexpr,
     FP8: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr,
-    VECTORS: tl.constexpr, COLUMNS: tl.constexpr, GATHER: tl.constexpr, SCOPE: tl.constexpr,
+    VECTORS: tl.constexpr, COLUMNS: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """A piece is so many vectors, of whichever pairs. paged: int16; values, int8, and scales, float32, are the same
     memory. Strides of paged are in units of UNIT elements, those of records in units of 16 bytes."""
@@ -108,7 +105,6 @@ def _record_kernel(
             stored = tl.load(in_values, mask=mask, other=0)
             scale = tl.load(in_scales, mask=exists, other=0.0)
             tl.store(in_page, dequantise(stored, scale, FP8, DTYPE), mask=mask)
-        count_piece(counters, piece, pieces_per_part, SCOPE)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.arguments import QUANTISED_DTYPES
+from kvtier_kernels.checksums import HALF, KEY_FACTOR, KEY_STEP, MIXER, SEED, WORD_BYTES, as_signed
 from kvtier_kernels.quantise_reference import quantise_reference, stored_reference
 from kvtier_kernels.scoring import PLAIN, Scoring
 
@@ -122,6 +123,30 @@ def part_copy_reference(
         for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
             source, target = (part[block], staged[row]) if gather else (staged[row], part[block])
             target.copy_(source)
+
+
+def block_checksum_reference(parts: Sequence[Tensor], block_ids: Tensor) -> Tensor:
+    """Word by word, in integers without end, what `kvtier_kernels.block_checksum.block_checksum` gives.
+
+    :param parts: uint8 `[num_blocks, part_bytes]` each, of any sizes.
+    """
+    sums = []
+    for block in block_ids.tolist():
+        total, number = SEED, 0
+        for part in parts:
+            content = bytes(part[block].tolist())
+            for start in range(0, len(content), WORD_BYTES):
+                product = int.from_bytes(content[start : start + WORD_BYTES], "little") * MIXER % 2**64
+                total += (product ^ product >> HALF) * _key_reference(number)
+                number += 1
+        sums.append(as_signed(total))
+    return torch.tensor(sums, dtype=torch.int64)
+
+
+def _key_reference(number: int) -> int:
+    key = (number + 1) * KEY_STEP % 2**64
+    key = (key ^ key >> HALF) * KEY_FACTOR % 2**64
+    return (key ^ key >> HALF) | 1
 
 
 def _gather(kv_layer: Tensor, kv_scales: Tensor | None, block_table: Tensor, positions: range) -> tuple[Tensor, Tensor]:

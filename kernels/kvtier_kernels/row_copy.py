@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.copy_pieces import alignment, common_unit, count_piece, counter_scope, cut, load_pairs
+from kvtier_kernels.copy_pieces import alignment, common_unit, cut, load_pairs
 from kvtier_kernels.copy_tiles import copy_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 
@@ -34,21 +34,19 @@ def copy_rows(
     *,
     parts_alignment: int,
     gather: bool,
-    counters: Tensor | None,
     max_programs: int | None,
-) -> int:
+) -> None:
     """What `block_copy` and `part_copy` have in common, of tensors that have been checked there.
 
     :param paged: uint8 `[num_blocks, part_bytes]`, the first part; `part_offsets` int64 bytes from it to each part,
         None where there is only one.
     :param staging: uint8 `[num_parts, num_rows, part_bytes]`, rows contiguous, else any strides.
     :param parts_alignment: `copy_pieces.alignment` of all parts together.
-    :returns: how many programs add to each counter; 0 when there was nothing to copy.
     """
     num_parts, num_rows, part_bytes = staging.shape
     num_pairs = block_ids.size(0)
     if num_pairs == 0:
-        return 0
+        return
     unit = common_unit(parts_alignment, part_bytes, alignment(staging))
     where = paged if paged.is_cuda else staging
     host = paged.device != staging.device
@@ -59,13 +57,12 @@ def copy_rows(
     word = _WORDS[tile.word_bytes]
     with on_device_of(where):
         _copy_kernel[(pieces.num_programs,)](
-            paged.view(word), block_ids, staging.view(word), staging_rows, part_offsets, counters,
+            paged.view(word), block_ids, staging.view(word), staging_rows, part_offsets,
             paged.stride(0) // unit, staging.stride(1) // unit, staging.stride(0) // unit, part_bytes // unit,
             paged.size(0), num_rows, num_pairs, chunks, pieces.per_part, pieces.num_pieces,
             UNIT_BYTES=unit, UNIT_WORDS=unit // tile.word_bytes, ROWS=tile.rows, WORDS=tile.words,
-            GATHER=gather, SCOPE=counter_scope(staging, counters, gather=gather), num_warps=tile.num_warps,
+            GATHER=gather, num_warps=tile.num_warps,
         )  # fmt: skip
-    return pieces.programs_per_part
 
 
 @triton.jit(
@@ -75,11 +72,11 @@ def copy_rows(
     ]
 )  # fmt: skip
 def _copy_kernel(
-    paged, block_ids, staging, staging_rows, part_offsets, counters,
+    paged, block_ids, staging, staging_rows, part_offsets,
     block_units, row_units, part_row_units, part_units,
     num_blocks, num_rows, num_pairs, chunks, pieces_per_part, num_pieces,
     UNIT_BYTES: tl.constexpr, UNIT_WORDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    GATHER: tl.constexpr, SCOPE: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """Strides and lengths are in units of UNIT_WORDS words: by that the compiler knows that all of them are
     multiples of it, and makes 16 bytes one access.
@@ -102,4 +99,3 @@ def _copy_kernel(
             tl.store(in_row, tl.load(in_block, mask=mask), mask=mask)
         else:
             tl.store(in_block, tl.load(in_row, mask=mask), mask=mask)
-        count_piece(counters, piece, pieces_per_part, SCOPE)

@@ -1,14 +1,13 @@
 """The part of `selfcheck` for kernels that move and quantise KV: bit for bit, to host memory and across streams too."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtier_kernels.checksums import host_checksum
 from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_copy_reference
 from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
 from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
@@ -18,8 +17,7 @@ Check = Callable[[], str]
 
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
 PLANES_BYTES = (50, 2**16 + 32)
-AWAITED_BYTES = 2**19
-"""Of a layer of a block."""
+CHECKSUM_BYTES = (51, 2**16 + 8, 2**20)
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 
 
@@ -29,9 +27,10 @@ def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"block_copy rows of {row_bytes} bytes", partial(_check_blocks, row_bytes, device)
         yield f"part_copy parts of {row_bytes} bytes", partial(_check_parts, row_bytes, device)
         yield f"part_copy layers of {row_bytes} bytes in host memory", partial(_check_layers, row_bytes, device)
-    yield "wait_for_layer", partial(_check_waiting, device)
     for part_bytes in PLANES_BYTES:
         yield f"plane_copy parts of {part_bytes} bytes", partial(_check_planes, part_bytes, device)
+    for part_bytes in CHECKSUM_BYTES:
+        yield f"block_checksum parts of {part_bytes} bytes", partial(_check_checksums, part_bytes, device)
     for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
         layout = RecordLayout(codec, dtype, head_dim, num_vectors)
         yield (
@@ -73,7 +72,7 @@ def _check_parts(part_bytes: int, device: torch.device) -> str:
 
 
 def _check_layers(part_bytes: int, device: torch.device) -> str:
-    """Layer by layer, counted, to host memory and from it."""
+    """Layer after layer, to host memory and from it."""
     from kvtier_kernels.part_copy import Parts, part_copy
 
     kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
@@ -82,45 +81,10 @@ def _check_layers(part_bytes: int, device: torch.device) -> str:
     if device.type == "cuda":
         staged = staged.pin_memory()
     block_ids, rows = _pairs()
-    counters, grown = torch.zeros(NUM_PARTS, dtype=torch.int32, device=device), 0
     for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
-        grown += part_copy(
-            Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device),
-            gather=gather, counters=counters,
-        )  # fmt: skip
+        part_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
         part_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
-    if counters.tolist() != [grown] * NUM_PARTS:
-        return f"counters are {counters.tolist()}, should be {grown}"
     return _differ(there, kv) or _differ(staged, staging)
-
-
-def _check_waiting(device: torch.device) -> str:
-    """A copy on a stream of its own, and layers taken as they come."""
-    from kvtier_kernels.part_copy import Parts, part_copy
-    from kvtier_kernels.part_counters import wait_for_layer
-
-    staging = random_bits((NUM_PARTS, NUM_ROWS, AWAITED_BYTES), torch.uint8)
-    there = torch.zeros((NUM_BLOCKS, NUM_PARTS, AWAITED_BYTES), dtype=torch.uint8, device=device)
-    staged = staging.pin_memory() if device.type == "cuda" else staging
-    block_ids, rows = (index.to(device) for index in _pairs())
-    counters, missed = (torch.zeros(size, dtype=torch.int32, device=device) for size in (NUM_PARTS, 1))
-    parts, layers = Parts.of(there.unbind(1)), []
-    with _another_stream(device):
-        grown = part_copy(parts, block_ids, staged, rows, gather=False, counters=counters)
-    for layer in range(NUM_PARTS):
-        wait_for_layer(counters, layer, grown, missed)
-        layers.append(there[:, layer].index_select(0, block_ids))
-    if missed.item():
-        return f"{missed.item()} layers did not come"
-    return _differ(torch.stack(layers), staging.index_select(1, rows.cpu()))
-
-
-def _another_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
 
 
 def _check_planes(part_bytes: int, device: torch.device) -> str:
@@ -139,6 +103,20 @@ def _check_planes(part_bytes: int, device: torch.device) -> str:
         if failure:
             return failure
     return ""
+
+
+def _check_checksums(part_bytes: int, device: torch.device) -> str:
+    """Beside the checksum of the same bytes in host memory: the parts of a block in two allocations."""
+    from kvtier_kernels.block_checksum import block_checksum
+    from kvtier_kernels.part_copy import Parts
+
+    kv, more = (random_bits((NUM_BLOCKS, parts, part_bytes), torch.uint8) for parts in (NUM_PARTS, 1))
+    block_ids, _ = _pairs()
+    groups = [Parts.of(of.to(device).unbind(1)) for of in (kv, more)]
+    blocks = torch.cat([kv, more], dim=1).flatten(1).numpy()
+    expected = [host_checksum(blocks[block], [part_bytes] * (NUM_PARTS + 1)) for block in block_ids.tolist()]
+    found = block_checksum(groups, block_ids.to(device)).tolist()
+    return "" if found == expected else f"{sum(map(int.__ne__, found, expected))} of {len(expected)} checksums differ"
 
 
 def _check_quantised(layout: RecordLayout, device: torch.device) -> str:

@@ -8,8 +8,8 @@ are its own. Both are cut into runs, and the states of all runs are merged.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import math
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +27,7 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.merge_states import empty_states, merge_states
+from kvtier_kernels.merge_states import empty_states, launch_merge
 from kvtier_kernels.paged_decode import launch_decode
 from kvtier_kernels.paged_softmax import attend_keys, store_states
 from kvtier_kernels.prefix_prefill import sequence_of_tile
@@ -61,6 +61,70 @@ def shared_prefix_decode(
     :param tile: for shared keys; what `tiles.shared_prefix_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
+    plan = plan_shared_decode(
+        query, kv_layer, block_tables, seq_lens, prefixes,
+        scale=scale, kv_scales=kv_scales, scoring=scoring, num_splits=num_splits, lse=lse, tile=tile,
+    )  # fmt: skip
+    return plan.run(query, kv_layer, kv_scales, lse)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedDecodePlan:
+    """How `shared_prefix_decode` computes a batch: checked and chosen once, for all layers of a model."""
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    prefixes: SharedPrefixes
+    scale: float
+    scoring: Scoring
+    num_splits: tuple[int, int]
+    """Into how many runs shared keys are cut, and a sequence's own."""
+    run_keys: tuple[int, int]
+    tile: Tile
+    own_tile: Tile
+
+    def run(
+        self, query: Tensor, kv_layer: Tensor, kv_scales: Tensor | None = None, lse: Tensor | None = None
+    ) -> Tensor:
+        """`shared_prefix_decode` of one layer. Checks nothing: the caller knows that the tensors have the shapes,
+        strides, dtypes and devices of those that the plan was made for."""
+        out = query.new_empty(query.shape)
+        if query.size(0) == 0:
+            return out
+        num_shared, num_own = self.num_splits
+        shared_run, own_run = self.run_keys
+        parts, part_lse = empty_states(query, num_shared + num_own)
+        _launch_shared(
+            query, kv_layer, kv_scales, self.block_tables, self.prefixes, parts, part_lse, scale=self.scale,
+            soft_cap=self.scoring.soft_cap, num_splits=num_shared, run_keys=shared_run, tile=self.tile,
+        )  # fmt: skip
+        launch_decode(
+            query, kv_layer, kv_scales, self.block_tables, self.seq_lens, self.prefixes.own_starts, parts, part_lse,
+            scale=self.scale, scoring=self.scoring.without_sinks(), num_splits=num_own, run_keys=own_run,
+            first_state=num_shared, tile=self.own_tile,
+        )  # fmt: skip
+        launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+        return out
+
+
+def plan_shared_decode(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    prefixes: SharedPrefixes,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    scoring: Scoring = PLAIN,
+    num_splits: tuple[int, int] | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> SharedDecodePlan:
+    """Checks the arguments of `shared_prefix_decode`, which describes them, and chooses how they are computed.
+
+    :raises ValueError: as `shared_prefix_decode` does.
+    """
     check_launchable("kv_layer", kv_layer, _shared_kernel)
     check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, scoring=scoring, lse=lse)
     if scoring.alibi_slopes is not None:
@@ -74,9 +138,6 @@ def shared_prefix_decode(
     if prefixes.index.device != query.device:
         raise ValueError(f"prefixes are on {prefixes.index.device}, query on {query.device}")
     check_block_ids(kv_layer, block_tables, seq_lens, None, None)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if num_seqs == 0:
-        return out
     num_kv_heads, chip = kv_layer.size(3), capability(query.device)
     group = num_heads // num_kv_heads
     own_tile = decode_tile(head_dim, query.element_size(), group, chip)
@@ -87,24 +148,15 @@ def shared_prefix_decode(
     if num_splits is None:
         chip_size = num_multiprocessors(query.device)
         num_shared, shared_run = _shared_runs(prefixes, tile.rows // group, num_kv_heads, chip_size)
-        mean_own_keys = prefixes.num_own_keys // num_seqs
+        mean_own_keys = prefixes.num_own_keys // max(1, num_seqs)
         num_own, own_run = decode_runs(num_seqs * num_kv_heads, mean_own_keys, prefixes.max_own_keys, chip_size)
     elif all(1 <= number <= 1024 for number in num_splits):
         (num_shared, num_own), shared_run, own_run = num_splits, 1, 1
     else:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    parts, part_lse = empty_states(query, num_shared + num_own)
-    _launch_shared(
-        query, kv_layer, kv_scales, block_tables, prefixes, parts, part_lse,
-        scale=scale, soft_cap=scoring.soft_cap, num_splits=num_shared, run_keys=shared_run, tile=tile,
-    )  # fmt: skip
-    launch_decode(
-        query, kv_layer, kv_scales, block_tables, seq_lens, prefixes.own_starts, parts, part_lse,
-        scale=scale, scoring=scoring.without_sinks(), num_splits=num_own, run_keys=own_run,
-        first_state=num_shared, tile=own_tile,
-    )  # fmt: skip
-    merge_states(parts, part_lse, out, lse, sinks=scoring.sinks)
-    return out
+    return SharedDecodePlan(
+        block_tables, seq_lens, prefixes, scale, scoring, (num_shared, num_own), (shared_run, own_run), tile, own_tile
+    )
 
 
 def _shared_runs(

@@ -22,6 +22,11 @@ def write_slots(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor,
     :raises ValueError: on a device where the kernel cannot run.
     """
     check_launchable("kv_layer", kv_layer, _write_kernel)
+    launch_write(kv_layer, key, value, block_ids, offsets)
+
+
+def launch_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """`write_slots` of arguments of the same form as some that it has been called with before."""
     num_tokens, num_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -29,7 +34,7 @@ def write_slots(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor,
     row = num_heads * head_dim
     elements = min(_MAX_ELEMENTS, next_power_of_two(row))
     with on_device_of(kv_layer):
-        _write_kernel[(num_tokens, triton.cdiv(row, elements))](
+        _write_kernel[(num_tokens, -(-row // elements))](
             kv_layer.view(bits), key.view(bits), value.view(bits), block_ids, offsets,
             key.stride(0), value.stride(0), kv_layer.stride(0), kv_layer.size(0),
             ROW=row, TOKENS_PER_BLOCK=kv_layer.size(2), ELEMENTS=elements, num_warps=4,

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
+from kvtier_kernels.block_checksum import block_checksum
 from kvtier_kernels.block_copy import block_copy
 from kvtier_kernels.part_copy import Parts, part_copy
-from kvtier_kernels.part_counters import wait_for_layer
 from kvtier_kernels.plane_copy import plane_copy
 from kvtier_kernels.quantised_copy import quantised_copy
 from kvtier_kernels.records import LossyCodec, RecordLayout
@@ -22,8 +22,10 @@ def copy_launches() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"block_copy rows of {row_bytes:,}", partial(_blocks, row_bytes)
     for part_bytes in (2**16, 2**16 + 8):
         yield f"part_copy parts of {part_bytes:,}", partial(_parts, part_bytes)
-    yield "part_copy layers, counted", _layers
+    yield "part_copy layers", _layers
     yield "plane_copy", _planes
+    for part_bytes in (2**16, 2**16 + 8, 51):
+        yield f"block_checksum parts of {part_bytes:,}", partial(_checksums, part_bytes)
     for codec in LossyCodec:
         yield f"quantised_copy {codec}", partial(_quantised, codec)
     for kv_dtype in (torch.int8, torch.float8_e4m3fn):
@@ -43,11 +45,9 @@ def _parts(part_bytes: int) -> None:
 
 
 def _layers() -> None:
-    """Scatter, then the wait for a layer of it."""
+    """Scatter from staging that has one layer after the other."""
     staging = torch.empty((_NUM_PARTS, _NUM_BLOCKS, 2**16), dtype=torch.uint8)
-    counters = torch.zeros(_NUM_PARTS, dtype=torch.int32)
-    part_copy(_pages(2**16), _index(), staging, _index(), gather=False, counters=counters)
-    wait_for_layer(counters, 1, 3, counters[:1])
+    part_copy(_pages(2**16), _index(), staging, _index(), gather=False)
 
 
 def _planes() -> None:
@@ -55,6 +55,10 @@ def _planes() -> None:
     staging = torch.empty((_NUM_BLOCKS, _NUM_PARTS * 2**16), dtype=torch.uint8)
     for gather in (True, False):
         plane_copy(_pages(2**16), _index(), staging, _index(), gather=gather)
+
+
+def _checksums(part_bytes: int) -> None:
+    block_checksum([_pages(part_bytes)], _index())
 
 
 def _quantised(codec: LossyCodec) -> None:

@@ -5,8 +5,9 @@ here with its model, its paged KV and what moves its blocks, without its schedul
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -14,13 +15,12 @@ from torch import Tensor
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
-from kvtier.transfer import Arena, DeviceKV
+from kvtier.transfer import Arena, Blocks, DeviceKV
+from kvtier_engine.arriving_kv import ArrivingKV
+from kvtier_engine.devices import layered_loads
 from kvtier_engine.llama import Chunk
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
-from kvtier_kernels.part_copy import Parts, part_copy
-from kvtier_kernels.part_counters import wait_for_layer
-from kvtier_kernels.reference import part_copy_reference
-from kvtier_kernels_bench.comparing import WrongResultError, require_close, require_equal
+from kvtier_kernels_bench.comparing import require_close, require_equal
 from kvtier_kernels_bench.layouts import moved_by
 from kvtier_kernels_bench.models import model_of
 from kvtier_kernels_bench.rows import median_s, row
@@ -29,6 +29,7 @@ from kvtier_kernels_bench.timing import DeviceClock, in_turns
 
 _TOKENS_PER_BLOCK = 16
 _WHOLE, _BY_LAYER = "load, then compute", "layer by layer"
+_PATIENCE_S = 30.0
 _NO_NUMBER = 0xFF
 """In every byte: no float of any size."""
 
@@ -45,8 +46,11 @@ def measure(setting: Setting) -> Iterator[Case]:
     kv.tensor.normal_()
     table = torch.randperm(kv.num_blocks).tolist()
     arena = Arena(num_cached, kv.block_bytes)
-    with contextlib.closing(arena), moved_by(setting, [[kv.byte_rows()]]) as mover:
-        prefix = _Prefix(setting, kv, table[:num_cached], arena, mover)
+    with (
+        contextlib.closing(arena),
+        moved_by(setting, [[kv.byte_rows()]]) as mover,
+        contextlib.closing(_Prefix(setting, kv, table[:num_cached], arena, mover)) as prefix,
+    ):
         for length in lengths:
             chunk = Chunk(torch.randint(config.vocab_size, (length,)).tolist(), cached, table)
             samples = _timed(setting, prefix, partial(model.forward, [chunk]))
@@ -67,13 +71,11 @@ def _timed(setting: Setting, prefix: "_Prefix", forward: Callable[[PagedKV], Ten
     prefix.require_alike(forward(prefix.kv), ways)
     subjects: dict[str, Run] = {
         "load": prefix.load,
-        "load by layer": prefix.load_by_layer,
+        "load by layer": prefix.load_all_layers,
         "compute": lambda: forward(prefix.kv),
         **ways,
     }
-    samples = in_turns(subjects, setting, DeviceClock(setting).wall_s)
-    prefix.require_all_came()
-    return samples
+    return in_turns(subjects, setting, DeviceClock(setting).wall_s)
 
 
 def _rows(op: str, samples: Mapping[str, Samples], nbytes: int) -> Iterator[Case]:
@@ -90,17 +92,6 @@ def _rows(op: str, samples: Mapping[str, Samples], nbytes: int) -> Iterator[Case
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _AwaitedKV(PagedKV):
-    """KV whose layers may still be on their way."""
-
-    wait: Callable[[int], None]
-
-    def layer(self, index: int) -> Tensor:
-        self.wait(index)
-        return PagedKV.layer(self, index)
-
-
 class _Prefix:
     """Blocks of KV that are in an arena, and the ways in which they come to the device. One thread."""
 
@@ -112,33 +103,36 @@ class _Prefix:
         self._setting, self.kv, self._arena, self._mover = setting, kv, arena, mover
         self._blocks, self._slots = list(blocks), list(range(len(blocks)))
         mover.gather(self._blocks, arena, self._slots, after=mover.fence())
-        self._pinned, pages = torch.from_numpy(arena.rows), kv.tensor.flatten(2).view(torch.uint8)
-        self._parts = Parts.of(pages.unbind(1))
-        self._index = [torch.tensor(places).to(setting.device) for places in (self._blocks, self._slots)]
-        self._counters = torch.zeros(pages.size(1), dtype=torch.int32, device=setting.device)
-        self._missed = torch.zeros(1, dtype=torch.int32, device=setting.device)
-        self._stream = torch.cuda.Stream(setting.device) if setting.on_cuda else None  # type: ignore[no-untyped-call]
+        self._pinned = torch.from_numpy(arena.rows)
+        self._layered = layered_loads(mover, kv)
+        self._executor = ThreadPoolExecutor(1, "kvtier-bench-layers")
+        self._under_way: Future[None] | None = None
+        """The load of the last call of `load_by_layer`, until it was waited for."""
 
     def load(self) -> None:
         """By what the engine loads with: all is there on return."""
         self._mover.scatter(self._arena, self._slots, self._blocks, after=self._mover.fence())
 
     def load_by_layer(self) -> PagedKV:
-        """Begins; a kernel reads host memory. The KV to compute with meanwhile, on the current stream."""
-        block_ids, slots = self._index
-        if not self._setting.launches:
-            part_copy_reference(self._parts.tensors, block_ids, self._pinned, slots, gather=False)
+        """Begins as a mover does, in a thread of its own. The KV to compute with meanwhile, on the current stream.
+
+        A device without a queue has loaded all of it on return.
+        """
+        if self._layered is None:
+            self.load()
             return self.kv
-        # On the stream that waits: it must not see the counters of the load before, nor zero those.
-        self._wait_for_load_before()
-        self._counters.zero_()
-        with self._beside():
-            expected = part_copy(self._parts, block_ids, self._pinned, slots, gather=False, counters=self._counters)
+        self._wait_for_load()
+        queued, blocks = threading.Event(), Blocks(self._arena, self._slots, self._blocks)
+        fence = self._mover.fence()
+        self._under_way = self._executor.submit(self._layered.scatter, blocks, after=fence, on_queued=queued.set)
+        if not queued.wait(_PATIENCE_S):
+            self._under_way.result()  # raises what kept it
+        return ArrivingKV(self.kv.tensor, self._layered)
 
-        def wait(layer: int) -> None:
-            wait_for_layer(self._counters, layer, expected, self._missed)
-
-        return _AwaitedKV(self.kv.tensor, wait)
+    def load_all_layers(self) -> None:
+        """The same; all is there on return."""
+        self.load_by_layer()
+        self._wait_for_load()
 
     def require_alike(self, expected: Tensor, ways: Mapping[str, Callable[[], Tensor]]) -> None:
         """Each of them gives the logits `expected`, and leaves on the device what is in the arena.
@@ -149,27 +143,17 @@ class _Prefix:
             rows = self.kv.byte_rows()
             rows[self._blocks] = _NO_NUMBER
             logits = run()
-            self.require_all_came()
             # Not bit for bit: libraries may choose another way beside another stream. What is missing is no number.
             require_close(f"{name}: logits", logits.to(self._setting.dtype), expected)
+            self._wait_for_load()
             require_equal(f"{name}: blocks on the device", rows[self._blocks], self._pinned)
 
-    def require_all_came(self) -> None:
-        """:raises WrongResultError: something was computed with a layer that had not come."""
-        if self._missed.item():
-            raise WrongResultError(f"{self._missed.item()} layers did not come in time")
+    def _wait_for_load(self) -> None:
+        load, self._under_way = self._under_way, None
+        if load is not None:
+            load.result()
 
-    def _wait_for_load_before(self) -> None:
-        """On the current stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._setting.device).wait_stream(self._stream)
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """A stream of its own, behind what the current one holds now."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._setting.device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def close(self) -> None:
+        """Ends the thread."""
+        self._wait_for_load()
+        self._executor.shutdown()

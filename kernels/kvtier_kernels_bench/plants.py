@@ -118,15 +118,11 @@ def _altered_every_other_time(attend: Any) -> Any:
     return lambda *arguments, **options: (wrong if next(number) % 2 else attend)(*arguments, **options)
 
 
-def _missing_layer(copy: Any) -> Any:
-    """Nothing of it has come, though it was counted."""
+def _dropped_by_layer(scatter: Any) -> Any:
+    """The last block stays where it is, in every layer."""
 
-    def wrong(parts: Any, *arguments: Any, **options: Any) -> Any:
-        tensors = getattr(parts, "tensors", parts)
-        kept = tensors[-1].clone()
-        result = copy(parts, *arguments, **options)
-        tensors[-1].copy_(kept)
-        return result
+    def wrong(self: Any, blocks: Any, **options: Any) -> Any:
+        return scatter(self, blocks._replace(slots=blocks.slots[:-1], device_slots=blocks.device_slots[:-1]), **options)
 
     return wrong
 
@@ -155,8 +151,8 @@ def _attention(*launchers: str, alter: Callable[[Any], Any] = _altered_number) -
 
 
 def _layers() -> None:
-    _alter("kvtier_kernels.part_copy", "part_copy", _missing_layer)
-    _alter("kvtier_kernels.reference", "part_copy_reference", _missing_layer)
+    _on_devices("scatter_all", _dropped_load)
+    _alter("kvtier.layered_loads", "LayeredLoads.scatter", _dropped_by_layer)
 
 
 def _beside() -> None:

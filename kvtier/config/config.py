@@ -5,11 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import (
+    ByteSize,
     Field,
     PrivateAttr,
 )
 
-from kvtier.config.engine import CacheConfig, DiskConfig, EngineConfig, HostConfig, PoolConfig, TenantConfig
+from kvtier.config.engine import (
+    CacheConfig,
+    DiskConfig,
+    EngineConfig,
+    HostConfig,
+    PoolConfig,
+    TenantConfig,
+    default_load_threads,
+)
 from kvtier.config.fields import Section
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
@@ -65,11 +74,24 @@ class Config(Section):
         return secret
 
     def host_bytes(self) -> int:
-        """Host memory of the engine: what is set, or what suits the pool."""
+        """Host memory of a rank: what is set, for all if there are several (see `of_rank`), or what suits the pool."""
         if self.host.capacity_bytes is not None:
             return int(self.host.capacity_bytes)
         is_beside_pool = any(address.startswith("unix:") for address in self.pool.address)
         return _STAGING_BYTES if is_beside_pool else _HOST_BYTES
+
+    def of_rank(self, num_ranks: int, num_processes: int) -> "Config":
+        """The configuration of one rank: its part of what is meant for all of them.
+
+        :param num_ranks: of the engine, on this host.
+        :param num_processes: ranks of all engines that share this host's cores.
+        """
+        host, cache = self.host, self.cache
+        if host.capacity_bytes is not None:
+            host = host.model_copy(update={"capacity_bytes": ByteSize(host.capacity_bytes // num_ranks)})
+        if "load_threads" not in cache.model_fields_set:
+            cache = cache.model_copy(update={"load_threads": default_load_threads(num_processes)})
+        return self.model_copy(update={"host": host, "cache": cache})
 
     def pool_token(self, name: str) -> str | None:
         """The bearer token of one of the engine's tenants. None: the engine's certificate stands for it."""

@@ -26,9 +26,11 @@ from kvtier.config.fields import (
 )
 
 
-def _default_load_threads() -> int:
+def default_load_threads(num_processes: int = 1) -> int:
+    """`cache.load_threads` where it is left out, of each of so many processes on this host."""
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return 1 if num_cores <= 2 else max(2, min(4, num_cores // 4))
+    share = num_cores // num_processes
+    return 1 if share <= 2 else max(2, min(4, share // 4))
 
 
 class TenantConfig(Section):
@@ -73,6 +75,12 @@ class EngineConfig(Section):
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: Count = 16
     """Requests in one batch."""
+    layerwise_loads: bool = False
+    """On CUDA: whether a request that is alone, and whose prefix is in host memory, begins to compute when the first
+    layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and
+    computing: up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without
+    effect on the CPU, with `lossy_codec`, and where a layer of a block is smaller than 32 KiB. Not measured on a GPU
+    yet, and therefore off by default."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 
@@ -87,11 +95,16 @@ class CacheConfig(Section):
     batch_blocks: Count = 32
     """Blocks per transfer, or 128 MiB of them between device and host memory, if that is more. Smaller overlaps reads
     and copies better, larger has fewer round trips."""
-    load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=_default_load_threads)
-    """Transfers at a time. Each has one core, which copies at about 8 GB/s, and verifies 20 of what a pool on this host
-    lends, and a device may take 50: the default is a quarter of the cores, 2 to 4 of them, but 1 on machines with two.
-    More help tiers with latency. On CUDA each takes 32 MiB of device memory, in vLLM for each KV group of a hybrid
-    model, beside two more that always are."""
+    load_threads: Annotated[int, Field(ge=1, le=64)] = Field(default_factory=default_load_threads)
+    """Transfers at a time, of each rank. Each has one core, which copies at about 8 GB/s, and verifies 20 of what a
+    pool on this host lends, and a device may take 50: the default is a quarter of the cores that a rank has for itself,
+    2 to 4 of them, but 1 where it has one or two. (In vLLM, the cores of a host are divided among all ranks there.)
+    More help tiers with latency."""
+    staging_bytes: Bytes = ByteSize(128 * 2**20)
+    """Memory of a CUDA device, of each rank, in which copies between it and host memory are staged, beside the KV: for
+    `load_threads` and two more at a time, in vLLM in each KV group of a hybrid model. With 8 MiB or more for each of
+    them the bus is kept busy; with less than a block each, fewer copies run at a time. Large takes memory from the KV.
+    On the CPU, nothing is staged."""
     fetch: Literal["if_faster", "always"] = "if_faster"
     """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
     with small models and slow networks. `always` for measurements and tests."""
@@ -117,9 +130,12 @@ class HostConfig(Section):
     """Host memory of an engine."""
 
     capacity_bytes: Bytes | None = None
-    """Also the staging area of every transfer: at least a few hundred blocks. Touched at start. Left out, it is 1 GiB,
-    or 512 MiB, for staging, where a pool on the same host (a Unix address) keeps the blocks for all its engines: none
-    need be held twice."""
+    """Of all ranks that an engine has on this host (in vLLM, those of tensor and pipeline parallelism): each takes its
+    part. Also the staging area of every transfer: at least a few hundred blocks of each rank. Touched at start, and
+    pinned for a device on CUDA. Small holds little, and what is not saved in time is dropped; more than the host can
+    spare ends in its out-of-memory killer. Left out, each rank takes 1 GiB, or 512 MiB, for staging, where a pool on
+    the same host (a Unix address) keeps the blocks for all its engines: none need be held twice. In SGLang, see
+    `docs/sglang.md`."""
     write_policy: WritePolicyName = "write_through"
     """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
 
@@ -164,6 +180,12 @@ class PoolConfig(Section):
     """Copy blocks to the device from where they lie in memory that the pool shares, not by way of host memory. Needs
     `shared_memory` and `cache.io_process`. A device on CUDA has that memory pinned as its blocks are first asked for.
     Off to compare, or where it must not be pinned."""
+    pinned_bytes: Bytes = ByteSize(64 * 2**30)
+    """The most of the pool's memory that each rank maps for direct loads, and pins for a device on CUDA: as much as its
+    users come back to within minutes. Slabs that nobody has read from for a minute make room for others. With less,
+    blocks come by way of host memory, at 8 to 12 GB/s per thread. Large takes time: to pin a GiB takes 0.2 s or more,
+    in which other processes on the host wait for NVIDIA's driver, too; and what an engine has mapped stays taken when
+    the pool gives it up, until the engine has noticed. 0 maps nothing."""
     tls_ca: Path | None = None
     """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets; without, token and blocks travel
     in the clear."""

@@ -29,6 +29,7 @@ from kvtier.hierarchy.messages import (
     Discarded,
     Inventory,
     Loaded,
+    Queued,
     Stored,
     decode,
 )
@@ -173,12 +174,15 @@ class Directory:
         worth = self._policy.of_hit(blocks)
         return self.start_save(worth) if worth else None
 
-    def start_load(self, blocks: Sequence[Block]) -> int:
+    def start_load(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
         """Brings blocks to device slots, which are the movers' until the job's result.
 
         Each block comes from the nearest tier that has it; one that is nowhere fails.
+
+        :param by_layer: the job may end when its copies are queued, layer after layer, if all blocks are in host
+            memory. Whoever computes then waits on the device for each layer (`LayeredLoads.wait`).
         """
-        return self._loads.start(blocks)
+        return self._loads.start(blocks, by_layer=by_layer)
 
     def start_save(self, blocks: Sequence[Block]) -> int | None:
         """Copies blocks from device slots to the arenas and from there to the tiers below, as their policies say.
@@ -255,6 +259,8 @@ class Directory:
                 self._end_discard(message.batch_id, rank)
             elif isinstance(message, Loaded) and message.batch_id in self._loads:
                 self._loads.loaded(rank, message)
+            elif isinstance(message, Queued) and message.batch_id in self._loads:
+                self._loads.queued(rank, message.batch_id)
             elif isinstance(message, Cancelled) and message.batch_id in self._loads:
                 self._loads.cancelled(rank, message.batch_id)
             elif isinstance(message, Copied) and message.batch_id in self._saves:

@@ -53,9 +53,9 @@ class Hierarchy:
         """What computing took: the planner weighs fetching against it."""
         self._directory.speeds.note_computed(num_blocks, seconds)
 
-    def start_load(self, blocks: Sequence[Block]) -> int:
+    def start_load(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
         """See `Directory.start_load`."""
-        job_id = self._directory.start_load(blocks)
+        job_id = self._directory.start_load(blocks, by_layer=by_layer)
         self._pump()
         return job_id
 

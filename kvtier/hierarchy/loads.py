@@ -54,6 +54,8 @@ class _Batch:
     """Ranks that may still read or write the arena slots."""
     seconds: float = 0.0
     """That the slowest rank has taken."""
+    by_layer: bool = False
+    """The job may be over before the copies are."""
     cancelled: bool = False
     """A rank gave up on the device copy."""
     forget: bool = False
@@ -97,14 +99,17 @@ class Loads:
         """Batches under way."""
         return len(self._batches)
 
-    def start(self, blocks: Sequence[Block]) -> int:
+    def start(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
         """See `Directory.start_load`."""
         deadline = self._clock() + self._settings.load_deadline_s
         # What is in the arena first: pinned, before another block of this very job takes its slot.
         queued = sorted(range(len(blocks)), key=lambda index: not self._index.has(HOST, blocks[index][0]))
         job = _Job(self._movers.new_id(), list(blocks), deadline, queued, [""] * len(blocks))
         self._jobs[job.job_id] = job
-        self._issue(job)
+        if by_layer and blocks and all(self._index.has(HOST, key) for key, _ in blocks):
+            self._issue_by_layer(job)
+        else:
+            self._issue(job)
         return job.job_id
 
     def cancel(self, job_id: int) -> None:
@@ -134,6 +139,10 @@ class Loads:
         batch = self._batches[batch_id]
         batch.cancelled = True
         self._leave_device(batch, rank)
+
+    def queued(self, rank: int, batch_id: int) -> None:
+        """A rank has queued all copies of a load by layer, which leaves its device slots to whoever computes."""
+        self._leave_device(self._batches[batch_id], rank)
 
     def loaded(self, rank: int, message: Loaded) -> None:
         """A rank is done with the batch."""
@@ -180,14 +189,27 @@ class Loads:
                 self._send(job, indexes, source, [entries[index] for index in indexes])
         self._end_if_over(job)
 
-    def _send(self, job: _Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]]) -> None:
+    def _issue_by_layer(self, job: _Job) -> None:
+        """Gives the movers the whole job in one message: the first layer of all blocks is copied first.
+
+        All blocks are in the arenas. More than one message would bring the first layer of the last one at the end.
+        """
+        entries = [entry for key, _ in job.blocks if (entry := self._index.slots.pin(key)) is not None]
+        job.queued.clear()
+        self._send(job, list(range(len(entries))), HOST, entries, by_layer=True)
+
+    def _send(
+        self, job: _Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]], *, by_layer: bool = False
+    ) -> None:
         ok, ranks = [True] * len(indexes), self._movers.ranks
-        batch = _Batch(self._movers.new_id(), job, indexes, source, entries, ok, set(ranks), set(ranks))
+        batch = _Batch(
+            self._movers.new_id(), job, indexes, source, entries, ok, set(ranks), set(ranks), by_layer=by_layer
+        )
         self.speeds.fetch_begins(source, len(indexes))
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [job.blocks[index] for index in indexes]
-        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries)))
+        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), by_layer))
 
     def _leave_device(self, batch: _Batch, rank: int) -> None:
         """A rank keeps off the batch's device slots from now on; the last one ends the batch for its job."""
@@ -196,7 +218,8 @@ class Loads:
         if batch.on_device or batch.batch_id not in job.open:
             return
         job.open.remove(batch.batch_id)
-        num_there = 0 if batch.cancelled else sum(batch.ok)
+        # A job that ends when its copies are queued says nothing about how long they take.
+        num_there = 0 if batch.cancelled or batch.by_layer else sum(batch.ok)
         self.speeds.fetch_ends(batch.source, len(batch.indexes), num_there=num_there, seconds=batch.seconds)
         for index, good in zip(batch.indexes, batch.ok, strict=True):
             if good and not batch.cancelled:

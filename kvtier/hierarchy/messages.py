@@ -28,6 +28,8 @@ class LoadBatch:
     keys: list[bytes]
     arena_slots: list[int]
     device_slots: list[int]
+    by_layer: bool = False
+    """All blocks are in host memory, and are copied layer after layer: `Queued` comes before `Loaded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """All copies of a load by layer are queued on the device, where whoever computes waits for each layer.
+
+    Its device slots are the caller's. Its arena slots are read until `Loaded`.
+    """
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """A load will not write to the device any more. Its arena slots are still in use until `Loaded`."""
 
@@ -120,11 +132,11 @@ class Inventory:
 
 
 ToMover = LoadBatch | SaveBatch | StoreBatch | DiscardBatch | CancelBatch
-ToDirectory = Loaded | Cancelled | Copied | Stored | Discarded | Inventory
+ToDirectory = Loaded | Queued | Cancelled | Copied | Stored | Discarded | Inventory
 
 _KINDS: tuple[type[Any], ...] = (
     LoadBatch, SaveBatch, StoreBatch, DiscardBatch, CancelBatch,
-    Loaded, Cancelled, Copied, Stored, Discarded, Inventory,
+    Loaded, Cancelled, Copied, Stored, Discarded, Inventory, Queued,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 

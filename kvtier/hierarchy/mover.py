@@ -25,6 +25,7 @@ from kvtier.hierarchy.messages import (
     Inventory,
     LoadBatch,
     Loaded,
+    Queued,
     SaveBatch,
     StoreBatch,
     Stored,
@@ -35,6 +36,7 @@ from kvtier.hierarchy.messages import (
 )
 from kvtier.hierarchy.replica import ALONE, Replica
 from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.layered_loads import CopiesByLayer
 from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
@@ -81,6 +83,7 @@ class Mover:
         forget_untold: Callable[[str], None] = lambda tier: None,
         shared_tiers: Collection[str] = (),
         replica: Replica = ALONE,
+        layered: CopiesByLayer | None = None,
     ) -> None:
         """
         :param tiers: the tiers below the arena by name.
@@ -92,6 +95,7 @@ class Mover:
             with its name when a discard arrives; must not block.
         :param shared_tiers: those of the tiers that the movers of all ranks have.
         :param replica: which of the blocks written to these are this mover's to write.
+        :param layered: copies of `device` by layer; needed for loads by layer only.
         """
         if arena.slot_bytes < device.block_bytes:
             raise InvalidInputError(
@@ -102,6 +106,7 @@ class Mover:
         self._borrowers = dict(borrowers or {})
         self._inventory, self._forget_untold = inventory, forget_untold
         self._shared_tiers, self._replica = frozenset(shared_tiers), replica
+        self._layered = layered
         self._block_bytes = device.block_bytes
         self._loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
         self._host_loads = ThreadPoolExecutor(1, "kvtier-load-host")
@@ -111,6 +116,8 @@ class Mover:
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
         self._running: dict[int, _LoadState] = {}  # guarded by _lock
+        self._saving: set[int] = set()
+        """Save batches that may still read the device, by id. Guarded by _lock."""
         self._loaded_s: dict[str, float] = {}
         """By tier: when its last batch was there. Guarded by _lock."""
         self._outbox: list[bytes] = []  # guarded by _lock
@@ -128,11 +135,16 @@ class Mover:
         :param loads_after: what last used the device slots to load to is before it. None: it has been queued until now.
         """
         decoded = [decode(data) for data in messages]
-        saves_after = self._device.fence() if any(isinstance(m, LoadBatch | SaveBatch) for m in decoded) else None
+        until_now = self._device.fence() if any(isinstance(m, LoadBatch | SaveBatch) for m in decoded) else None
         for message in decoded:
-            self._start(message, saves_after, loads_after or saves_after)
+            self._start(message, saves_after=until_now, loads_after=loads_after or until_now)
 
-    def _start(self, message: ToMover, saves_after: Fence | None, loads_after: Fence | None) -> None:
+    def copying(self, batch_ids: Iterable[int]) -> set[int]:
+        """Those of these save batches that may still read the device. One that `Copied` tells of does not."""
+        with self._lock:
+            return self._saving.intersection(batch_ids)
+
+    def _start(self, message: ToMover, *, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the mover is closed")
@@ -140,6 +152,7 @@ class Mover:
                 self._running[message.batch_id] = _LoadState.RUNNING
                 (self._host_loads if message.source == HOST else self._loads).submit(self._load, message, loads_after)
             elif isinstance(message, SaveBatch):
+                self._saving.add(message.batch_id)
                 self._copies.submit(self._save, message, saves_after)
             elif isinstance(message, StoreBatch):
                 self._hand_down(message, [message.tier])
@@ -203,7 +216,7 @@ class Mover:
     def _load(self, batch: LoadBatch, after: Fence | None) -> None:
         begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
         try:
-            ok, waited_s = self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
+            ok, waited_s = self._fetch_from(batch, after)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
             _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
@@ -215,6 +228,24 @@ class Mover:
             now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
             seconds, self._loaded_s[batch.source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
         self._post(Loaded(batch.batch_id, ok, seconds))
+
+    def _fetch_from(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """Which blocks are on the device, and the seconds that the copy waited for the engine."""
+        if batch.by_layer:
+            return self._fetch_by_layer(batch, after), 0.0
+        return self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
+
+    def _fetch_by_layer(self, batch: LoadBatch, after: Fence | None) -> bytes:
+        """Blocks of the arena, layer after layer. The directory hears of it when all copies are queued."""
+        if self._layered is None:
+            raise InvalidInputError("this mover's device does not copy by layer")
+        if self._begin_copy(batch):
+            self._layered.scatter(
+                Blocks(self._arena, batch.arena_slots, batch.device_slots),
+                after=after,
+                on_queued=lambda: self._post(Queued(batch.batch_id)),
+            )
+        return b"\1" * len(batch.keys)
 
     def _fetch(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """By way of the arena. Which blocks are there, and the seconds that the copy waited for the engine."""
@@ -281,6 +312,8 @@ class Mover:
         except Exception:
             _log.exception("copying %d blocks from the device failed", len(batch.keys))
             ok = bytes(len(batch.keys))
+        with self._lock:
+            self._saving.discard(batch.batch_id)
         self._post(Copied(batch.batch_id, ok))
         if not batch.tiers or not any(ok):
             self._post(Stored(batch.batch_id))

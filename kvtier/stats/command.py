@@ -99,6 +99,8 @@ def _print(console: Console, place: str, facts: Facts) -> None:
     if facts.moved_bytes:
         moved = ", ".join(f"{words} {_bytes(amount)}" for words, amount in facts.moved_bytes.items())
         console.print(f"payload: {moved}")
+    if facts.memory_bytes:
+        console.print(f"memory: {', '.join(f'{kind} {_bytes(of)}' for kind, of in facts.memory_bytes.items())}")
     if pinned := facts.pinned:
         payload, slabs = _bytes(pinned.payload_bytes), _bytes(pinned.slab_bytes)
         console.print(f"pinned now: {pinned.blocks:,.0f} blocks, {payload} in slabs of {slabs}")

@@ -112,6 +112,8 @@ class Facts:
     """Blocks that a pool was asked to pin, by answer."""
     device_evictions: dict[str, float]
     """Engine: blocks evicted from the device, by whether they were copied before."""
+    memory_bytes: dict[str, float]
+    """Engine: memory that it takes for its tiers: arena, lent, pinned (of these two), staging."""
     trouble: dict[str, float] = field(default_factory=dict)
     """What went wrong, in words, and how often."""
 
@@ -140,6 +142,7 @@ def facts_of(samples: Samples) -> Facts | None:
         pinned=_pinned(samples),
         pins=samples.by("kvtier_pool_pins_total" if kind == POOL else "kvtier_pins_total", "status"),
         device_evictions=samples.by("kvtier_device_evictions_total", "state"),
+        memory_bytes=samples.by("kvtier_memory_bytes", "kind"),
         trouble=_trouble(samples),
     )
 

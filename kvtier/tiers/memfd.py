@@ -9,7 +9,7 @@ import sys
 import weakref
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.memory import touch_pages
+from kvtier.tiers.memory import advise_huge_pages, touch_pages
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4
@@ -78,8 +78,13 @@ def map_descriptor(descriptor: int, nbytes: int, *, writable: bool) -> memoryvie
 
 
 def map_new(descriptor: int, nbytes: int, *, prefault: bool) -> memoryview:
-    """Maps memory that `create` has just made, writable; `prefault` touches every page."""
-    view = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))
+    """Maps memory that `create` has just made, writable; `prefault` touches every page.
+
+    Huge pages as `advise_huge_pages` has it.
+    """
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    advise_huge_pages(memory)
+    view = memoryview(memory)
     if prefault:
         touch_pages(view)
     return view

@@ -16,8 +16,11 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
+from kvtier.layered_loads import LayeredLoads
 from kvtier.namespace import Namespace
-from kvtier_engine.devices import device_kv, engine_device, weights_on
+from kvtier.pinned_memory import near_node
+from kvtier_engine.arriving_kv import ArrivingKV
+from kvtier_engine.devices import device_kv, engine_device, layered_loads, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.metrics import EngineMetrics
@@ -94,22 +97,41 @@ def engine_of(
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
         block_pool = BlockPool(kv.num_blocks)
+        layered: LayeredLoads | None = None
         if section.cache:
+            copies = stack.enter_context(
+                device_kv(
+                    kv,
+                    num_copies=config.cache.load_threads + 2,
+                    staging_bytes=int(config.cache.staging_bytes),
+                    lossy_codec=namespace.lossy_codec,
+                )
+            )
+            if section.layerwise_loads:
+                layered = layered_loads(copies, kv)
+            if layered is not None:
+                kv = ArrivingKV(kv.tensor, layered)
             tiers = stack.enter_context(
                 engine_cache(
                     config,
-                    device=stack.enter_context(
-                        device_kv(kv, num_copies=config.cache.load_threads + 2, lossy_codec=namespace.lossy_codec)
-                    ),
+                    device=copies,
                     namespace=namespace,
                     registry=registry,
+                    numa_node=near_node(device),
+                    layered=layered,
                 )
             )
             hasher, hierarchy = tiers.hasher, tiers.hierarchy
             block_pool = BlockPool(kv.num_blocks, on_evict=hierarchy.note_eviction)
             if tiers.clean_ahead_blocks:
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
-        cache = PrefixCache(block_pool, kv.tokens_per_block, hierarchy=hierarchy, cleaner=cleaner)
+        cache = PrefixCache(
+            block_pool,
+            kv.tokens_per_block,
+            hierarchy=hierarchy,
+            cleaner=cleaner,
+            layerwise_loads=layered is not None,
+        )
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
         scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
         limits = EngineLimits.of(

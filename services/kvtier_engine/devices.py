@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.layered_loads import LayeredLoads
 from kvtier.transfer import DeviceKV, HostMemoryKV
 from kvtier.transfer_quantised import QuantisedHostKV
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.weights import LayerWeights, LlamaWeights
-
-_STAGING_BYTES = 32 << 20
-"""Of a copy."""
 
 
 def engine_device(name: str) -> torch.device:
@@ -47,13 +45,15 @@ def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
 
 
 @contextlib.contextmanager
-def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterator[DeviceKV]:
+def device_kv(
+    kv: PagedKV, *, num_copies: int, staging_bytes: int = 128 * 2**20, lossy_codec: str = ""
+) -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
-    :param num_copies: at a time; more callers wait. Each takes up to 32 MiB of a CUDA device beside
-        `engine.kv_bytes`, for staging.
+    :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
+    :param staging_bytes: of a CUDA device, beside `engine.kv_bytes`.
     :param lossy_codec: in whose form blocks are in host memory, as the namespace has it; empty for as they are.
-    :raises ConfigError: there is no room for that, or the codec does not take KV of this dtype.
+    :raises ConfigError: there is no room for that, it holds no block, or the codec does not take KV of this dtype.
     """
     layout = kv.record_layout(lossy_codec) if lossy_codec else None
     if kv.tensor.device.type == "cpu":
@@ -62,14 +62,24 @@ def device_kv(kv: PagedKV, *, num_copies: int, lossy_codec: str = "") -> Iterato
     # Imported here: it needs triton, and engines on CPU do not.
     from kvtier.transfer_cuda import CudaKV
 
-    with _room_for("staging the copies of cache.load_threads", kv.tensor.device):
-        cuda_kv = CudaKV(
-            [kv.byte_rows()], layout=layout, staging_bytes=num_copies * _STAGING_BYTES, num_lanes=num_copies
-        )
+    with _room_for("cache.staging_bytes", kv.tensor.device):
+        cuda_kv = CudaKV([kv.byte_rows()], layout=layout, staging_bytes=staging_bytes, num_lanes=num_copies)
     try:
         yield cuda_kv
     finally:
         cuda_kv.close()
+
+
+def layered_loads(device: DeviceKV, kv: PagedKV) -> LayeredLoads | None:
+    """Loads into `kv` that a forward pass waits for layer by layer; None where there is nothing to gain.
+
+    :param device: of `kv`, by `device_kv`. Called once, in the engine's thread, before any copy.
+    """
+    if kv.tensor.device.type == "cpu":
+        return None
+    from kvtier.transfer_cuda import CudaKV
+
+    return device.by_layer(kv.tensor.size(1)) if isinstance(device, CudaKV) else None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.paged_kv import PagedKV
 from kvtier_engine.rope import RopeTable, rotate
 from kvtier_engine.weights import LayerWeights, LlamaWeights
-from kvtier_kernels import SharedPrefixes, find_shared_prefixes, kv_write, paged_attention
+from kvtier_kernels import LayerAttention, find_shared_prefixes, step_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +27,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Chunks as the tensors that kernels take."""
+class Batch:
+    """What a forward pass takes, on the device."""
 
     token_ids: Tensor
+    """int64 `[num_tokens]`, those of one sequence after those of another; `positions` likewise."""
     positions: Tensor
-    block_ids: Tensor
-    offsets: Tensor
-    block_tables: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
-    """The largest of `seq_lens`, known without asking the device."""
-    num_keys: int
-    """Their sum."""
-    prefixes: SharedPrefixes | None
-    """Of chunks of one token each that share blocks, where that is worth while."""
+    attend: LayerAttention
+    """Writes and reads the sequences' KV."""
+    last_rows: Tensor | None
+    """int64 `[num_seqs]`: which tokens are the last of their sequences. None where each sequence has one token."""
 
 
 class LlamaModel:
@@ -65,20 +59,33 @@ class LlamaModel:
         :param kv: of this model's geometry and dtype, on the weights' device. Only the blocks of new tokens change.
         :returns: float32 `[len(chunks), vocab_size]`, on that device: logits after the last token of each chunk.
         """
+        return self.compute(self._gather(chunks, kv), kv)
+
+    @property
+    def scale(self) -> float:
+        """Of attention: the factor on its scores."""
+        return float(self._config.head_dim**-0.5)
+
+    def compute(self, batch: Batch, kv: PagedKV) -> Tensor:
+        """`forward` of a batch whose tensors are there. Call it in inference mode.
+
+        Nothing of it waits for the device, and what it launches depends on the tensors' shapes and the batch's `attend`
+        alone.
+        """
         weights, config = self._weights, self._config
-        batch = _gather_batch(chunks, kv, config.num_attention_heads)
         cos, sin = self._rope.at(batch.positions)
         hidden = F.embedding(batch.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):
             normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-            hidden += self._attention(layer, normed, cos, sin, kv.layer(index), batch)
+            hidden += self._attention(layer, normed, cos, sin, kv.layer(index), batch.attend)
             normed = _rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
             hidden += _mlp(layer, normed)
-        last = _rms_norm(hidden[batch.query_starts[1:].long() - 1], weights.final_norm, config.rms_norm_eps)
+        last = hidden if batch.last_rows is None else hidden[batch.last_rows]
+        last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
         return F.linear(last, weights.lm_head).float()
 
     def _attention(
-        self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, batch: _Batch
+        self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, attend: LayerAttention
     ) -> Tensor:
         heads, kv_heads, head_dim = (
             self._config.num_attention_heads,
@@ -90,19 +97,44 @@ class LlamaModel:
         if layer.qk_norm is not None:
             query_key = _rms_norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
         rotated = rotate(query_key, cos, sin)
-        kv_write(kv_layer, rotated[:, heads:], fused[:, heads + kv_heads :], batch.block_ids, batch.offsets)
-        attended = paged_attention(
-            rotated[:, :heads],
-            kv_layer,
-            batch.block_tables,
-            batch.query_starts,
-            batch.seq_lens,
-            scale=head_dim**-0.5,
-            max_seq_len=batch.max_seq_len,
-            num_keys=batch.num_keys,
-            prefixes=batch.prefixes,
-        )
+        attended = attend(kv_layer, rotated[:, :heads], rotated[:, heads:], fused[:, heads + kv_heads :])
         return F.linear(attended.flatten(1), layer.attention_output)
+
+    def _gather(self, chunks: Sequence[Chunk], kv: PagedKV) -> Batch:
+        tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        widest = max(len(chunk.block_table) for chunk in chunks)
+        tables = torch.zeros((len(chunks), widest), dtype=torch.int64)
+        positions, block_ids = [], []
+        for row, chunk in enumerate(chunks):
+            tables[row, : len(chunk.block_table)] = torch.as_tensor(chunk.block_table, dtype=torch.int64)
+            where = torch.arange(chunk.start, chunk.start + lengths[row])
+            positions.append(where)
+            block_ids.append(tables[row].index_select(0, where // tokens_per_block))
+        all_positions = torch.cat(positions)
+        seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
+        decodes = max(lengths) == 1
+        num_heads = self._config.num_attention_heads
+
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        query_starts = there(torch.tensor([0, *lengths]).cumsum(0))
+        return Batch(
+            token_ids=there(torch.cat([torch.as_tensor(chunk.token_ids, dtype=torch.int64) for chunk in chunks])),
+            positions=there(all_positions),
+            attend=step_attention(
+                (there(torch.cat(block_ids)), there(all_positions % tokens_per_block)),
+                there(tables),
+                query_starts,
+                there(seq_lens),
+                scale=self.scale,
+                max_seq_len=int(seq_lens.max()),
+                num_keys=int(seq_lens.sum()),
+                prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
+            ),
+            last_rows=None if decodes else query_starts[1:] - 1,
+        )
 
 
 def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
@@ -116,35 +148,3 @@ def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norms.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
     return (wide * scale).to(hidden.dtype).mul_(weight)
-
-
-def _gather_batch(chunks: Sequence[Chunk], kv: PagedKV, num_heads: int) -> _Batch:
-    tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
-    lengths = [len(chunk.token_ids) for chunk in chunks]
-    widest = max(len(chunk.block_table) for chunk in chunks)
-    tables = torch.zeros((len(chunks), widest), dtype=torch.int64)
-    positions, block_ids = [], []
-    for row, chunk in enumerate(chunks):
-        tables[row, : len(chunk.block_table)] = torch.as_tensor(chunk.block_table, dtype=torch.int64)
-        where = torch.arange(chunk.start, chunk.start + lengths[row])
-        positions.append(where)
-        block_ids.append(tables[row].index_select(0, where // tokens_per_block))
-    all_positions = torch.cat(positions)
-    seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
-    decodes = max(lengths) == 1
-
-    def there(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return _Batch(
-        token_ids=there(torch.cat([torch.as_tensor(chunk.token_ids, dtype=torch.int64) for chunk in chunks])),
-        positions=there(all_positions),
-        block_ids=there(torch.cat(block_ids)),
-        offsets=there(all_positions % tokens_per_block),
-        block_tables=there(tables),
-        query_starts=there(torch.tensor([0, *lengths]).cumsum(0)),
-        seq_lens=there(seq_lens),
-        max_seq_len=int(seq_lens.max()),
-        num_keys=int(seq_lens.sum()),
-        prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
-    )

@@ -21,7 +21,7 @@ class EngineMetrics:
         self.answer_tokens = counter("answer_tokens", "Tokens generated")
         self.preemptions = counter("preemptions", "Requests that lost their blocks and started again")
         self.step_seconds = counter("step_seconds", "Time in steps that computed something")
-        self.forward_seconds = counter("forward_seconds", "Of that, in the model")
+        self.forward_seconds = counter("forward_seconds", "From launching the model to having its result")
         self.cache_seconds = counter("cache_seconds", "In hashing, lookup, allocation and other cache bookkeeping")
         self.running = Gauge("kvtier_engine_running", "Requests in the batch", registry=registry)
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)

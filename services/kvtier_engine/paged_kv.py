@@ -45,6 +45,11 @@ class PagedKV:
         """Bytes of one block: the payload of every tier, unless a lossy codec makes it smaller."""
         return self.tensor.stride(0) * self.tensor.element_size()
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a forward pass that begins now may wait for a load."""
+        return False
+
     def layer(self, index: int) -> Tensor:
         """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
         return self.tensor[:, index]

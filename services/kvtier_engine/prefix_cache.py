@@ -58,15 +58,19 @@ class PrefixCache:
         *,
         hierarchy: Hierarchy | None = None,
         cleaner: Cleaner | None = None,
+        layerwise_loads: bool = False,
         pending: PendingPolicy | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
         :param hierarchy: the tiers below; None keeps blocks on the device only. Stays the caller's.
         :param cleaner: of the same block pool and hierarchy; None copies blocks only when they become full.
+        :param layerwise_loads: whether a request may run while its prefix is still being copied, layer after layer: the
+            model's KV then waits on the device for each layer.
         """
         self.tokens_per_block = tokens_per_block
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
+        self._layerwise_loads = layerwise_loads
         self._pending, self._clock = pending or PendingPolicy(), clock
         self._loads: dict[int, _Load] = {}
         """By job."""
@@ -82,11 +86,14 @@ class PrefixCache:
         """Whether blocks will become free without anybody giving up anything."""
         return bool(self._saves) or (self._cleaner is not None and self._cleaner.num_held > 0)
 
-    def admit(self, request: Request) -> Admission:
+    def admit(self, request: Request, *, is_alone: bool = False) -> Admission:
         """Gives a waiting request all the blocks that its tokens need, with as many hits as there are.
 
         Starts and polls its lookup on the way: call it in every step until it is RUNNING or LOADING.
         At least the last token is left to compute, since the next one follows from its logits.
+
+        :param is_alone: no other request computes or loads: only then may it run before its prefix has arrived, since
+            all requests of a step wait for the slowest.
         """
         if request.refused_at == self._block_pool.num_free:
             return Admission.NO_ROOM
@@ -114,7 +121,7 @@ class PrefixCache:
             return Admission.RUNNING
         stop = len(hits) + num_fetched
         blocks = list(zip(request.keys[len(hits) : stop], fresh[:num_fetched], strict=True))
-        request.job_id = self._hierarchy.start_load(blocks)
+        request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
         self._loads[request.job_id] = _Load(request, len(hits), blocks)
         self._loading.update(key for key, _ in blocks)
         return Admission.LOADING
@@ -139,7 +146,7 @@ class PrefixCache:
         request.num_published = num_full
 
     def note_computed(self, num_tokens: Sequence[int], seconds: float) -> None:
-        """What a step took that computed so many tokens of each request; of interest if they are prompts, above all."""
+        """What steps took that computed so many tokens in each chunk; of interest if they are prompts, above all."""
         num_prompt_tokens = sum(count for count in num_tokens if count >= self.tokens_per_block)
         if self._hierarchy is not None and 2 * num_prompt_tokens > sum(num_tokens):
             self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)

@@ -1,6 +1,5 @@
 """Continuous batching: who computes how many tokens in each step."""
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier_engine.compute_times import ComputeTimes
 from kvtier_engine.llama import Chunk
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.paged_kv import PagedKV
@@ -52,9 +52,13 @@ class Scheduler:
         settings: SchedulerSettings | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """:param cache: over exactly the blocks of `kv`."""
+        """
+        :param kv: on CPU, `forward` has computed when it returns; elsewhere, only when a token has been sampled.
+        :param cache: over exactly the blocks of `kv`.
+        """
         self._model, self._kv, self._cache, self._metrics = model, kv, cache, metrics
         self._settings, self._clock = settings or SchedulerSettings(), clock
+        self._compute_times = ComputeTimes(asynchronous=kv.tensor.device.type != "cpu")
         self._waiting: deque[Request] = deque()
         self._loading: list[Request] = []
         """Ended ones too, until their blocks are left alone."""
@@ -75,10 +79,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. It must fit into the blocks alone, with its whole answer."""
-        started = time.perf_counter()
+        started = self._clock()
         request.hash_blocks(len(request.tokens) // self._cache.tokens_per_block, self._cache.tokens_per_block)
         self._waiting.append(request)
-        self._count_time(time.perf_counter() - started)
+        hashed_s = self._clock() - started
+        self._metrics.cache_seconds.inc(hashed_s)
+        self._metrics.step_seconds.inc(hashed_s)
 
     def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
         """Ends a request early. Unknown ones have ended already."""
@@ -104,32 +110,34 @@ class Scheduler:
 
     def step(self) -> bool:
         """Computes one batch. False when there was nothing to compute: then tiers or new requests come first."""
-        started = time.perf_counter()
+        started = self._clock()
         self._take_loaded()
         self._admit()
         plan = self._plan()
         self._metrics.running.set(len(self._running))
         self._metrics.waiting.set(len(self._waiting) + len(self._loading))
         if not plan:
+            self._compute_times.end_idle_step()
             self._cache.end_step()
             return False
-        planned = time.perf_counter()
-        self._compute(plan)
-        computed = time.perf_counter()
+        planned, is_arriving = self._clock(), self._kv.is_arriving
+        sampled = self._compute(plan)
+        computed = self._clock()
         for request, _ in plan:
             self._cache.publish(request)
         self._cache.end_step()
-        ended = time.perf_counter()
+        ended = self._clock()
         for request, _ in plan:
             self._end_if_over(request)
-        self._metrics.forward_seconds.inc(computed - planned)
-        self._cache.note_computed([num_tokens for _, num_tokens in plan], computed - planned)
-        self._count_time((planned - started) + (ended - computed), computed - planned)
+        self._metrics.cache_seconds.inc((planned - started) + (ended - computed))
+        self._metrics.step_seconds.inc(ended - started)
+        num_tokens = [count for _, count in plan]
+        booked = self._compute_times.end_step(num_tokens, planned, computed, sampled=sampled, is_arriving=is_arriving)
+        if booked is not None:
+            self._metrics.forward_seconds.inc(booked.seconds)
+            if booked.is_pure:
+                self._cache.note_computed(booked.num_tokens, booked.seconds)
         return True
-
-    def _count_time(self, cache_s: float, forward_s: float = 0.0) -> None:
-        self._metrics.cache_seconds.inc(cache_s)
-        self._metrics.step_seconds.inc(cache_s + forward_s)
 
     def _take_loaded(self) -> None:
         for request in self._cache.poll():
@@ -149,7 +157,8 @@ class Scheduler:
         later: list[Request] = []
         while self._waiting and len(self._loading) + len(self._running) + len(later) < self._settings.max_running:
             request = self._waiting.popleft()
-            admission = self._cache.admit(request)
+            is_alone = not (self._running or self._loading or self._waiting or later)
+            admission = self._cache.admit(request, is_alone=is_alone)
             if admission is Admission.RUNNING:
                 self._run(request)
             elif admission is Admission.LOADING:
@@ -190,20 +199,24 @@ class Scheduler:
             if victim is request:
                 return
 
-    def _compute(self, plan: list[tuple[Request, int]]) -> None:
+    def _compute(self, plan: list[tuple[Request, int]]) -> bool:
+        """Whether a token was sampled, for which the host waits until the device has computed all of the step."""
         chunks = [
             Chunk(request.tokens[request.num_computed :][:num_tokens], request.num_computed, request.block_ids)
             for request, num_tokens in plan
         ]
         logits = self._model.forward(chunks, self._kv)
+        sampled = False
         for row, (request, num_tokens) in enumerate(plan):
             request.num_computed += num_tokens
             if request.num_to_compute == 0:
                 request.tokens.append(sample(logits[row], request))
+                sampled = True
                 if request.ttft_s is None:
                     request.ttft_s = self._clock() - request.arrived_at
                 if request.on_token is not None:
                     request.on_token(request.tokens[-1])
+        return sampled
 
     def _end_if_over(self, request: Request) -> None:
         num_answer = request.num_answer_tokens

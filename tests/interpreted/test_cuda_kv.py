@@ -123,7 +123,6 @@ def test_short_runs_cross_the_bus_by_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         (0, BLOCK_BYTES * 2, False),
         (0, BLOCK_BYTES * 3, True),
         (2, BLOCK_BYTES * 3, False),
-        (712, BLOCK_BYTES * 3, True),
     ):
         monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", least_dma_bytes)
         kv, arena = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(register_status)), filled_arena(10)

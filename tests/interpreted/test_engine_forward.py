@@ -11,7 +11,7 @@ from engine_rig import CONFIG, TOKENS_PER_BLOCK, VOCABULARY, tiny_model
 from kvtier_engine import llama
 from kvtier_engine.llama import Chunk
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
-from kvtier_kernels import SharedPrefixes, attention, paged_decode, slot_write
+from kvtier_kernels import SharedPrefixes, layer_attention, paged_decode
 
 TOLERANCE = 1e-3
 """On logits of up to 20, as between batches on CPU (`test_engine_model.py`); a wrong key moves them 20 times as far."""
@@ -21,8 +21,7 @@ TOLERANCE = 1e-3
 def triton_kernels() -> Iterator[None]:
     """What the launchers do for CUDA tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama, "paged_attention", attention.attend_with_triton)
-        patch.setattr(llama, "kv_write", slot_write.write_slots)
+        patch.setattr(llama, "step_attention", layer_attention.step_with_triton)
         yield
 
 
@@ -37,7 +36,7 @@ def shared_prefixes_always() -> Iterator[list[SharedPrefixes]]:
 
     with triton_kernels(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "find_shared_prefixes", find)
-        patch.setattr(paged_decode, "paged_decode", None)
+        patch.setattr(paged_decode, "plan_decode", None)
         yield found
 
 

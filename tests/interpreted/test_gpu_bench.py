@@ -1,13 +1,11 @@
 """The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from kvtier.bench.report import Case
-from kvtier_kernels.part_copy import Parts
 from kvtier_kernels_bench import part_decode, part_layers, part_prefill, part_spill, part_sweep
 from kvtier_kernels_bench.comparing import WrongResultError
 from kvtier_kernels_bench.part_sweep import _Candidate
@@ -59,43 +57,25 @@ def test_prefill_beside_a_spill() -> None:
     assert beside.figures["GB/s spilled meanwhile"] > 0
 
 
-def test_a_prefix_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = []
-    original = part_layers.wait_for_layer
-
-    def wait(counters: Tensor, layer: int, expected: int, missed: Tensor) -> None:
-        waited.append((layer, counters.tolist(), expected))
-        original(counters, layer, expected, missed)
-
-    monkeypatch.setattr(part_layers, "wait_for_layer", wait)
+def test_a_prefix_layer_by_layer() -> None:
     found = by_name(list(part_layers.measure(setting())))
     assert set(found) == {"load", "load by layer", "compute", "load, then compute", "layer by layer"}
     assert [case.op for case in found["layer by layer"]] == ["8 new tokens after 64", "24 new tokens after 64"]
     assert {case.floor for cases in found.values() for case in cases} == {"load, then compute"}
     assert all(case.gb_per_s for case in found["load"] + found["load by layer"])
-    num_forwards = 2 * (1 + 1 + setting().rounds)
-    assert [layer for layer, _, _ in waited] == [0, 1] * num_forwards, "compared, warmed up, timed; of both lengths"
-    assert all(counters == [expected] * 2 for _, counters, expected in waited), "of this load, not of all"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"), [("all", "logits: off by"), ("a layer", "logits: off by"), ("a count", "layers did not come")]
-)
-def test_a_prefix_that_does_not_come_is_noticed(wrong: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = part_layers.part_copy
+@pytest.mark.parametrize("wrong", ["all", "a layer"])
+def test_a_prefix_that_does_not_come_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = part_layers._Prefix.load
 
-    def copy(parts: Parts, *args: Any, counters: Tensor, **options: Any) -> int:
-        if wrong == "all":
-            counters += 1
-            return 1
-        expected = original(parts, *args, counters=counters, **options)
+    def load(prefix: part_layers._Prefix) -> None:
         if wrong == "a layer":
-            parts.tensors[1].fill_(0xFF)
-        return expected + (wrong == "a count")
+            original(prefix)
+            prefix.kv.layer(1)[:] = float("nan")
 
-    monkeypatch.setattr(part_layers, "part_copy", copy)
-    monkeypatch.setattr(part_layers, "wait_for_layer", partial(part_layers.wait_for_layer, max_polls=3))
-    with pytest.raises(WrongResultError, match=words):
+    monkeypatch.setattr(part_layers._Prefix, "load", load)
+    with pytest.raises(WrongResultError, match="logits: off by"):
         list(part_layers.measure(setting()))
 
 

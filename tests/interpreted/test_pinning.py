@@ -1,6 +1,8 @@
-"""Host memory that `CudaKV` pins: arenas at their first copy, lent memory from `attach` to `detach`."""
+"""Host memory that `CudaKV` pins from `attach` to `detach`, in chunks."""
 
 import logging
+import mmap
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -8,23 +10,141 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import cuda_routes
+from kvtier import cuda_routes, pinned_memory
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
 from kvtier.transfer_cuda import CudaKV
 
+PAGES_OF_SLOTS = 256
+"""Slots of `BLOCK_BYTES` that are whole pages: 80 and 4096 have the factor 16 in common."""
 
-def test_an_arena_is_pinned_once_and_until_close() -> None:
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 slots each."""
+    monkeypatch.setattr(pinned_memory, "_CHUNK_BYTES", 700 * BLOCK_BYTES)
+    assert PAGES_OF_SLOTS * BLOCK_BYTES % mmap.PAGESIZE == 0
+
+
+def test_an_arena_is_pinned_once_and_until_it_is_detached() -> None:
     notes = Notes()
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
     first, second = filled_arena(4), filled_arena(6)
     for arena in (first, second, first):
+        assert kv.attach(arena)
         kv.gather([0], arena, [0], after=kv.fence())
     assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
+    assert kv.memory_use.pinned_bytes == 10 * BLOCK_BYTES
+    kv.detach(first)
+    assert list(notes.registered.values()) == [6 * BLOCK_BYTES]
     kv.close()
     kv.close()
     assert notes.registered == {}
+    assert kv.memory_use.pinned_bytes == 0
+
+
+def test_an_arena_that_nobody_attached_is_pinned_by_its_first_copy() -> None:
+    notes, arena = Notes(), filled_arena(4)
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    for _ in range(2):
+        kv.gather([0], arena, [0], after=kv.fence())
+        assert list(notes.registered.values()) == [4 * BLOCK_BYTES]
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_large_memory_is_pinned_in_chunks_of_whole_slots_and_pages() -> None:
+    notes, arena = Notes(), filled_arena(1200)
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    assert kv.attach(arena)
+    start = arena.rows.ctypes.data
+    chunks = [(start + slot * BLOCK_BYTES, slots * BLOCK_BYTES) for slot, slots in ((0, 512), (512, 512), (1024, 176))]
+    assert list(notes.registered.items()) == chunks
+    kv.detach(arena)
+    assert notes.registered == {}
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("gather", [True, False])
+def test_no_dma_goes_across_the_end_of_a_chunk(gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be refused: chunks are pinned one by one."""
+    monkeypatch.setattr(cuda_routes, "LEAST_DMA_BYTES", 0)
+    starts: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+    notes, ours, arena = Notes(), random_rows(NUM_BLOCKS), filled_arena(1200)
+
+    def noting(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        host = into if gather else source
+        starts.append(((host.data_ptr() - arena.rows.ctypes.data) // BLOCK_BYTES, host.size(0)))
+        return copy(into, source, non_blocking=non_blocking)
+
+    kv = CudaKV([ours], cuda=notes)
+    kv.attach(arena)
+    slots, device_slots = [*range(508, 516), 1023, 1024], list(range(10))
+    expected = ours[:10].clone() if gather else torch.from_numpy(arena.rows[slots])
+    monkeypatch.setattr(torch.Tensor, "copy_", noting)
+    if gather:
+        kv.gather(device_slots, arena, slots, after=kv.fence())
+    else:
+        kv.scatter(arena, slots, device_slots, after=kv.fence())
+    monkeypatch.undo()
+    assert [start for start in starts if start[1] < 12] == [(508, 4), (512, 4), (1023, 1), (1024, 1)]
+    assert torch.equal(torch.from_numpy(arena.rows[slots]) if gather else ours[:10], expected)
+    kv.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("num_granted", [0, 1, 2])
+def test_memory_is_pinned_as_a_whole_or_not_at_all(num_granted: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that reaches over the bus would fault where it is not."""
+    notes, arena = Notes(register_status=2), filled_arena(1200)
+    notes.num_granted = num_granted
+    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
+    with caplog.at_level(logging.WARNING):
+        assert [kv.attach(arena) for _ in range(2)] == [False, False]
+        kv.gather([5], arena, [2], after=kv.fence())
+    assert notes.registered == {}
+    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    (record,) = caplog.records
+    assert f"CUDA error 2 (words for 2) at chunk {num_granted + 1} of 3" in record.getMessage()
+    kv.close()
+
+
+def test_copies_of_other_memory_go_on_while_memory_is_pinned() -> None:
+    """Those from and to this memory wait until all of it is."""
+    entered, may_go = threading.Event(), threading.Event()
+
+    class Slow(Notes):
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            entered.set()
+            assert may_go.wait(30)
+            return super().cudaHostRegister(address, num_bytes, flags)
+
+    notes, ready, slow = Slow(), filled_arena(4), filled_arena(6)
+    kv, expected = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes), random_rows(NUM_BLOCKS)[5].numpy().tobytes()
+    may_go.set()
+    kv.attach(ready)
+    may_go.clear()
+    entered.clear()
+
+    def gather(arena: Arena) -> None:
+        kv.gather([5], arena, [2], after=None)
+
+    threads = [threading.Thread(target=kv.attach, args=(slow,)), threading.Thread(target=gather, args=(slow,))]
+    threads[0].start()
+    assert entered.wait(30)
+    threads[1].start()
+    gather(ready)
+    assert bytes(ready.view(2)) == expected
+    assert threads[1].is_alive()
+    may_go.set()
+    for thread in threads:
+        thread.join(30)
+    assert bytes(slow.view(2)) == expected
+    assert sorted(notes.registered.values()) == [4 * BLOCK_BYTES, 6 * BLOCK_BYTES]
+    kv.close()
 
 
 def read_only(memory: Arena) -> SlotMemory:
@@ -77,12 +197,10 @@ def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch
     notes, arena = Notes(), filled_arena(4)
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
     monkeypatch.setattr(cuda_routes, "block_copy", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.attach(read_only(arena))
-    assert notes.registered == {}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        kv.gather([5], arena, [2], after=kv.fence())
-    assert notes.registered == {}
+    for memory in (read_only(arena), arena):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            kv.attach(memory)
+        assert notes.registered == {}
     kv.close()
 
 
@@ -90,30 +208,7 @@ def test_memory_does_not_stay_pinned_for_a_kernel_that_cannot_be_had(monkeypatch
 def test_lent_memory_that_cannot_be_pinned_is_not_attached(status: int, caplog: pytest.LogCaptureFixture) -> None:
     notes, lent = Notes(register_status=status), read_only(filled_arena(4))
     kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=notes)
-    is_pinned = status == 712  # by another one
-    assert kv.attach(lent) == is_pinned
-    assert (f"CUDA error {status}" in caplog.text) == (not is_pinned)
+    assert not kv.attach(lent)
+    assert f"CUDA error {status}" in caplog.text
     kv.detach(lent)
-    kv.close()
-
-
-def test_memory_that_another_has_pinned_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(register_status=712))
-    arena = filled_arena(4)
-    with caplog.at_level(logging.WARNING):
-        kv.gather([5], arena, [2], after=kv.fence())
-    kv.close()
-    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
-    assert not caplog.records
-
-
-def test_memory_that_cannot_be_pinned_works_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    kv = CudaKV([random_rows(NUM_BLOCKS)], cuda=Notes(register_status=2))
-    arena = filled_arena(4)
-    with caplog.at_level(logging.WARNING):
-        kv.gather([5], arena, [2], after=kv.fence())
-        kv.gather([6], arena, [3], after=kv.fence())
-    assert bytes(arena.view(2)) == random_rows(NUM_BLOCKS)[5].numpy().tobytes()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "could not be pinned" in caplog.text
     kv.close()

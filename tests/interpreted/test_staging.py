@@ -1,21 +1,15 @@
-"""Staging part by part, counters of parts, few programs, host memory: `part_copy`, `block_copy`, `wait_for_layer`."""
-
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+"""Staging part by part, few programs, host memory: `part_copy` and `block_copy`."""
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
 from kvtier_kernels import block_copy_reference, part_copy_reference, row_copy
-from kvtier_kernels.arguments import check_counters, check_reachable
+from kvtier_kernels.arguments import check_reachable
 from kvtier_kernels.block_copy import block_copy
-from kvtier_kernels.copy_pieces import Pieces, counter_scope, cut
+from kvtier_kernels.copy_pieces import Pieces, cut
 from kvtier_kernels.copy_tiles import CopyTile
 from kvtier_kernels.part_copy import Parts, part_copy
-from kvtier_kernels.part_counters import wait_for_layer
 from memory_rig import random_bytes, sparse
 
 CUDA = torch.device("cuda", 0)
@@ -51,80 +45,20 @@ def test_staging_block_by_block_and_part_by_part_hold_the_same() -> None:
     assert torch.equal(by_block.view(3, 3, 48).transpose(0, 1), by_part)
 
 
-def after_each_atomic(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    original = InterpreterBuilder.create_atomic_rmw
-
-    def create_atomic_rmw(*args: Any) -> Any:
-        result = original(*args)
-        do()
-        return result
-
-    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw)
-
-
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("max_programs", [1, 2, 5, 100])
-def test_a_part_is_complete_when_its_counter_says_so(
+def test_pieces_by_far_more_and_fewer_than_programs(
     max_programs: int, gather: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces by far more, and fewer, than programs: 6 of each of 4 parts."""
+    """There are 4 pieces of each of 4 parts."""
     monkeypatch.setattr(row_copy, "copy_tile", lambda *_args, host: SMALL)
-    paged, staging = pages(4, 100), torch.zeros(4, 3, 100, dtype=torch.uint8)
+    paged, staging = pages(4, 100), random_bytes(4, 3, 100, seed=2)
     block_ids, rows = torch.tensor([8, 0, 3]), torch.tensor([1, 2, 0])
-    if not gather:
-        staging[:] = random_bytes(4, 3, 100, seed=2)
     expected_pages, expected_staging = [part.clone() for part in paged], staging.clone()
     part_copy_reference(expected_pages, block_ids, expected_staging, rows, gather=gather)
-    counters = torch.zeros(4, dtype=torch.int32)
-    complete: list[int] = []
-
-    def look() -> None:
-        for part in range(4):
-            if counters[part] == min(max_programs, 4):
-                assert torch.equal(staging[part], expected_staging[part])
-                assert torch.equal(paged[part], expected_pages[part])
-                if part not in complete:
-                    complete.append(part)
-
-    after_each_atomic(monkeypatch, look)
-    grown = part_copy(
-        Parts.of(paged), block_ids, staging, rows, gather=gather, counters=counters, max_programs=max_programs
-    )
-    assert grown == min(max_programs, 4)
-    assert counters.tolist() == [grown] * 4
-    assert sorted(complete) == [0, 1, 2, 3]
-    if max_programs == 1:
-        assert complete == [0, 1, 2, 3], "parts go in order"
-
-
-@pytest.mark.parametrize(
-    ("staging", "counters", "gather", "scope"),
-    [
-        ("cuda", "cuda", True, "gpu"),
-        ("cuda", "cuda", False, "gpu"),
-        ("cpu", "cuda", True, "sys"),
-        ("cpu", "cuda", False, "gpu"),
-        ("cuda", "cpu", True, "sys"),
-        ("cpu", "cpu", False, "sys"),
-        ("cpu", None, True, "gpu"),
-    ],
-)
-def test_whoever_looks_at_counters_sees_what_they_stand_for(
-    staging: str, counters: str | None, gather: bool, scope: str
-) -> None:
-    """A layer in host memory, or counters there: then it is the host, too."""
-
-    def memory(device: str) -> Any:
-        return SimpleNamespace(is_cuda=device == "cuda")
-
-    assert counter_scope(memory(staging), counters and memory(counters), gather=gather) == scope
-
-
-def test_copies_of_nothing_count_nothing() -> None:
-    counters, none = torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
-    staging = torch.zeros(2, 3, 16, dtype=torch.uint8)
-    assert part_copy(Parts.of(pages(2, 16)), none, staging, none, gather=True, counters=counters) == 0
-    assert counters.tolist() == [0, 0]
+    part_copy(Parts.of(paged), block_ids, staging, rows, gather=gather, max_programs=max_programs)
+    assert torch.equal(staging, expected_staging)
+    assert all(torch.equal(mine, reference) for mine, reference in zip(paged, expected_pages, strict=True))
 
 
 @pytest.mark.parametrize("max_programs", [1, 2, 7])
@@ -135,29 +69,6 @@ def test_block_copy_with_few_programs(max_programs: int) -> None:
     block_copy_reference(blocks, block_ids, expected, rows)
     block_copy(blocks, block_ids, staging, rows, max_programs=max_programs)
     assert torch.equal(staging, expected)
-
-
-def test_waiting_ends_when_the_layer_is_there_and_when_it_never_is() -> None:
-    counters, missed = torch.tensor([3, 2, 0], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for layer, expected in ((0, 3), (0, 2), (1, 2), (2, 0)):
-        wait_for_layer(counters, layer, expected, missed, max_polls=10)
-        assert missed.item() == 0
-    wait_for_layer(counters, 1, 3, missed, max_polls=10)
-    wait_for_layer(counters, 2, 1, missed, max_polls=0)
-    assert missed.item() == 2
-    assert counters.tolist() == [3, 2, 0], "waiting changes nothing"
-
-
-def test_waiting_sees_what_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters, missed = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-
-    def somebody_adds() -> None:
-        counters[1] += 1
-
-    after_each_atomic(monkeypatch, somebody_adds)
-    wait_for_layer(counters, 1, 5, missed, max_polls=100)
-    assert missed.item() == 0
-    assert counters.tolist() == [0, 6], "the poll that sees 5 is the last, and somebody adds behind each"
 
 
 def test_host_memory_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,26 +103,9 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             part_copy(parts, index, staging, index, gather=True)
-    counters = torch.zeros(3, dtype=torch.int32)
-    for words, wrong in (
-        (r"counters .* needs contiguous int32 \[3\]", counters[:2]),
-        ("counters .* int32", counters.long()),
-        ("counters .* contiguous", torch.zeros(6, dtype=torch.int32)[::2]),
-        ("counters is on meta", counters.to("meta")),
-    ):
-        with pytest.raises(ValueError, match=words):
-            check_counters(wrong, 3, good.device)
-        with pytest.raises(ValueError, match=words):
-            part_copy(parts, index, good, index, gather=True, counters=wrong)
-    for layer in (-1, 3):
-        with pytest.raises(ValueError, match=f"layer {layer}: there are 3"):
-            wait_for_layer(counters, layer, 1, counters[:1])
-    with pytest.raises(ValueError, match="missed is"):
-        wait_for_layer(counters, 0, 1, counters)
     with pytest.raises(ValueError, match="max_programs is 0"):
         part_copy(parts, index, good, index, gather=True, max_programs=0)
     assert good.eq(0).all()
-    assert counters.eq(0).all()
 
 
 def test_parts_and_rows_may_lie_beyond_32_bits() -> None:
@@ -239,9 +133,9 @@ def test_parts_may_lie_beyond_32_bits_where_the_stride_between_them_does_not() -
 def test_launches_are_cut_into_pieces() -> None:
     options = {"device": torch.device("cpu"), "host": False, "max_programs": None}
     assert cut(7, 3, 64, **options) == Pieces(per_part=7, num_pieces=21, num_programs=21)  # type: ignore[arg-type]
-    assert cut(7, 3, 64, **(options | {"max_programs": 4})).programs_per_part == 4  # type: ignore[arg-type]
+    assert cut(7, 3, 64, **(options | {"max_programs": 4})).num_programs == 4  # type: ignore[arg-type]
     beside_host = cut(1, 3, 64, **(options | {"host": True}))  # type: ignore[arg-type]
-    assert (beside_host.num_programs, beside_host.programs_per_part) == (2, 1)
+    assert beside_host.num_programs == 2
     for per_part, part_bytes in ((2**29 + 1, 64), (1, 2**30 + 1)):
         with pytest.raises(ValueError, match="too much for a launch"):
             cut(per_part, 2, part_bytes, **options)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, 
 from clock_rig import StillClock
 from kvtier.hierarchy import Block
 from kvtier_vllm.compat import BoundaryState, boundary_states
+from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import RequestBlocks
 from kvtier_vllm.request_saves import RequestSaves
@@ -30,8 +31,15 @@ class Saving:
     def __init__(self, *, save_answers: bool = True, params: dict[str, Any] | None = None) -> None:
         self.clock = StillClock()
         self.known = known_request(TOKENS, params)
+        self.device = DeviceBlocks(GROUPS, SIZE)
+        self.device.fill(range(1, GROUPS.num_blocks), self.device.epoch)
         self.saves = RequestSaves(
-            RequestBlocks(GROUPS, None), GROUPS, tokens_per_block=SIZE, save_answers=save_answers, clock=self.clock
+            RequestBlocks(GROUPS, None),
+            GROUPS,
+            self.device,
+            tokens_per_block=SIZE,
+            save_answers=save_answers,
+            clock=self.clock,
         )
         kv: Any = self
         self.saves.bind(kv)

@@ -1,14 +1,22 @@
 """How users configure the connector, and what they are told when it cannot work like that."""
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
 from engine_lab import EngineError, Lab
+from vllm.config import ParallelConfig
 from vllm_rig import settings, transfer
 
 from kvtier.errors import ConfigError
-from kvtier_vllm.settings import load_settings, of_worker
+from kvtier.gauges import RankMemory
+from kvtier.transfer import MemoryUse
+from kvtier_vllm import worker
+from kvtier_vllm.settings import load_settings, of_rank, of_worker
+from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
 
 FILE = """
 tenant = "red"
@@ -40,6 +48,28 @@ def test_workers_have_disk_folders_of_their_own() -> None:
     folders = [of_worker(config, name).disk.directory for name in ("0-0", "0-1", "1-0")]
     assert folders == [Path("/kv/0-0"), Path("/kv/0-1"), Path("/kv/1-0")]
     assert of_worker(load_settings(settings(), 32), "0-0").disk.directory is None
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks", "threads"),
+    [
+        ({}, 1, 4),
+        ({"tensor_parallel_size": 8}, 8, 2),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 8, 2),
+        ({"tensor_parallel_size": 16, "nnodes": 2, "master_addr": "127.0.0.1", "node_rank": 1}, 8, 2),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 4}, 2, 2),
+    ],
+    ids=["one", "tensor parallel", "pipeline parallel", "two nodes", "data parallel"],
+)
+def test_ranks_share_what_their_engine_has_on_a_host(
+    parallel: dict[str, Any], num_ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's own offloading does: memory among the ranks of an engine. Cores are for the engines of all."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(64)))
+    config = load_settings(settings(host={"capacity_bytes": "16GiB"}), 32)
+    config = of_rank(config, ParallelConfig(distributed_executor_backend="mp", **parallel))
+    assert config.host_bytes() == (16 << 30) // num_ranks
+    assert config.cache.load_threads == threads
 
 
 @pytest.mark.parametrize(
@@ -103,3 +133,40 @@ def test_an_engine_that_cannot_use_it_does_not_start(lab: Lab, connector: dict[s
         pass
     for words in told:
         assert words in str(error.value)
+
+
+def test_memory_of_all_ranks_is_a_gauge_of_vllms() -> None:
+    """Each rank tells what it has gained; ranks and moments add up."""
+    registry = prometheus_client.CollectorRegistry()
+
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    types: Any = {kind: functools.partial(kind, registry=registry) for kind in kinds}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    metrics = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]})
+    for gained in ({"arena": 5, "lent": 0, "pinned": 7}, {"arena": 5, "lent": 2, "pinned": -3}):
+        first, second = KvtierStats(), KvtierStats()
+        first.note_memory(gained)
+        second.note_memory(gained)
+        metrics.observe(first.aggregate(second).to_dict())
+    found = {
+        kind: registry.get_sample_value("vllm:kvtier_memory_bytes", {"engine": "0", "kind": kind})
+        for kind in ("arena", "lent", "pinned")
+    }
+    assert found == {"arena": 20, "lent": 4, "pinned": 8}
+
+
+def test_a_worker_tells_of_its_memory_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_TELL_S", 0.0)
+    side = worker.WorkerSide(None, None, None)  # type: ignore[arg-type]
+    assert side.take_stats() is None
+    use = MemoryUse(staging_bytes=3, pinned_bytes=15)
+    for memory, told in (
+        (RankMemory(10, 5, use), {"arena": 10, "lent": 5, "pinned": 15, "staging": 3}),
+        (RankMemory(10, 5, use), None),
+        (RankMemory(10, 0, use), {"lent": -5}),
+    ):
+        side._memory_use = lambda memory=memory: memory
+        stats = side.take_stats()
+        assert (None if stats is None else stats.data) == (
+            None if told is None else {f"gained_bytes.{kind}": nbytes for kind, nbytes in told.items()}
+        )

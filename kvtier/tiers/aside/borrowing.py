@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from kvtier.tiers.aside.supervisor import TierProcess
 from kvtier.tiers.base import Status
 from kvtier.tiers.lending import Place, SlotMemory
 from kvtier.tiers.pool.mapped_slab import MappedSlab
+from kvtier.tiers.slab import SharedSlab
 
 _TICK_S = 0.5
 """Between two looks for slabs that have ended. Until then the system does not have their memory back. When many are to
 be mapped, the tier hears as often of those that are."""
+_IDLE_S = 60.0
+"""A slab that nobody borrowed from for so long makes room for another one. To pin memory costs this process and its
+neighbours time, which must not be spent on slabs that take turns."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ class Attaches(Protocol):
     """Who copies out of memory that was lent. Any thread, but one at a time."""
 
     def attach(self, memory: SlotMemory) -> bool:
-        """Gets ready for copies from there, which may take a while. False: they would be slow."""
+        """Gets ready for copies from there, which may take a while. False: they would be slow. `detach` it anyway."""
 
     def detach(self, memory: SlotMemory) -> None:
         """No copy from there is under way, and none will come."""
@@ -70,6 +75,8 @@ class _Slab:
     """Of the tier, mapped here. Guarded by Borrower._lock."""
 
     memory: MappedSlab
+    borrowed_s: float
+    """When somebody last wanted something of it, by the monotonic clock."""
     num_loans: int = 0
     has_ended: bool = False
     """Unmapped with its last loan."""
@@ -82,9 +89,15 @@ class Borrower:
     slab that the tier has given up is unmapped within a second.
     """
 
-    def __init__(self, tier: str, process: TierProcess, device: Attaches, metrics: Metrics) -> None:
-        """:param process: stays the caller's, like `device`; both outlive this."""
-        self._tier, self._process, self._device = tier, process, device
+    def __init__(
+        self, tier: str, process: TierProcess, device: Attaches, metrics: Metrics, *, most_bytes: int = 2**60
+    ) -> None:
+        """
+        :param process: stays the caller's, like `device`; both outlive this.
+        :param most_bytes: of slabs that are mapped at a time. Where one more is wanted, those that nobody has borrowed
+            from for a minute go, the least recently used first. Blocks of what finds no room are not lent.
+        """
+        self._tier, self._process, self._device, self._most_bytes = tier, process, device, most_bytes
         self._hits = [metrics.tier_blocks.labels(tier, op, Status.HIT.name.lower()) for op in ("read", "lend")]
         self._bytes = metrics.tier_bytes.labels(tier, "read")
         self._seconds = metrics.tier_batch_seconds.labels(tier, "lend")
@@ -95,6 +108,8 @@ class Borrower:
         """Serials of slabs that are to be mapped, in order. Guarded by _lock."""
         self._slabs: dict[int, _Slab] = {}
         """By serial. Changed by the thread alone, under _lock."""
+        self._full_until_s = 0.0
+        """Until then no slab is wanted: there was no room for one. Changed by the thread alone."""
         self._settled: list[int] = []
         """Ids of loans that are over, as the tier does not know yet. Guarded by _lock."""
         self._is_over = False
@@ -104,6 +119,12 @@ class Borrower:
         self._failed = QuietLog(_log)
         self._thread = threading.Thread(target=self._run, name="kvtier-borrow", daemon=True)
         self._thread.start()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of slots in slabs that are mapped at the moment."""
+        with self._lock:
+            return self._mapped_bytes()
 
     def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed | None:
         """What the tier lends of these blocks now, to be settled in any case; None where that is nothing.
@@ -160,13 +181,14 @@ class Borrower:
     def _want(self, serials: Sequence[int]) -> None:
         with self._changed:
             missing = [serial for serial in serials if serial not in self._slabs and serial not in self._wanted]
-            if missing:
+            if missing and not self._is_full():
                 self._wanted.update(dict.fromkeys(missing))
                 self._changed.notify_all()
 
     def _find(self, borrowed: Borrowed, places: Iterable[Place]) -> None:
         """Where the blocks lie here. What is said of a slab that is not here, or has no such slot, is passed over."""
         by_serial: dict[int, LentBlocks] = {}
+        now_s = MONOTONIC()
         with self._lock:
             for i, (serial, slot, generation) in enumerate(places):
                 slab = self._slabs.get(serial)
@@ -176,6 +198,7 @@ class Borrower:
                 if lent is None:
                     lent = by_serial[serial] = LentBlocks(slab.memory, [], [], [])
                     slab.num_loans += 1
+                    slab.borrowed_s = now_s
                 lent.indexes.append(i)
                 lent.slots.append(slot)
                 lent.generations.append(generation)
@@ -210,6 +233,13 @@ class Borrower:
         """Caller holds _lock."""
         return bool(self._wanted or self._settled) or self._is_over
 
+    def _is_full(self) -> bool:
+        return MONOTONIC() < self._full_until_s
+
+    def _mapped_bytes(self) -> int:
+        """Caller holds _lock."""
+        return sum(_bytes_of(slab.memory) for slab in self._slabs.values())
+
     def _release(self) -> None:
         """Tells the tier of loans that are over."""
         with self._lock:
@@ -222,7 +252,8 @@ class Borrower:
         """As many as can be mapped before the tier should hear of them."""
         tell_at_s = MONOTONIC() + _TICK_S
         for serial in wanted:
-            self._map(serial)
+            if not self._is_full():
+                self._map(serial)
             with self._lock:
                 del self._wanted[serial]
             self._release()
@@ -232,23 +263,44 @@ class Borrower:
     def _map(self, serial: int) -> None:
         try:
             shared = self._process.fetch_slab(serial)
-            memory = MappedSlab.map(shared) if shared is not None else None
+            if shared is None:
+                return
+            if not self._make_room(_bytes_of(shared)):
+                os.close(shared.descriptor)
+                return
+            memory = MappedSlab.map(shared)
         except (OSError, KvtierError) as error:
             self._failed.warning(f"tier {self._tier}: a slab cannot be mapped: {error}")
             return
-        if memory is None:
-            return
+        is_attached = False
         try:
             is_attached = self._device.attach(memory)
-        except BaseException:
-            self._device.detach(memory)  # as far as it came
-            raise
+        finally:
+            if not is_attached:
+                self._device.detach(memory)  # as far as it came
         if not is_attached:
             _log.warning("tier %s: the device cannot copy from its memory; blocks go by way of the arena", self._tier)
             self._is_over = True
             return
         with self._lock:
-            self._slabs[serial] = _Slab(memory)
+            self._slabs[serial] = _Slab(memory, MONOTONIC())
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Whether there is room for a slab of this size: gives up others for it that nobody has used lately."""
+        now_s, idle = MONOTONIC(), list[int]()
+        with self._lock:
+            excess_bytes = self._mapped_bytes() + nbytes - self._most_bytes
+            for serial, slab in sorted(self._slabs.items(), key=lambda item: item[1].borrowed_s):
+                if excess_bytes > 0 and not slab.num_loans and slab.borrowed_s + _IDLE_S <= now_s:
+                    idle.append(serial)
+                    excess_bytes -= _bytes_of(slab.memory)
+            if excess_bytes > 0:
+                self._full_until_s = now_s + _IDLE_S
+        if excess_bytes > 0:
+            _log.info("tier %s: no more of its memory is mapped than pool.pinned_bytes", self._tier)
+            return False
+        self._give_up(idle)
+        return self.mapped_bytes + nbytes <= self._most_bytes  # or one of them has just been lent again
 
     def _ended(self) -> list[int]:
         """Serials of mapped slabs that the tier has given up. Tells the tier process which ones there are."""
@@ -268,3 +320,7 @@ class Borrower:
             given_up = [self._slabs.pop(serial) for serial in free]
         for slab in given_up:
             self._device.detach(slab.memory)
+
+
+def _bytes_of(slab: MappedSlab | SharedSlab) -> int:
+    return slab.slot_bytes * slab.num_slots

@@ -317,19 +317,22 @@ class Engine:
         self.scheduler.shutdown()
 
     def _count_loads(self) -> None:
-        begin = self.connector.update_state_after_alloc
+        begin, end = self.connector.update_state_after_alloc, self.connector.update_connector_output
 
         def count(request: Request, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
                 self.started[request.request_id] += 1
             begin(request, blocks, num_external_tokens)
 
+        def receive(results: KVConnectorOutput) -> None:
+            end(results)  # which may add to them
+            self.received.update(results.finished_recving or ())
+
         self.connector.update_state_after_alloc = count  # type: ignore[method-assign]
+        self.connector.update_connector_output = receive  # type: ignore[method-assign]
 
     def _take_in(self) -> None:
         output, result = self._under_way.popleft()
-        if result.kv_connector_output is not None:
-            self.received.update(result.kv_connector_output.finished_recving or ())
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)

@@ -1,0 +1,232 @@
+"""Which of vLLM's device blocks hold KV that kvtier may save: KV that this engine computed before kvtier's eyes.
+
+The model is not the only writer of a device block. Another child of vLLM's MultiConnector may load into it, at a time
+that a connector beside it is not told, and such a load may fail and leave garbage. Weights may change after a block was
+computed. So a block counts as foreign from the moment that vLLM hands it out, and as seen only once the model has
+computed all of its tokens since, or once a load of kvtier's own has filled it.
+
+KV is also wrong when the KV before it was. Each block is therefore sound or not: a block is sound from the moment that
+it is handed out, until vLLM hears that a load has not filled it or the weights change. What a request computes on top
+of a block that is not sound is not seen, and is not sound either.
+"""
+
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvtier_vllm.compat import BoundaryState
+from kvtier_vllm.groups import NULL_BLOCK, KVGroups
+from kvtier_vllm.step_plan import ComputedSpan, computed_spans
+
+_NONE: set[int] = set()
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tokens of a request that were computed one after the other since vLLM gave it device blocks."""
+
+    start: int
+    stop: int
+    is_known: bool
+    """Whether kvtier keeps KV of this request."""
+    is_tainted: bool = False
+    """Whether it attends to KV that is not sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Device blocks of one request that are full with one step."""
+
+    run: _Run
+    whole: Sequence[int]
+    """Blocks that lie in the run as a whole."""
+    partly: Sequence[int] = ()
+    """Blocks whose first tokens the request was given."""
+    prefix: Sequence[int] | None = None
+    """All blocks before the run, where it begins with this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step whose results are awaited before it counts."""
+
+    handed_out: set[int]
+    computed: list[_Computed]
+    is_in_doubt: bool
+    """Whether another connector loads within this step: its results say which blocks that has not filled."""
+    filled: set[int] = field(default_factory=set)
+    """Blocks that kvtier's own loads have filled since."""
+    awaited: set[int] = field(default_factory=set)
+    """All blocks that are seen if the results are good, and may be if they are not."""
+
+
+class DeviceBlocks:
+    """Keeps what is known of each device block. Scheduler thread only; nothing blocks.
+
+    A step costs as much as it has requests and full blocks, whatever the size of the device. Under asynchronous
+    scheduling steps begin before earlier ones have ended; they end in the order in which they began.
+    """
+
+    def __init__(self, groups: KVGroups, tokens_per_block: int) -> None:
+        self._groups, self._size = groups, tokens_per_block
+        self._kv: KVCacheManager | None = None
+        self._seen: set[int] = set()
+        self._sound: set[int] = {NULL_BLOCK}
+        self._runs: dict[str, _Run] = {}
+        """By request id: requests that have computed something and have not ended."""
+        self._steps: deque[_Step | None] = deque()
+        """Steps without results, in their order. None stands for one that has been counted."""
+        self._invalid: set[int] = set()
+        """Device blocks of `note_invalid`, of the step that ends next."""
+        self.epoch = 0
+        """The number of calls of `forget_all`."""
+
+    def bind(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+
+    def is_seen(self, block: int) -> bool:
+        """Whether the block is full of KV that kvtier may save."""
+        return block in self._seen
+
+    def is_awaited(self, block: int) -> bool:
+        """Whether the block may be seen as soon as a step that is under way has its results."""
+        return any(step is not None and block in step.awaited for step in self._steps)
+
+    def begin_step(
+        self,
+        output: SchedulerOutput,
+        handed_out: set[int],
+        known: Container[str],
+        states: Mapping[str, Iterable[BoundaryState]],
+    ) -> None:
+        """A step was planned.
+
+        :param handed_out: device blocks that vLLM has allocated since the last step, for requests in this step or not,
+            and those that this step clears.
+        :param known: ids of requests whose KV is kept.
+        :param states: of KV groups without KV of each token, those that are on the device after this step.
+        """
+        self._seen -= handed_out
+        for request_id in output.finished_req_ids:
+            self._runs.pop(request_id, None)
+        computed = [self._computed(span, span.request_id in known) for span in computed_spans(output)]
+        computed += [
+            _Computed(run, [state.device_block])
+            for request_id, of_request in states.items()
+            if (run := self._runs.get(request_id)) is not None
+            for state in of_request
+            if run.start < state.num_tokens <= run.stop
+        ]
+        step = _Step(handed_out, computed, output.has_sync_kv_loads)
+        if step.is_in_doubt or self._last_awaited is not None:
+            self._steps.append(step)
+            step.awaited.update(*(of_request.whole for of_request in computed if of_request.run.is_known))
+        else:
+            self._steps.append(None)
+            self._count(step)
+
+    def note_invalid(self, blocks: Iterable[int]) -> None:
+        """By the results of the step that ends next, loads have not filled these, of whichever connector they were."""
+        self._invalid.update(blocks)
+
+    def end_step(self) -> None:
+        """The oldest step has its results."""
+        invalid, self._invalid = self._invalid, set()
+        step = self._steps.popleft() if self._steps else None
+        if step is None:
+            self._spoil(invalid)
+            return
+        self._count(step, invalid)
+        for number, later in enumerate(self._steps):
+            if later is None or later.is_in_doubt:
+                break
+            self._count(later)
+            self._steps[number] = None
+
+    def fill(self, blocks: Iterable[int], epoch: int) -> None:
+        """A load of kvtier's own has filled these, and verified what it brought.
+
+        :param epoch: as it was when that load began: KV from before `forget_all` does not count.
+        """
+        if epoch != self.epoch:
+            return
+        if (step := self._last_awaited) is not None:
+            step.filled.update(blocks)
+            step.awaited.update(step.filled)
+        else:
+            self._seen.update(blocks)
+
+    def forget_all(self) -> None:
+        """The weights, or whatever else KV depends on, have changed: nothing that is on the device counts any more.
+
+        Neither does what its requests go on to compute, nor what others compute on top of these blocks. A request that
+        vLLM preempts and admits again counts from there on, if it hits none of them.
+        """
+        self.epoch += 1
+        self._seen.clear()
+        self._sound = {NULL_BLOCK}
+        self._steps = deque(None for _ in self._steps)
+        for run in self._runs.values():
+            run.is_tainted = True
+
+    @property
+    def _last_awaited(self) -> _Step | None:
+        """The latest step, if it does not count yet. Then whatever follows has to wait for it."""
+        return self._steps[-1] if self._steps else None
+
+    def _computed(self, span: ComputedSpan, is_known: bool) -> _Computed:
+        request_id, start, stop, size = span.request_id, span.start, span.stop, self._size
+        run, prefix = self._runs.get(request_id), None
+        # vLLM goes back behind the start of a run only when a load before it has failed.
+        if span.tables is not None or run is None or not run.start < start <= run.stop:
+            run = self._runs[request_id] = _Run(start, stop, is_known)
+            prefix = [block for table in self._tables(span) for block in table[: -(-start // size)]]
+        run.stop = stop
+        positions = range(start // size, stop // size)
+        num_partly = int(bool(positions) and positions.start * size < run.start)
+        blocks = self._at(request_id, positions[num_partly:])
+        return _Computed(run, blocks, self._at(request_id, positions[:num_partly]), prefix)
+
+    def _tables(self, span: ComputedSpan) -> Sequence[Sequence[int]]:
+        if span.tables is not None:
+            return span.tables
+        assert self._kv is not None
+        tables: Sequence[Sequence[int]] = self._kv.get_block_ids(span.request_id)
+        return tables
+
+    def _at(self, request_id: str, positions: range) -> list[int]:
+        """The request's device blocks there, of all groups with KV of each token."""
+        if not positions:
+            return []
+        assert self._kv is not None
+        tables = self._kv.get_blocks(request_id).blocks
+        found = [
+            tables[group][position].block_id
+            for group in self._groups.of_tokens
+            for position in positions
+            if position < len(tables[group])
+        ]
+        return [block for block in found if block != NULL_BLOCK]
+
+    def _count(self, step: _Step, invalid: set[int] = _NONE) -> None:
+        self._seen -= step.handed_out
+        self._sound |= step.handed_out
+        self._spoil(invalid)
+        for computed in step.computed:
+            run = computed.run
+            if computed.prefix is not None:
+                run.is_tainted = not self._sound.issuperset(computed.prefix)
+            if run.is_tainted:
+                self._sound.difference_update(computed.whole, computed.partly)
+                continue
+            self._sound.update(computed.whole)
+            if run.is_known:
+                self._seen.update(computed.whole)
+        self._seen.update(step.filled)
+
+    def _spoil(self, invalid: set[int]) -> None:
+        self._seen -= invalid
+        self._sound -= invalid
