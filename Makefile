@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak chaos bench peers proto clean
+.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -61,10 +61,15 @@ test-sglang: .venv/sglang
 	$(PYTHON) connectors/sglang_env/make_venv.py --into $@
 
 # A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
-# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more.
-soak: .venv/dev.stamp .venv/sglang
+# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights`.
+soak: .venv/dev.stamp .venv/sglang soak-weights
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
 	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
+
+# vLLM under 10,000 requests while its weights change 20 times and another connector loads beside kvtier's: every block that
+# is then in a tier is compared with what a plain forward pass computes for its key. About 5 minutes.
+soak-weights: .venv/vllm
+	$</bin/python tests/vllm/soak_weights.py --requests 10000 --changes 20 --json .venv/soak-weights.json $(SOAK_WEIGHTS_ARGS)
 
 # Every kind of fault over every path, 20 seconds each, and 400 processes killed over a disk: about 15 minutes.
 chaos: .venv/dev.stamp

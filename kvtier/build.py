@@ -1,12 +1,14 @@
 """The only place that turns a `Config` into live objects."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from kvtier.build_tiers import DISK, POOL, borrows, has_io_process, tiers_below
+from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.gauges import MemoryGauges, RankMemory
@@ -32,9 +34,13 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.write_policy import WritePolicy
 from kvtier.transfer import Arena, DeviceKV
 
+_log = logging.getLogger(__name__)
 _MIN_SLOTS = 16
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
+_LOAN_BYTES = 64 << 20
+"""Most of one that moves blocks that are lent. It takes a call to the tier process, a verification and two changes of
+threads: milliseconds, in which the bus moves a good part of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +138,10 @@ def mover_half(
     inventory = InventoryLog(tenants, namespace)
     with contextlib.ExitStack() as stack:
         num_slots = _num_slots(config, device.block_bytes)
+        begun_s, arena_bytes = MONOTONIC(), num_slots * device.block_bytes
         arena = Arena(num_slots, device.block_bytes, shared=has_io_process(config), numa_node=numa_node)
         stack.callback(arena.close)
+        _log.info("touched %.2f GiB of host memory in %.2f s", arena_bytes / 2**30, MONOTONIC() - begun_s)
         stack.callback(device.detach, arena)
         device.attach(arena)
         opened, process = stack.enter_context(tiers_below(config, namespace, arena, inventory.on_event, metrics))
@@ -162,7 +170,6 @@ def mover_half(
             layered=layered,
         )
         stack.callback(mover.close)
-        arena_bytes = num_slots * device.block_bytes
 
         def memory_use() -> RankMemory:
             lent_bytes = sum(borrower.mapped_bytes for borrower in borrowers.values())
@@ -201,6 +208,7 @@ def directory_half(
             batch_blocks=config.cache.batch_blocks,
             copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
             borrows=borrows(config),
+            loan_blocks=max(1, min(_LOAN_BYTES // block_bytes, _COPY_BLOCKS)),
             saving_fraction=config.cache.saving_fraction,
             load_deadline_s=config.cache.load_deadline_s,
             lookup_deadline_s=config.cache.lookup_deadline_s,

@@ -35,7 +35,7 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
     and times of change. Of several processes that ask at a time, e.g. an engine's ranks, one makes that pass and the
     others wait for it. `ConfigError`: a file is no safetensors file, or is cut short.
     """
-    known_as = hashlib.sha256(json.dumps([_identity(path) for path in sorted(files)]).encode()).hexdigest()
+    known_as = hashlib.sha256(json.dumps(file_identities(files)).encode()).hexdigest()
     memory = cache_dir / "digests" / known_as
     digest = _remembered_digest(memory)
     if digest is not None:
@@ -49,6 +49,20 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
             except OSError as error:
                 _log.warning("the digest of %s is not remembered, and made again next time: %s", files[0].parent, error)
     return digest
+
+
+def file_identities(files: Sequence[Path]) -> list[tuple[str | int, ...]]:
+    """What changes whenever a file's content does: path, inode, size and times of change. Costs a `stat` per file."""
+    return [_identity(path) for path in sorted(files)]
+
+
+def tensors_outline(files: Sequence[Path]) -> bytes:
+    """SHA-256 over the tensors' names, dtypes and shapes, whatever they hold. Reads the files' headers alone.
+
+    `ConfigError`: a file is no safetensors file, or is cut short.
+    """
+    tensors = sorted((name, entry["dtype"], entry["shape"]) for path in files for name, entry, _ in _tensors_of(path))
+    return hashlib.sha256(json.dumps(tensors).encode()).digest()
 
 
 @contextlib.contextmanager

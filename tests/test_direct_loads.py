@@ -237,6 +237,7 @@ def test_no_more_is_mapped_than_may_be(
         (memory,) = only.device.attached
         assert 2 * memory.num_slots * memory.slot_bytes > 3 * MIB, "there would be room for two"
         assert only.count("kvtier_memory_bytes", kind="lent") == memory.num_slots * memory.slot_bytes
+        until(lambda: not refused[0]._wanted)
         assert len(refused) == 1, "it is not tried again and again"
         monkeypatch.setattr(borrowing, "_IDLE_S", 0.0)
         refused[0]._full_until_s = 0.0

@@ -71,7 +71,9 @@ class Engine:
             local_tiers=["disk"],
             shared=self.pool,
             metrics=HierarchyMetrics(CollectorRegistry()),
-            settings=DirectorySettings(lookup_deadline_s=PATIENCE_S, borrows=bool(borrowing), batch_blocks=4),
+            settings=DirectorySettings(
+                lookup_deadline_s=PATIENCE_S, borrows=bool(borrowing), batch_blocks=4, loan_blocks=4
+            ),
         )
 
     def step(self) -> list[JobResult]:

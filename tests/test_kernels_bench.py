@@ -17,7 +17,7 @@ from kvtier.errors import KvtierError
 from kvtier.transfer import Arena
 from kvtier_kernels_bench import __main__ as command
 from kvtier_kernels_bench import child as child_module
-from kvtier_kernels_bench import host_copies, launch_latency, part_decode, part_prefill, part_spill, timing
+from kvtier_kernels_bench import host_copies, launch_latency, part_decode, part_prefill, part_spill, part_ttft, timing
 from kvtier_kernels_bench.comparing import WrongResultError, require_close, require_equal
 from kvtier_kernels_bench.engine_steps import NeverIdle
 from kvtier_kernels_bench.journal import Outcome
@@ -173,7 +173,7 @@ def test_launches_that_were_under_way_are_counted() -> None:
 
 
 def test_time_to_first_token_in_tiny_size() -> None:
-    cases = {case.name: case for case in child_module.rows_of("ttft", 60, tiny=True)}
+    cases = {case.name: case for case in part_ttft.measure(tiny())}
     assert set(cases) == {"cold", "device", "host", "pool", "one pinned copy"}
     assert cases["host"].floor == "device"
     assert set(cases["pool"].beside) == {"one pinned copy"}
@@ -182,10 +182,11 @@ def test_time_to_first_token_in_tiny_size() -> None:
 
 
 def test_parts_of_the_way_from_the_pool_are_switched_off() -> None:
-    cases = {case.name: case for case in child_module.rows_of("switches", 60, tiny=True)}
-    assert {name: case.figures["lent"] for name, case in cases.items()} == {
-        "as configured by default": 1.0, "without direct reads": 0.0, "without the tier process": 0.0
-    }  # fmt: skip
+    cases = {case.name: case for case in part_ttft.switches(tiny())}
+    lent = {name: case.figures["lent"] for name, case in cases.items()}
+    assert lent.keys() == {"as configured by default", "without direct reads", "without the tier process"}
+    assert [lent[name] for name in ("without direct reads", "without the tier process")] == [0.0, 0.0]
+    assert {case.floor for case in cases.values()} == {"as configured by default"}
 
 
 def test_an_engine_has_two_steps_queued_at_all_times(monkeypatch: pytest.MonkeyPatch) -> None:

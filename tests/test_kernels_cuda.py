@@ -6,9 +6,10 @@ import torch
 
 from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
 from kvtier.transfer import Arena, Blocks
+from kvtier_engine.cuda_graphs import with_cuda_graphs
 from kvtier_engine.devices import device_kv, weights_on
 from kvtier_engine.llama import Chunk, LlamaModel
-from kvtier_engine.paged_kv import allocate_kv
+from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.selfcheck import run_checks
 from kvtier_kernels_bench.host_copies import lent_by
@@ -102,6 +103,28 @@ def test_copies_wait_for_what_the_engine_has_under_way() -> None:
         mover_side.scatter(arena, slots, SLOTS, after=mover_side.fence())
         assert (read_before == 7).all()
         assert (kv.byte_rows()[SLOTS] == 9).all()
+
+
+def test_replayed_decodes_give_what_launched_ones_give() -> None:
+    """Batches of all sizes in turn, so that each graph runs after others have used their common memory."""
+    model = LlamaModel(CONFIG, weights_on(tiny_model()._weights, CUDA))
+    kv = allocate_kv(CONFIG, 100, TOKENS_PER_BLOCK, torch.float32, CUDA)
+    kv.tensor.fill_(float("nan"))
+    graphed = with_cuda_graphs(model, kv, max_seqs=5, max_seq_len=60)
+    assert kv.tensor.isnan().all(), "no block is touched"
+    generator = torch.Generator().manual_seed(1)
+    lengths, order = [3, 16, 41, 1, 30], torch.randperm(100, generator=generator).tolist()
+    tables = [order[15 * row : 15 * row + 15] for row in range(5)]
+    tokens = [torch.randint(0, CONFIG.vocab_size, (of,), generator=generator).tolist() for of in lengths]
+    for row in (0, 1, 2, 4):
+        model.forward([Chunk(tokens[row][:-1], 0, tables[row])], kv)
+    for num_seqs in (5, 1, 3, 2, 4, 5, 1, 2):
+        chunks = [Chunk(tokens[row][-1:], len(tokens[row]) - 1, tables[row]) for row in range(num_seqs)]
+        expected = model.forward(chunks, PagedKV(kv.tensor.clone())).cpu()
+        logits = graphed.forward(chunks, kv).cpu()
+        assert (logits - expected).abs().max().item() < 1e-3
+        for row, token in enumerate(logits.argmax(-1).tolist()):
+            tokens[row].append(token)
 
 
 def test_the_forward_pass_gives_what_it_gives_on_cpu() -> None:

@@ -1,6 +1,7 @@
 """What an engine on CUDA does otherwise, as far as a machine without one can tell."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,9 +16,10 @@ from kvtier.config import parse_config
 from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.transfer import Arena, HostMemoryKV
-from kvtier_engine import devices, llama
-from kvtier_engine.assemble import compile_for_long_sequences, engine_of
+from kvtier_engine import assemble, devices, llama
+from kvtier_engine.assemble import compile_for_long_sequences, engine_of, prepare
 from kvtier_engine.devices import device_kv, engine_device, weights_on
+from kvtier_engine.engine import EngineLimits
 from kvtier_engine.first_token import FirstToken, Prompts
 from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import allocate_kv, kv_namespace
@@ -181,6 +183,29 @@ def test_attention_of_all_kinds_is_compiled_at_the_start(monkeypatch: pytest.Mon
     assert seen == {(16, 32, None), (1, 32, None), (3, 32, 3)}
     num_kv_heads, num_multiprocessors = 8, 132
     assert prefill_splits(num_kv_heads, 8192, num_multiprocessors) > 1
+
+
+def test_decodes_are_captured_on_cuda_unless_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After everything has been compiled."""
+    done: list[Any] = []
+    monkeypatch.setattr(assemble, "compile_for_long_sequences", lambda *arguments: done.append(arguments[-1]))
+    monkeypatch.setattr(assemble, "with_cuda_graphs", lambda *_, **sizes: done.append(sizes) or "graphs")
+    model, limits = tiny_model(), EngineLimits(max_total_tokens=77, vocab_size=VOCABULARY)
+
+    def prepared(device: torch.device, **engine: Any) -> Any:
+        done.clear()
+        section = parse_config({"engine": {"max_running": 6, **engine}}, source="test", environ={}).engine
+        kv: Any = SimpleNamespace(tensor=SimpleNamespace(device=device))
+        return prepare(model, kv, CONFIG, section, limits)
+
+    assert prepared(CUDA) == "graphs"
+    assert done == [6, {"max_seqs": 6, "max_seq_len": 77}]
+    assert prepared(CUDA, max_batch_tokens=4) == "graphs"
+    assert done == [6, {"max_seqs": 4, "max_seq_len": 77}]
+    assert prepared(CUDA, cuda_graphs=False) is model
+    assert done == [6]
+    assert prepared(CPU) is model
+    assert not done
 
 
 @pytest.mark.parametrize("codec", LossyCodec)

@@ -132,5 +132,9 @@ def test_sharing_is_looked_for_where_triton_runs_and_used_where_it_pays() -> Non
     found = find_shared_prefixes(tables, lens, kv_layer, 32)
     assert found is not None
     assert (found.index.device.type, found.num_saved_keys) == ("meta", 15 * 16_000)
+    assert find_shared_prefixes(tables, lens, kv_layer, 32, replayed=True) is None
+    longer = tables.repeat_interleave(2, dim=1)
+    assert find_shared_prefixes(longer, lens * 2, kv_layer, 32, replayed=True) is not None
     assert find_shared_prefixes(tables, lens // 1000, kv_layer, 32) is None
+    assert find_shared_prefixes(tables[:0], lens[:0], kv_layer, 32) is None
     assert find_shared_prefixes(tables[:1], lens[:1], kv_layer, 32) is None

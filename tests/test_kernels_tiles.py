@@ -1,5 +1,6 @@
 """The sizes of Triton programs: what must hold for all shapes. That they fit the chips is for the compiler to say."""
 
+import heapq
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from kvtier_kernels.tiles import (
     MAX_SPLITS,
     Tile,
     decode_runs,
+    decode_runs_of_any_length,
     decode_splits,
     decode_tile,
     merge_rows,
@@ -100,6 +102,36 @@ def test_nobody_waits_for_the_longest_sequence() -> None:
     assert decode_runs(num_programs=0, mean_keys=0, max_keys=0, num_multiprocessors=chip) == (1, 1)
 
 
+@pytest.mark.parametrize("num_seqs", [1, 4, 16, 64])
+@pytest.mark.parametrize("kind", ["one long", "all long", "short", "mixed"])
+def test_runs_of_any_length_keep_the_chip_busy(num_seqs: int, kind: str) -> None:
+    """As `_decode_kernel` cuts them. Programs are dealt out to whichever multiprocessor has least to do."""
+    chip, num_kv_heads, longest = 132, 8, 131_072
+    lengths = {
+        "one long": [longest] + [500] * (num_seqs - 1),
+        "all long": [longest] * num_seqs,
+        "short": [700] * num_seqs,
+        "mixed": [longest >> row % 8 for row in range(num_seqs)],
+    }[kind]
+    num_splits, run_keys = decode_runs_of_any_length(num_seqs, num_kv_heads, longest, chip)
+    runs: list[int] = []
+    for length in lengths:
+        num_runs = min(-(-length // run_keys), num_splits)
+        runs += [-(-length // num_runs)] * num_runs * num_kv_heads
+    assert min(runs) >= 200, "merging takes no less time than so many keys"
+    busy = [0] * chip
+    for run in runs:
+        heapq.heapreplace(busy, busy[0] + run)
+    ideal = sum(lengths) * num_kv_heads / chip
+    assert max(busy) <= max(1.35 * ideal, ideal + 1000)
+
+
+def test_runs_of_any_length_are_no_more_than_there_are_keys_for() -> None:
+    assert decode_runs_of_any_length(1, 8, 100, 132) == (1, 256)
+    assert decode_runs_of_any_length(16, 8, 131_072, 132) == (33, 256)
+    assert decode_runs_of_any_length(256, 8, 4096, 132) == (2, 3840)
+
+
 def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:
     """8 KV heads of 128 in 16 bits: 4 KiB per key; 32 query heads."""
     assert worth_sharing(num_saved_keys=15 * 1000, key_bytes=4096, num_rows=16 * 32, head_dim=128)
@@ -108,6 +140,11 @@ def test_sharing_pays_when_it_saves_more_than_a_launch_and_a_merge() -> None:
     # Many sequences with a short prompt in common: merging two states of each is what it costs.
     assert not worth_sharing(num_saved_keys=511 * 24, key_bytes=4096, num_rows=512 * 32, head_dim=128)
     assert worth_sharing(num_saved_keys=511 * 48, key_bytes=4096, num_rows=512 * 32, head_dim=128)
+
+
+def test_beside_a_replay_sharing_pays_when_it_saves_launching_the_step() -> None:
+    for num_saved_keys, pays in ((15 * 1000, False), (15 * 17_000, False), (15 * 18_000, True)):
+        assert worth_sharing(num_saved_keys, 4096, num_rows=16 * 32, head_dim=128, replayed=True) == pays
 
 
 def test_merges_take_a_power_of_two_of_rows() -> None:

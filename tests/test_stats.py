@@ -18,12 +18,13 @@ from kvtier.bench.blocks import Rotation, keys_of
 from kvtier.bench.pool_process import pool_process
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError, UnavailableError
 from kvtier.events import TierState
-from kvtier.gauges import TierGauges
+from kvtier.gauges import MemoryGauges, RankMemory, TierGauges
 from kvtier.hierarchy import HierarchyMetrics
 from kvtier.metrics import Metrics
 from kvtier.stats.facts import ENGINE, POOL, facts_of
 from kvtier.stats.samples import Samples, fetch, metrics_url, parse
 from kvtier.tiers.base import Usage
+from kvtier.transfer import MemoryUse
 from kvtier_engine.metrics import EngineMetrics
 from kvtier_engine.request import Completion
 
@@ -119,6 +120,7 @@ def test_an_engine() -> None:
     tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
     TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
+    MemoryGauges(registry, lambda: RankMemory(4 * MIB, 2 * MIB, MemoryUse(MIB, 6 * MIB, 0.5)))
     facts = facts_of(page_of(registry))
     assert facts is not None
     assert (facts.kind, facts.hit_rate.share, facts.ttft_mean_s) == (ENGINE, 0.75, pytest.approx(0.2))
@@ -129,6 +131,7 @@ def test_an_engine() -> None:
     assert (pool.state, disk.state) == (None, "read_only")
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
+    assert facts.memory_bytes == {"arena": 4 * MIB, "lent": 2 * MIB, "pinned": 6 * MIB, "staging": MIB}
     assert (facts.pinned, facts.pins) == (None, {"not_offered": 5})
     assert facts.trouble == {"blocks of disk found damaged; each was a miss": 1}
 
@@ -153,6 +156,7 @@ def test_a_pipe_gets_every_word() -> None:
     for path in ("shm", "unix", "tcp", "grpc"):
         for op in ("read", "write"):
             tiers.path_bytes.labels(path, op).inc(1023.4 * 2**30)
+    MemoryGauges(registry, lambda: RankMemory(64 << 30, 3 << 30, MemoryUse(MIB, 67 << 30, 0.5)))
     TierGauges(registry, usages={t: lambda: Usage(3, 1 << 40, 1 << 41) for t in names}, breakers={"pool": lambda: True})
     with answering(generate_latest(registry)) as address:
         answer = run("--url", address)
@@ -165,6 +169,7 @@ def test_a_pipe_gets_every_word() -> None:
     assert [row[0] for row in rows if row[-1] == "open"] == ["breaker"]
     assert "disk is off: its medium fails" in answer.stdout
     assert "disk packs: 1.0 GiB raw (1.00 to 1), 1.0 GiB lz4 (2.00 to 1)" in answer.stdout
+    assert "memory: arena 64.0 GiB, lent 3.0 GiB, pinned 67.0 GiB, staging 1.0 MiB" in answer.stdout
     assert "redis packs" not in answer.stdout
     assert "…" not in answer.stdout
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +20,19 @@ _CONFIG = "adapter_config.json"
 _SAYS_NOTHING = frozenset(("base_model_name_or_path", "revision", "inference_mode"))
 """Fields of an adapter's configuration that say where things come from, not what is computed."""
 
-_Files = tuple[tuple[str, int, int, int], ...]
-"""Path, size and times of each: other content has others."""
+AdapterFiles = tuple[tuple[str, int, int, int], ...]
+"""Path, size and times of each: other content has others. Empty: nobody can tell which content it is."""
 
 
 @dataclass(slots=True)
 class _Adapter:
-    files: _Files
-    """As they were when it was first asked for, which is before vLLM loads it."""
+    files: AdapterFiles
+    """As they were when it was first asked for. The workers compare them with what they load."""
     digest: "Future[bytes | str]"
     """Or why there is none: an exception would keep what its frames hold, such as a mapped file."""
     is_trusted: bool = True
+    is_unsent: bool = True
+    """No key was made from it."""
 
 
 class Adapters:
@@ -43,21 +46,26 @@ class Adapters:
         self._digests, self._use = digests, use.encode()
         self._known: dict[int, _Adapter] = {}
         """By vLLM's id, under which it keeps what it has loaded."""
+        self._loaded: dict[int, AdapterFiles] = {}
+        """By vLLM's id, what a worker said last that it has loaded."""
+        self._unsent: dict[int, AdapterFiles] = {}
+        """Those in use that the workers were not told of."""
         self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
 
     def digest(self, request: LoRARequest) -> bytes | None:
         """Of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
 
-        That is so for adapters that are not a local folder of safetensors files, and for those whose files have changed
-        since they were first used: which of both vLLM computes with, nobody can say.
+        That is so for adapters that are not a local folder of safetensors files, for those whose files are others than
+        vLLM has loaded, and for those whose files have changed since they were first used: which of both vLLM computes
+        with, nobody can say before it loads them again.
         """
-        files = _files_of(Path(request.lora_path))
-        if request.load_inplace or not files:
+        files, number = files_of(Path(request.lora_path)), request.lora_int_id
+        if not files or self._loaded.get(number, files) != files:
             return None
-        known = self._known.get(request.lora_int_id)
+        known = self._known.get(number)
         if known is None:
             future = self._thread.submit(_digest, Path(request.lora_path), files, self._digests)
-            known = self._known[request.lora_int_id] = _Adapter(files, future)
+            known = self._known[number] = _Adapter(files, future)
         if known.is_trusted and known.files != files:
             _log.warning("%s has changed while it is in use: nothing is kept of it", request.lora_path)
             known.is_trusted = False
@@ -68,15 +76,30 @@ class Adapters:
             _log.warning("nothing is kept of adapter %s: %s", request.lora_name, digest)
             known.is_trusted = False
             return None
+        if known.is_unsent:
+            known.is_unsent, self._unsent[number] = False, files
         # With the format: the same bytes in another one are another adapter.
         return hashlib.sha256(digest + bytes([request.is_3d_lora_weight]) + self._use).digest()
+
+    def note_loaded(self, adapters: Mapping[int, AdapterFiles]) -> None:
+        """A worker has loaded these, perhaps in place of others under their ids."""
+        for number, files in adapters.items():
+            self._loaded[number] = files
+            known = self._known.get(number)
+            if known is not None and known.files != files:
+                del self._known[number]
+
+    def take_unsent(self) -> dict[int, AdapterFiles]:
+        """From which files keys were made for the first time since the last call: the workers compare them."""
+        unsent, self._unsent = self._unsent, {}
+        return unsent
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _files_of(folder: Path) -> _Files:
-    """Empty: not an adapter that can be told by its content."""
+def files_of(folder: Path) -> AdapterFiles:
+    """As they are now. Empty: not an adapter that can be told by its content."""
     try:
         paths = sorted(folder.glob("*.safetensors"))
         stats = [(path, path.stat()) for path in [folder / _CONFIG, *paths]] if paths else []
@@ -85,13 +108,13 @@ def _files_of(folder: Path) -> _Files:
     return tuple((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
 
 
-def _digest(folder: Path, files: _Files, digests: Path) -> bytes | str:
+def _digest(folder: Path, files: AdapterFiles, digests: Path) -> bytes | str:
     try:
         weights = weights_digest(sorted(folder.glob("*.safetensors")), digests)
         config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
         arithmetic = {name: value for name, value in config.items() if name not in _SAYS_NOTHING}
     except (ConfigError, OSError, ValueError, AttributeError) as error:
         return str(error)
-    if _files_of(folder) != files:
+    if files_of(folder) != files:
         return f"{folder} has changed while it was read"
     return hashlib.sha256(_LABEL + weights + json.dumps(arithmetic, sort_keys=True).encode()).digest()

@@ -123,14 +123,20 @@ def model_digest(config: VllmConfig, digests: Path) -> bytes:
     return hashlib.sha256(_DRAFT_LABEL + digest + method.encode() + _model_digest(model, load, digests)).digest()
 
 
-def _model_digest(model: ModelConfig, load: LoadConfig, digests: Path) -> bytes:
-    folder = Path(model.model)
+def weight_files(model: str) -> list[Path]:
+    """Those with the weights of the model in this folder. `ConfigError`: there are none."""
+    folder = Path(model)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"{folder}: no *.safetensors there, and KV is kept by the content of the weights: "
             "give vLLM a local folder (`hf download MODEL` says where it is)"
         )
+    return files
+
+
+def _model_digest(model: ModelConfig, load: LoadConfig, digests: Path) -> bytes:
+    files = weight_files(model.model)
     arithmetic = json.loads(model.hf_config.to_json_string(use_diff=False), object_hook=_without_what_says_nothing)
     arithmetic["vllm.quantization"] = model.quantization
     if _LENGTH_MATTERS in json.dumps(arithmetic):

@@ -8,6 +8,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvtier_vllm.adapters import AdapterFiles
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsState:
+    """Which weights a worker computes with, since its last change of them."""
+
+    generation: int
+    """Of this worker: one more with everything that may change its weights, an adapter of its own or its device."""
+    namespace: bytes | None
+    """None: nobody knows the weights."""
+    why: str
+    """They are unknown; empty if they are not."""
+
 
 @dataclass
 class WorkerIdentity(KVConnectorHandshakeMetadata):
@@ -35,6 +49,10 @@ class StepMetadata(KVConnectorMetadata):
     """Of the step, among those with a forward pass; 0 without one."""
     loads_after: int = 0
     """The step by whose start the device blocks to load to are not used any more; if unknown, it is this one."""
+    generations: list[int] = field(default_factory=list)
+    """Of each rank: the latest that the scheduler has heard of. What it sends belongs to these."""
+    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
+    """By vLLM's id: adapters that the scheduler makes keys from since this step, and from which files."""
 
 
 @dataclass
@@ -45,6 +63,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """By rank, of its mover."""
     step: int = 0
     """Number of the step that this comes with; 0 if it had no forward pass."""
+    weights: dict[int, WeightsState] = field(default_factory=dict)
+    """By rank, if they have changed since it has last said so."""
+    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
+    """By vLLM's id, those that were loaded since."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Ranks differ, so nothing is added up: the directory waits for all of them itself."""
@@ -52,4 +74,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         merged = dict(self.messages)
         for rank, messages in other.messages.items():
             merged[rank] = merged.get(rank, []) + messages
-        return WorkerMetadata(merged, max(self.step, other.step))
+        return WorkerMetadata(
+            merged, max(self.step, other.step), self.weights | other.weights, self.adapters | other.adapters
+        )

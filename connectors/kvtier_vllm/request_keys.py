@@ -8,21 +8,29 @@ from vllm.v1.request import Request
 from kvtier.keys import BlockHasher, BlockKey, Extra
 from kvtier_vllm.media import Medium
 
-_SALT, _ADAPTER, _MEDIUM = "cache_salt", "lora", "medium"
+_SALT, _ADAPTER, _WEIGHTS, _MEDIUM = "cache_salt", "lora", "weights", "medium"
 
 
 class RequestKeys:
     """The keys of one request's full blocks, made as its tokens become known. Scheduler thread only."""
 
     def __init__(
-        self, request: Request, hasher: BlockHasher, *, salt: str | None, adapter: bytes | None = None
+        self,
+        request: Request,
+        hasher: BlockHasher,
+        *,
+        salt: str | None,
+        adapter: bytes = b"",
+        weights: bytes | None = None,
     ) -> None:
         """
         :param hasher: of the request's tenant.
         :param salt: the client's `cache_salt`.
-        :param adapter: digest of the request's adapter, if it has one.
+        :param adapter: digest of the request's adapter; empty if it has none.
+        :param weights: what tells the weights from those that vLLM has started with; None: they are those.
         """
         self._request, self._hasher, self._salt, self._adapter = request, hasher, salt, adapter
+        self._weights = weights
         self._media: Sequence[Medium] = ()
         self._keys: list[BlockKey] = []
 
@@ -42,8 +50,18 @@ class RequestKeys:
         """
         assert not self._keys
         self._media = media
-        whose, adapter = self._hasher.tenant, self._adapter or b""
+        whose, adapter = self._hasher.tenant, self._adapter
         return [f"kvtier-{self._hasher.external_key(whose + medium.digest + adapter).hex()}" for medium in media]
+
+    def change(self, *, adapter: bytes, weights: bytes | None) -> bool:
+        """Other weights will compute what is left of the request: it has other keys from now on.
+
+        False: it was given names for its media that say something else.
+        """
+        if self._media and adapter != self._adapter:
+            return False
+        self._adapter, self._weights, self._keys = adapter, weights, []
+        return True
 
     def first(self, num_blocks: int) -> list[BlockKey]:
         """Of the first so many blocks, as far as their tokens are known."""
@@ -61,7 +79,8 @@ class RequestKeys:
         """By block, counted from the first of `span`. What a block depends on is in the hashes of all that follow."""
         extras: defaultdict[int, list[Extra]] = defaultdict(list)
         if not span.start:
-            named = ((_SALT, None if self._salt is None else self._salt.encode()), (_ADAPTER, self._adapter))
+            salt = None if self._salt is None else self._salt.encode()
+            named = ((_SALT, salt), (_ADAPTER, self._adapter or None), (_WEIGHTS, self._weights))
             extras[0] += [Extra(kind, data, 0) for kind, data in named if data is not None]
         for medium in self._media:
             block, offset = divmod(medium.offset, self._hasher.tokens_per_block)

@@ -47,10 +47,17 @@ class RequestLoads:
         load = self._loads.pop(result.job_id, None)
         if load is None:
             return None
-        self.ended[load.request_id] = [load.device_blocks[index] for index in sorted(result.failed)]
-        filled = [block for index, block in enumerate(load.device_blocks) if index not in result.failed]
+        is_wanted = load.epoch == self._device.epoch
+        failed = result.failed if is_wanted else range(len(load.device_blocks))
+        self.ended[load.request_id] = [load.device_blocks[index] for index in sorted(failed)]
+        filled = [block for index, block in enumerate(load.device_blocks) if index not in failed]
         self._device.fill(filled, load.epoch)
         return load.request_id
+
+    def cancel_all(self) -> None:
+        """`DeviceBlocks` has begun another epoch: whatever these loads bring, their requests have to do without it."""
+        for job in self._loads:
+            self._directory.cancel(job)
 
     def take_loaded(self) -> set[str]:
         """Of the loads that have ended, the requests whose blocks were all filled; `take_ended` gives the others."""

@@ -61,6 +61,10 @@ class RequestMedia:
         """It has ended, whether it is here or not."""
         self._unnamed.pop(request_id, None)
 
+    def forget(self) -> None:
+        """Nothing of those that are here is kept: what their keys would say has changed meanwhile."""
+        self._unnamed.clear()
+
     def _name(self, known: KnownRequest, media: AwaitedMedia) -> bool:
         """False: one of them could not be read.
 

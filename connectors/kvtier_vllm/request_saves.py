@@ -12,6 +12,7 @@ from kvtier_vllm.compat import BoundaryState
 from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
+from kvtier_vllm.step_plan import ComputedSpan
 
 _PATIENCE_S = 5.0
 """How long an engine without requests goes on for blocks that no tier takes."""
@@ -56,14 +57,14 @@ class RequestSaves:
 
     def choose(
         self,
-        computed: Iterable[tuple[KnownRequest, int]],
+        computed: Iterable[tuple[KnownRequest, ComputedSpan]],
         states: Iterable[tuple[KnownRequest, Iterable[BoundaryState]]],
         written: set[int],
         room: int,
     ) -> list[Block]:
         """As many blocks as there is room for. The others wait on the device: no better place, as long as they last.
 
-        :param computed: requests of the step, and how many of their tokens are computed after it.
+        :param computed: requests of the step, and which of their tokens it computes.
         :param states: that are on the device after it, to stay there until vLLM gives their device blocks to others.
         :param written: device blocks that it writes to.
         """
@@ -73,8 +74,10 @@ class RequestSaves:
         for known, of_request in states:
             self._keep(self._states(known, of_request))
         blocks = self._take_unsaved(room)
-        for known, num_tokens in computed:
-            blocks += self._newly_full(known, num_tokens, (room - len(blocks)) // self._groups.num_groups)
+        for known, span in computed:
+            if span.tables is None:  # vLLM has gone back behind a load of somebody that has failed
+                known.num_saved = min(known.num_saved, span.start // self._size)
+            blocks += self._newly_full(known, span.stop, (room - len(blocks)) // self._groups.num_groups)
         if blocks or not self.unsaved:
             self._last_saved_at = self._clock()
         return blocks

@@ -26,6 +26,7 @@ from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.contents import Contents
 from kvtier_vllm.copies import CopiesUnderWay
 from kvtier_vllm.device_blocks import DeviceBlocks
+from kvtier_vllm.engine_weights import EngineWeights
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
 from kvtier_vllm.kv_events import KVEvents
@@ -57,6 +58,7 @@ class _Work:
     loads: RequestLoads
     pins: Pins | None
     """Where there is a pool."""
+    weights: EngineWeights
 
 
 class SchedulerSide:
@@ -137,9 +139,8 @@ class SchedulerSide:
             patience_s=self._config.cache.lookup_deadline_s,
             clock=self._clock,
         )
-        self._work = _Work(
-            half.directory, half.hashers, lookups, RequestLoads(half.directory, self._groups, self.device), pins
-        )
+        loads = RequestLoads(half.directory, self._groups, self.device)
+        self._work = _Work(half.directory, half.hashers, lookups, loads, pins, EngineWeights(namespaces))
         self._stack.callback(half.directory.close)
         self._copies.num_ranks = len(identities)
         for rank, identity in enumerate(identities):
@@ -163,12 +164,11 @@ class SchedulerSide:
             return
         if tenant is None or not RequestKeys.cover(request):
             return
-        adapter = None
-        if request.lora_request is not None:
-            adapter = self._adapters.digest(request.lora_request)
-            if adapter is None:
-                return
-        keys = RequestKeys(request, self._work.hashers[tenant], salt=salt, adapter=adapter)
+        adapter = self._adapter_of(request)
+        if adapter is None:
+            return
+        weights = self._work.weights.digest
+        keys = RequestKeys(request, self._work.hashers[tenant], salt=salt, adapter=adapter, weights=weights)
         known = KnownRequest(request, keys, params)
         if self._media.admit(known):
             self._requests[request.request_id] = known
@@ -185,7 +185,7 @@ class SchedulerSide:
                 # What vLLM has just found on the device it has found by the names before: they may be another medium's.
                 return None, False
         known = self._requests.get(request.request_id)
-        if known is None or self._work is None:
+        if known is None or self._work is None or not self._work.weights.are_known:
             return 0, False
         num_blocks = self._work.lookups.match(known, num_computed_tokens)
         return (None, False) if num_blocks is None else (num_blocks * self._size, num_blocks > 0)
@@ -238,7 +238,7 @@ class SchedulerSide:
         directory = self._work.directory
         step.flush = self._copies.of(written)
         computed = [
-            (self._requests[span.request_id], span.stop)
+            (self._requests[span.request_id], span)
             for span in computed_spans(output)
             if span.request_id in self._requests
         ]
@@ -247,10 +247,12 @@ class SchedulerSide:
             for request_id, of_request in states.items()
             if request_id in self._requests
         ]
-        blocks = self._saves.choose(computed, of_known, written, directory.room_for_saves)
+        room = directory.room_for_saves if self._work.weights.are_known else 0
+        blocks = self._saves.choose(computed, of_known, written, room)
         if blocks:
             directory.save_full(blocks)
         self._note_results()
+        step.generations, step.adapters = self._work.weights.generations, self._adapters.take_unsent()
         step.messages = directory.take_messages()
         self._copies.begin(step.messages)
         step.ended = self._work.loads.take_ended()
@@ -269,6 +271,10 @@ class SchedulerSide:
         self._steps.hear(answers.step)
         if self._work is None:
             return
+        self._adapters.note_loaded(answers.adapters)
+        if answers.weights:
+            self._work.weights.note(answers.weights)
+            self._begin_generation(self._work)
         for rank, messages in answers.messages.items():
             self._copies.end(rank, messages)
             self._work.directory.deliver(rank, messages)
@@ -289,6 +295,8 @@ class SchedulerSide:
         self._work.lookups.forget(known)
         told = answer_to(known.params, known.loaded)
         if self._work.loads.cancel(request.request_id):
+            return False, told
+        if not self._work.weights.are_known:
             return False, told
         if known.params.pin_s and self._work.pins is not None:
             num_computed = min(request.num_prompt_tokens, request.num_computed_tokens)
@@ -314,6 +322,24 @@ class SchedulerSide:
     def close(self) -> None:
         self._work = None
         self._stack.close()
+
+    def _begin_generation(self, work: _Work) -> None:
+        """Weights, an adapter or the device have changed: nothing that is on the device or under way to it counts."""
+        self._stats.note_weights(are_known=work.weights.are_known)
+        self.device.forget_all()
+        self._saves.forget()
+        self._media.forget()
+        work.loads.cancel_all()
+        for request_id, known in list(self._requests.items()):
+            work.lookups.forget(known)
+            adapter = self._adapter_of(known.request)
+            if adapter is None or not known.keys.change(adapter=adapter, weights=work.weights.digest):
+                del self._requests[request_id]
+            known.num_saved = 0
+
+    def _adapter_of(self, request: Request) -> bytes | None:
+        """Its digest, empty for a request without one; None: it is not known."""
+        return b"" if request.lora_request is None else self._adapters.digest(request.lora_request)
 
     def _awaited(self) -> set[BlockKey]:
         """Blocks that are not with the directory yet, or wait there for a place."""

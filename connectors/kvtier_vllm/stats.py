@@ -22,6 +22,7 @@ from kvtier.hierarchy.jobs import JobResult
 
 _LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
 _GAINED = "gained_bytes"
+_CHANGES = "weight_changes"
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 """Of our tiers, as vLLM calls them; the pool is none that it knows."""
 
@@ -34,8 +35,9 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`; and
-    `gained_bytes.KIND`, how much more memory all ranks take for the tiers, which may be less than nothing."""
+    """Since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
+    `weight_changes.known` or `.unknown`; and `gained_bytes.KIND`, how much more memory all ranks take for the tiers,
+    which may be less than nothing."""
 
     def note(self, result: JobResult) -> None:
         """The end of a load or save."""
@@ -50,6 +52,10 @@ class KvtierStats(KVConnectorStats):
         """:param gained_bytes: by kind; see `kvtier.gauges.RankMemory`."""
         for kind, nbytes in gained_bytes.items():
             self._add(f"{_GAINED}.{kind}", nbytes)
+
+    def note_weights(self, *, are_known: bool) -> None:
+        """Weights, an adapter or the device have changed: whether blocks are kept from now on."""
+        self._add(f"{_CHANGES}.{'known' if are_known else 'unknown'}", 1)
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -91,6 +97,11 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             _SAVED: counter(
                 "vllm:kvtier_saved_blocks", "Blocks that were given to host memory, or found there.", labelnames
             ),
+            _CHANGES: counter(
+                "vllm:kvtier_weight_changes",
+                "Changes of weights while vLLM runs; after an unknown one, nothing is loaded or saved.",
+                [*labelnames, "weights"],
+            ),
         }
 
         self._memory = metric_types[prometheus_client.Gauge](
@@ -106,9 +117,9 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         """Adds what `KvtierStats` has collected."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            kind, _, tier = name.partition(".")
+            kind, _, which = name.partition(".")
             if kind == _GAINED:
-                self._taken_bytes[engine_idx, tier] += amount
-                self._memory.labels(*labels, tier).set(self._taken_bytes[engine_idx, tier])
+                self._taken_bytes[engine_idx, which] += amount
+                self._memory.labels(*labels, which).set(self._taken_bytes[engine_idx, which])
             elif kind in self._counters:
-                self._counters[kind].labels(*labels, *([tier] if tier else [])).inc(amount)
+                self._counters[kind].labels(*labels, *([which] if which else [])).inc(amount)

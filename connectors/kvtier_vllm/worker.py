@@ -16,14 +16,20 @@ from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.gauges import RankMemory
 from kvtier.hierarchy import ALONE, Mover, Replica
+from kvtier.hierarchy.messages import LoadBatch, Loaded, decode, encode
+from kvtier.keys import NamespaceId
 from kvtier.pinned_memory import near_node
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
-from kvtier_vllm.identity import DIGESTS, namespace_of
+from kvtier_vllm.identity import DIGESTS, namespace_of, weight_files
+from kvtier_vllm.loaded_adapters import LoadedAdapters
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.paged_kv import device_kv
+from kvtier_vllm.refusals import refusal, without_blocks
 from kvtier_vllm.settings import of_worker
 from kvtier_vllm.stats import KvtierStats
 from kvtier_vllm.step_starts import StepStarts
+from kvtier_vllm.weight_hooks import watching
+from kvtier_vllm.weights import Weights
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
@@ -48,6 +54,11 @@ class WorkerSide:
         self._told_bytes: dict[str, int] = {}
         """By kind of memory: what the last statistics have told of."""
         self._tell_at_s = 0.0
+        self._weights: Weights | None = None
+        """None until `register`, and so are adapters."""
+        self._adapters: LoadedAdapters | None = None
+        self._told_generation = 0
+        """Of the weights, that the scheduler knows."""
         self._identity: WorkerIdentity | None = None
         self._rank = 0
         self._outbox: list[bytes] = []
@@ -55,6 +66,8 @@ class WorkerSide:
         self._starts = StepStarts()
         self._step = 0
         """Number of the present step, until the scheduler is told of it."""
+        self._loading: dict[int, int] = {}
+        """By id, load batches without an answer: the generation of the weights that they are of."""
         self._results = KVConnectorTransferResults()
         self._invalid: set[int] = set()
 
@@ -68,15 +81,19 @@ class WorkerSide:
             for group in self._kv_cache_config.kv_cache_groups
         ]
         is_replicated = holds_the_same_in_all_ranks(self._kv_cache_config)
-        namespace = namespace_of(
-            self._vllm_config,
-            groups,
-            states=states_of(self._kv_cache_config),
-            num_blocks=num_blocks,
-            tp_rank=0 if is_replicated else tp.rank_in_group,
-            pp_rank=pp.rank_in_group,
-            digests=DIGESTS,
-        )
+
+        def namespace_now() -> NamespaceId:
+            return namespace_of(
+                self._vllm_config,
+                groups,
+                states=states_of(self._kv_cache_config),
+                num_blocks=num_blocks,
+                tp_rank=0 if is_replicated else tp.rank_in_group,
+                pp_rank=pp.rank_in_group,
+                digests=DIGESTS,
+            ).id
+
+        namespace = self._watch_weights(namespace_now)
         num_copies = self._config.cache.load_threads + _OTHER_COPIES
         layers_by_group = [group.values() for group in groups]
         staging_bytes = int(self._config.cache.staging_bytes)
@@ -87,7 +104,7 @@ class WorkerSide:
         half = mover_half(
             config,
             device=device,
-            namespace=namespace.id,
+            namespace=namespace,
             registry=CollectorRegistry(),
             numa_node=near_node(next(iter(layers.values())).device),
             replica=Replica(tp.rank_in_group, tp.world_size) if is_replicated else ALONE,
@@ -95,10 +112,10 @@ class WorkerSide:
         entered = self._stack.enter_context(half)
         self._mover, self._memory_use = entered.mover, entered.memory_use
         # With what its disk holds: the first request already wants to know.
-        self._identity = WorkerIdentity(namespace.id, device.block_bytes, self._mover.poll())
+        self._identity = WorkerIdentity(namespace, device.block_bytes, self._mover.poll())
         _log.info(
             "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
-            namespace.id.hex(), device.block_bytes, len(groups),
+            namespace.hex(), device.block_bytes, len(groups),
         )  # fmt: skip
         taken = entered.memory_use().by_kind().items()
         _log.info(
@@ -130,7 +147,12 @@ class WorkerSide:
         """After the forward pass was launched."""
         if self._mover is None:
             return
-        self._mover.submit(step.messages, loads_after=self._starts.fence(step.loads_after))
+        assert self._adapters is not None
+        self._adapters.expect(step.adapters)
+        messages = self._without_refused(step)
+        loads = [message for message in map(decode, messages) if isinstance(message, LoadBatch)]
+        self._loading.update((load.batch_id, self._generation) for load in loads)
+        self._mover.submit(messages, loads_after=self._starts.fence(step.loads_after))
         if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
         for request_id, invalid in step.ended.items():
@@ -161,17 +183,63 @@ class WorkerSide:
     def take_messages(self) -> WorkerMetadata | None:
         """For the scheduler; None when there is nothing to say."""
         self._poll()
-        if not self._outbox and not self._step:
+        assert self._weights is not None
+        assert self._adapters is not None
+        state, adapters = self._weights.state, self._adapters.take_untold()
+        has_changed = state.generation != self._told_generation
+        if not (self._outbox or self._step or has_changed or adapters):
             return None
+        self._told_generation = state.generation
         messages, self._outbox = self._outbox, []
         step, self._step = self._step, 0
-        return WorkerMetadata({self._rank: messages} if messages else {}, step)
+        of_rank = {self._rank: messages} if messages else {}
+        return WorkerMetadata(of_rank, step, {self._rank: state} if has_changed else {}, adapters)
 
     def close(self) -> None:
         """Ends after what was submitted."""
         self._mover = None
         self._stack.close()
 
+    def _watch_weights(self, namespace: Callable[[], NamespaceId]) -> NamespaceId:
+        """From now on until `close`; gives the namespace of those that vLLM has loaded."""
+        model = self._vllm_config.model_config
+        self._weights = Weights(namespace, lambda path: weight_files(path or model.model))
+        self._adapters = LoadedAdapters(self._weights.forget_device)
+        self._stack.enter_context(watching(self._vllm_config, self._weights, self._adapters, self._wait_for_copies))
+        assert self._weights.state.namespace is not None
+        return NamespaceId(self._weights.state.namespace)
+
+    @property
+    def _generation(self) -> int:
+        assert self._weights is not None
+        return self._weights.state.generation
+
+    def _without_refused(self, step: StepMetadata) -> list[bytes]:
+        """What the mover is to do. The rest is of other weights than this worker has, and is answered here."""
+        assert self._weights is not None
+        state = self._weights.state
+        if not step.messages or (state.namespace is not None and step.generations[self._rank] == state.generation):
+            return step.messages
+        accepted = []
+        for data in step.messages:
+            answers = refusal(decode(data))
+            if answers is None:
+                accepted.append(data)
+            else:
+                self._outbox += answers
+        return accepted
+
+    def _wait_for_copies(self) -> None:
+        """Until none that was submitted touches the device."""
+        while self._mover is not None and self._mover.is_at_device:
+            self._mover.wait(_LOOK_S)
+            self._poll()
+
     def _poll(self) -> None:
-        if self._mover is not None:
-            self._outbox += self._mover.poll()
+        if self._mover is None:
+            return
+        for data in self._mover.poll():
+            message = decode(data)
+            if isinstance(message, Loaded) and self._loading.pop(message.batch_id) != self._generation:
+                data = encode(without_blocks(message))
+            self._outbox.append(data)

@@ -30,7 +30,7 @@ The modules with Triton kernels are not imported here: triton is not everywhere 
 """
 
 from kvtier_kernels.attention import find_shared_prefixes, paged_attention
-from kvtier_kernels.layer_attention import LayerAttention, step_attention
+from kvtier_kernels.layer_attention import LayerAttention, decode_attention, step_attention
 from kvtier_kernels.reference import (
     block_checksum_reference,
     block_copy_reference,
@@ -49,6 +49,7 @@ __all__ = [
     "SharedPrefixes",
     "block_checksum_reference",
     "block_copy_reference",
+    "decode_attention",
     "find_shared_prefixes",
     "kv_write",
     "kv_write_reference",

@@ -160,22 +160,28 @@ def plan_with_triton(
 
 
 def find_shared_prefixes(
-    block_tables: Tensor, seq_lens: Tensor, kv_layer: Tensor, num_heads: int
+    block_tables: Tensor, seq_lens: Tensor, kv_layer: Tensor, num_heads: int, *, replayed: bool = False
 ) -> SharedPrefixes | None:
     """What `paged_attention` takes as `prefixes` for a batch with one query per sequence, in all layers.
 
-    Takes time on the host in proportion to the size of `block_tables`: once per step, not per layer.
+    Takes time on the host in proportion to the size of `block_tables`, where the sequences are so long that it may be
+    worth while: once per step, not per layer.
 
     :param block_tables: as given to `paged_attention`, but on CPU; `seq_lens` likewise.
     :param kv_layer: any layer's.
     :param num_heads: of the queries.
+    :param replayed: without prefixes, the step would be replayed from a CUDA graph.
     :returns: on `kv_layer`'s device; None where it would take no less time, and always on CPU.
     """
-    if kv_layer.device.type == "cpu":
+    if kv_layer.device.type == "cpu" or len(seq_lens) == 0:
         return None
     _, _, tokens_per_block, num_kv_heads, head_dim = kv_layer.shape
-    found = SharedPrefixes.of(block_tables, seq_lens, tokens_per_block)
-    key_bytes = 2 * num_kv_heads * head_dim * kv_layer.element_size()
-    if not worth_sharing(found.num_saved_keys, key_bytes, found.num_seqs * num_heads, head_dim):
+    key_bytes, num_rows = 2 * num_kv_heads * head_dim * kv_layer.element_size(), len(seq_lens) * num_heads
+
+    def pays(num_saved_keys: int) -> bool:
+        return worth_sharing(num_saved_keys, key_bytes, num_rows, head_dim, replayed=replayed)
+
+    if not pays(int(seq_lens.sum() - seq_lens.max())):  # as much as if one sequence began with each other one
         return None
-    return found.to(kv_layer.device)
+    found = SharedPrefixes.of(block_tables, seq_lens, tokens_per_block)
+    return found.to(kv_layer.device) if pays(found.num_saved_keys) else None

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvtier_kernels.arguments import FLOAT_DTYPES, check_write
 from kvtier_kernels.attention import AttentionPlan, paged_attention, plan_with_triton
 from kvtier_kernels.shared_prefixes import SharedPrefixes
+from kvtier_kernels.tiles import decode_runs_of_any_length
 from kvtier_kernels.write import kv_write
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -69,6 +70,28 @@ def step_with_triton(
             query, kv_layer, block_tables, query_starts, seq_lens,
             scale=scale, max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes,
         )  # fmt: skip
+
+    return TritonStep(places, plan)
+
+
+def decode_attention(
+    places: tuple[Tensor, Tensor], block_tables: Tensor, seq_lens: Tensor, *, scale: float
+) -> LayerAttention:
+    """`step_with_triton` for sequences with one query each, computed in the same way whatever their lengths are.
+
+    For CUDA graphs, whose replays read other values in the same tensors. A sequence of length 0 reads no block, and is
+    written to none where its place is (-1, 0).
+    """
+
+    def plan(query: Tensor, kv_layer: Tensor) -> AttentionPlan:
+        from kvtier_kernels.launching import num_multiprocessors
+        from kvtier_kernels.paged_decode import plan_decode
+
+        max_keys, chip_size = block_tables.size(1) * kv_layer.size(2), num_multiprocessors(query.device)
+        num_splits, run_keys = decode_runs_of_any_length(query.size(0), kv_layer.size(3), max_keys, chip_size)
+        return plan_decode(
+            query, kv_layer, block_tables, seq_lens, scale=scale, num_splits=num_splits, run_keys=run_keys
+        )
 
     return TritonStep(places, plan)
 

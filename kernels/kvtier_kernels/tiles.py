@@ -25,6 +25,7 @@ _KEYS_PER_MERGE = 1024
 _ROW_NUMBERS_PER_WARP = 2 * 32 * 160
 """Twice the registers of a warp that may hold sums, scores and the weights made of them, which are half as wide."""
 _SHARING_BYTES = 32 * 2**20
+_LAUNCHING_BYTES = 2**30
 _MERGE_ELEMENTS = 4096
 
 
@@ -253,7 +254,20 @@ def decode_runs(num_programs: int, mean_keys: int, max_keys: int, num_multiproce
     return -(-max_keys // run_keys), run_keys
 
 
-def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: int) -> bool:
+def decode_runs_of_any_length(
+    num_seqs: int, num_kv_heads: int, max_keys: int, num_multiprocessors: int
+) -> tuple[int, int]:
+    """As `decode_runs`, for sequences of any lengths up to `max_keys`: a CUDA graph keeps its runs for all steps.
+
+    As many runs as let one long sequence, beside others that are short, fill the chip. A run has no fewer keys than is
+    worth merging, and more where the sequences fill the chip without being cut. Short sequences have fewer runs: the
+    programs of the others end at once.
+    """
+    run_keys = _KEYS_PER_SPLIT * max(1, num_seqs * num_kv_heads // num_multiprocessors)
+    return min(decode_splits(num_kv_heads, max_keys, num_multiprocessors), -(-max_keys // run_keys)), run_keys
+
+
+def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: int, *, replayed: bool = False) -> bool:
     """Whether `shared_prefix_decode` takes less time than `paged_decode`.
 
     What it saves is reading keys. When sequences of a group run side by side, the chip's cache has answered a part of
@@ -263,9 +277,13 @@ def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: 
 
     :param key_bytes: of a token's keys and values in one layer.
     :param num_rows: sequences times query heads.
+    :param replayed: `paged_decode` would be replayed from a CUDA graph. Then sharing costs as much more as it takes the
+        host to launch the operations of a layer, some 20, one by one: about 125 microseconds, in which such a chip
+        reads 512 MiB.
     """
     state_bytes = 4 * (head_dim + 1)
-    return num_saved_keys * key_bytes > _SHARING_BYTES + 4 * num_rows * state_bytes
+    least_bytes = _LAUNCHING_BYTES if replayed else _SHARING_BYTES
+    return num_saved_keys * key_bytes > least_bytes + 4 * num_rows * state_bytes
 
 
 def merge_rows(columns: int) -> int:

@@ -16,28 +16,28 @@ class Part:
     """Of it: takes a `Setting` and gives rows."""
 
 
-SMOKE, CHECKS = Part("smoke", 35, "part_checks", "smoke"), Part("checks", 200, "part_checks")
+_CHECKS = Part("checks", 200, "part_checks")
 
 PARTS = (
-    SMOKE,
-    Part("beside", 60, "part_beside"),
+    Part("smoke", 30, "part_checks", "smoke"),
+    Part("beside", 75, "part_beside"),
     Part("pages", 30, "part_pages"),
     Part("pinning", 30, "part_pinning"),
     Part("races", 45, "part_races"),
     Part("host-copies", 30, "part_copies", "to_host"),
-    Part("copies", 12, "part_copies", "on_device"),
+    Part("copies", 20, "part_copies", "on_device"),
     Part("ttft", 60, "part_ttft"),
-    Part("switches", 60, "part_ttft", "switches"),
     Part("spill", 20, "part_spill"),
     Part("prefill", 40, "part_prefill"),
     Part("decode", 15, "part_decode", "plain"),
     Part("shared-decode", 12, "part_decode", "shared"),
+    Part("decode-step", 20, "part_step"),
     Part("layers", 25, "part_layers"),
-    CHECKS,
+    _CHECKS,
 )
 """The first run. What is right first, then what decides the most; the last has what the others leave."""
-SECOND = (CHECKS, Part("sweep", 300, "part_sweep"))
-"""The second one, which tunes."""
+SECOND = (_CHECKS, Part("switches", 90, "part_ttft", "switches"), Part("sweep", 200, "part_sweep"))
+"""The second one: more checks, what may be switched off, and tuning."""
 ALL = tuple(dict.fromkeys((*PARTS, *SECOND)))
 TOTAL_S = 520.0
 """Of everything: with 20 s for unpacking wheels before, nine minutes of the ten that a command may have."""

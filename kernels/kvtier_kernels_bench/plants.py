@@ -41,6 +41,7 @@ def _alter(module: str, name: str, alter: Callable[[Any], Any]) -> None:
 
 
 _NEED_TRITON = {"kvtier.transfer_cuda"}
+
 _DEVICES = (("kvtier.transfer", "HostMemoryKV"), ("kvtier.transfer_cuda", "CudaKV"))
 
 
@@ -105,7 +106,7 @@ def _altered_number(attend: Any) -> Any:
     """One number of the result is off by the largest of all."""
 
     def wrong(*arguments: Any, **options: Any) -> Tensor:
-        out: Tensor = attend(*arguments, **options)
+        out: Tensor = attend(*arguments, **options).clone()
         out.view(-1)[-1] += out.abs().max()
         return out
 
@@ -155,6 +156,17 @@ def _layers() -> None:
     _alter("kvtier.layered_loads", "LayeredLoads.scatter", _dropped_by_layer)
 
 
+def _altered_of_many(forward: Any) -> Any:
+    """One number of the logits, where several sequences are computed together."""
+    wrong = _altered_number(forward)
+    return lambda self, chunks, kv: (wrong if len(chunks) > 1 else forward)(self, chunks, kv)
+
+
+def _steps() -> None:
+    _alter("kvtier_engine.llama", "LlamaModel.forward", _altered_of_many)
+    _alter("kvtier_engine.decode_graphs", "GraphedModel.forward", _altered_of_many)
+
+
 def _beside() -> None:
     _on_devices("gather", _dropped_save)
     _on_devices("scatter_all", _dropped_load)
@@ -181,6 +193,7 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "prefill": _attention("prefix_prefill"),
     "decode": _attention("paged_decode"),
     "shared-decode": _attention("shared_prefix_decode"),
+    "decode-step": _steps,
     "layers": _layers,
     "sweep": _attention("prefix_prefill", "paged_decode", alter=_altered_every_other_time),
 }

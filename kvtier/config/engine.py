@@ -81,6 +81,10 @@ class EngineConfig(Section):
     computing: up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without
     effect on the CPU, with `lossy_codec`, and where a layer of a block is smaller than 32 KiB. Not measured on a GPU
     yet, and therefore off by default."""
+    cuda_graphs: bool = True
+    """On CUDA, steps in which every request has one new token are replayed from graphs, captured at the start for 1, 2,
+    4 ... `max_running` requests. False launches every operation by itself, which takes the host longer than most models
+    take the device; it spares seconds at the start and some memory beside `kv_bytes`, which the log names."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 

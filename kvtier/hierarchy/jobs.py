@@ -26,6 +26,8 @@ class DirectorySettings:
     waits for the interpreter several times per message, 5 ms each if the engine's thread is busy."""
     borrows: bool = False
     """Whether the shared tier is asked to lend blocks first. Those that it lends take no slot of the arena."""
+    loan_blocks: int = 32
+    """Blocks per message of those that are to be lent: one loan. While it is copied, another thread's is verified."""
     saving_fraction: float = 0.5
     """Share of the arena that saves may hold while lower tiers are written; beyond it, saves are dropped.
     Small drops saves in bursts, large lets a slow tier crowd out loads."""

@@ -182,7 +182,7 @@ class Loads:
                     break
                 by_source.setdefault(source, {})[index] = entry
         job.queued = [*waiting, *queued]
-        for indexes in chunks(lent, self._settings.batch_of(self._shared_tier)):
+        for indexes in chunks(lent, self._settings.loan_blocks):
             self._send(job, indexes, self._shared_tier, [])
         for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_of(source)):

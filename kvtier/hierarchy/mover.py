@@ -41,9 +41,6 @@ from kvtier.tiers.aside import Borrower
 from kvtier.tiers.base import Status, Tier
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
 
-_LOAN_BYTES = 64 << 20
-"""Of a part of a batch. While it is copied, another thread's is verified; each takes some milliseconds."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -143,6 +140,12 @@ class Mover:
         """Those of these save batches that may still read the device. One that `Copied` tells of does not."""
         with self._lock:
             return self._saving.intersection(batch_ids)
+
+    @property
+    def is_at_device(self) -> bool:
+        """Whether a batch that was submitted may still read or write the device."""
+        with self._lock:
+            return bool(self._saving or self._running)
 
     def _start(self, message: ToMover, *, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:
@@ -258,26 +261,17 @@ class Mover:
 
     def _fetch_lent(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """The same from where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
-        borrower, ok, waited_s = self._borrowers.get(batch.source), b"", 0.0
-        if borrower is None:
-            return bytes(len(batch.keys)), waited_s
-        loans = range(0, len(batch.keys), max(1, _LOAN_BYTES // self._block_bytes))
-        for start in loans:
-            whole, loan_waited_s = self._copy_lent(batch, borrower, slice(start, start + loans.step), after)
-            ok, waited_s = ok + whole, waited_s + loan_waited_s
-        return ok, waited_s
-
-    def _copy_lent(self, batch: LoadBatch, borrower: Borrower, part: slice, after: Fence | None) -> tuple[bytes, float]:
-        """A part of the batch, on one loan."""
-        keys, device_slots = self._store_keys(batch.keys[part]), batch.device_slots[part]
-        borrowed = None if self._is_cancelled(batch) else borrower.borrow(keys, self._block_bytes)
-        waited_s = 0.0
-        if borrowed is None:
+        keys, waited_s, borrowed = self._store_keys(batch.keys), 0.0, None
+        borrower = self._borrowers.get(batch.source)
+        if borrower is not None and not self._is_cancelled(batch):
+            borrowed = borrower.borrow(keys, self._block_bytes)
+        if borrower is None or borrowed is None:
             return bytes(len(keys)), waited_s
         try:
             if borrowed.blocks and self._begin_copy(batch):
                 sources = [
-                    Blocks(lent.memory, lent.slots, [device_slots[i] for i in lent.indexes]) for lent in borrowed.blocks
+                    Blocks(lent.memory, lent.slots, [batch.device_slots[i] for i in lent.indexes])
+                    for lent in borrowed.blocks
                 ]
                 waited_s = self._device.scatter_all(sources, after=after)
         finally:

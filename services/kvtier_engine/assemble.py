@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.block_pool import BlockPool
 from kvtier.build import engine_cache
 from kvtier.config import Config
+from kvtier.config.engine import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.hierarchy import Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
@@ -20,6 +21,7 @@ from kvtier.layered_loads import LayeredLoads
 from kvtier.namespace import Namespace
 from kvtier.pinned_memory import near_node
 from kvtier_engine.arriving_kv import ArrivingKV
+from kvtier_engine.cuda_graphs import with_cuda_graphs
 from kvtier_engine.devices import device_kv, engine_device, layered_loads, weights_on
 from kvtier_engine.engine import Engine, EngineLimits
 from kvtier_engine.llama import Chunk, LlamaModel
@@ -28,7 +30,7 @@ from kvtier_engine.model_config import ModelConfig
 from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_engine.prefix_cache import PrefixCache
-from kvtier_engine.scheduler import Scheduler, SchedulerSettings
+from kvtier_engine.scheduler import Model, Scheduler, SchedulerSettings
 from kvtier_engine.weights import load_weights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -91,7 +93,7 @@ def engine_of(
 
     :param namespace: of `kv`'s blocks.
     """
-    section, device = config.engine, kv.tensor.device
+    section = config.engine
     with contextlib.ExitStack() as stack:
         hasher: BlockHasher | None = None
         hierarchy: Hierarchy | None = None
@@ -117,7 +119,7 @@ def engine_of(
                     device=copies,
                     namespace=namespace,
                     registry=registry,
-                    numa_node=near_node(device),
+                    numa_node=near_node(kv.tensor.device),
                     layered=layered,
                 )
             )
@@ -133,13 +135,12 @@ def engine_of(
             layerwise_loads=layered is not None,
         )
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
-        scheduler = Scheduler(model, kv, cache, EngineMetrics(registry), settings)
         limits = EngineLimits.of(
             max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )
+        prepared = prepare(model, kv, model_config, section, limits)
+        scheduler = Scheduler(prepared, kv, cache, EngineMetrics(registry), settings)
         engine = Engine(scheduler, limits, hasher=hasher, hierarchy=hierarchy)
-        if device.type == "cuda":
-            compile_for_long_sequences(model, kv, model_config, section.max_running)
         engine.warm_up()
         # What stands now stands as long as the process: full collections need not walk it.
         gc.freeze()
@@ -171,6 +172,22 @@ def _allocate(config: Config, folder: ModelFolder, dtype: torch.dtype, device: t
         return allocate_kv(folder.config, num_blocks, config.cache.tokens_per_block, dtype, device)
     except (RuntimeError, TypeError) as error:  # what torch raises for no memory, and for more than 2**63 blocks
         raise ConfigError(f"engine.kv_bytes: {int(config.engine.kv_bytes):,} bytes cannot be had; lower it") from error
+
+
+def prepare(
+    model: LlamaModel, kv: PagedKV, model_config: ModelConfig, section: EngineConfig, limits: EngineLimits
+) -> Model:
+    """The model as the scheduler calls it: on CUDA, with its kernels compiled and its decodes captured.
+
+    :raises ConfigError: as `with_cuda_graphs` does.
+    """
+    if kv.tensor.device.type != "cuda":
+        return model
+    compile_for_long_sequences(model, kv, model_config, section.max_running)
+    if not section.cuda_graphs:
+        return model
+    max_seqs = min(section.max_running, section.max_batch_tokens)
+    return with_cuda_graphs(model, kv, max_seqs=max_seqs, max_seq_len=limits.max_total_tokens)
 
 
 def compile_for_long_sequences(model: LlamaModel, kv: PagedKV, config: ModelConfig, max_running: int) -> None:

@@ -1,8 +1,11 @@
 """The forward pass of a Llama, Qwen2 or Qwen3 model over paged KV."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +69,11 @@ class LlamaModel:
         """Of attention: the factor on its scores."""
         return float(self._config.head_dim**-0.5)
 
+    @property
+    def num_heads(self) -> int:
+        """Of queries."""
+        return self._config.num_attention_heads
+
     def compute(self, batch: Batch, kv: PagedKV) -> Tensor:
         """`forward` of a batch whose tensors are there. Call it in inference mode.
 
@@ -103,35 +111,35 @@ class LlamaModel:
     def _gather(self, chunks: Sequence[Chunk], kv: PagedKV) -> Batch:
         tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
         lengths = [len(chunk.token_ids) for chunk in chunks]
-        widest = max(len(chunk.block_table) for chunk in chunks)
-        tables = torch.zeros((len(chunks), widest), dtype=torch.int64)
-        positions, block_ids = [], []
+        starts = [0, *itertools.accumulate(lengths)]
+        # By numpy: a list goes into an array of it in a tenth of the time that a tensor takes.
+        tables = np.zeros((len(chunks), max(len(chunk.block_table) for chunk in chunks)), np.int64)
+        token_ids, positions, block_ids = (np.empty(starts[-1], np.int64) for _ in range(3))
         for row, chunk in enumerate(chunks):
-            tables[row, : len(chunk.block_table)] = torch.as_tensor(chunk.block_table, dtype=torch.int64)
-            where = torch.arange(chunk.start, chunk.start + lengths[row])
-            positions.append(where)
-            block_ids.append(tables[row].index_select(0, where // tokens_per_block))
-        all_positions = torch.cat(positions)
+            tables[row, : len(chunk.block_table)] = chunk.block_table
+            new = slice(starts[row], starts[row + 1])
+            token_ids[new] = chunk.token_ids
+            positions[new] = np.arange(chunk.start, chunk.start + lengths[row])
+            block_ids[new] = tables[row, positions[new] // tokens_per_block]
         seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
-        decodes = max(lengths) == 1
-        num_heads = self._config.num_attention_heads
+        tables_here, decodes = torch.from_numpy(tables), max(lengths) == 1
 
-        def there(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        def there(array: npt.NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
 
-        query_starts = there(torch.tensor([0, *lengths]).cumsum(0))
+        query_starts = there(np.array(starts))
         return Batch(
-            token_ids=there(torch.cat([torch.as_tensor(chunk.token_ids, dtype=torch.int64) for chunk in chunks])),
-            positions=there(all_positions),
+            token_ids=there(token_ids),
+            positions=there(positions),
             attend=step_attention(
-                (there(torch.cat(block_ids)), there(all_positions % tokens_per_block)),
+                (there(block_ids), there(positions % tokens_per_block)),
                 there(tables),
                 query_starts,
-                there(seq_lens),
+                there(seq_lens.numpy()),
                 scale=self.scale,
                 max_seq_len=int(seq_lens.max()),
                 num_keys=int(seq_lens.sum()),
-                prefixes=find_shared_prefixes(tables, seq_lens, kv.layer(0), num_heads) if decodes else None,
+                prefixes=find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None,
             ),
             last_rows=None if decodes else query_starts[1:] - 1,
         )

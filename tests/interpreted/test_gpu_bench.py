@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from kvtier.bench.report import Case
-from kvtier_kernels_bench import part_decode, part_layers, part_prefill, part_spill, part_sweep
+from kvtier_kernels_bench import part_decode, part_layers, part_prefill, part_spill, part_step, part_sweep
 from kvtier_kernels_bench.comparing import WrongResultError
 from kvtier_kernels_bench.part_sweep import _Candidate
 from kvtier_kernels_bench.setting import Setting
@@ -48,6 +48,21 @@ def test_shared_prefixes_beside_decodes_that_share_nothing() -> None:
     assert ours.floor == "paged_decode"
     assert ours.op == floor.op == "decode of 3 sequences, 32 keys shared, 8 each"
     assert ours.figures["difference"] < 1e-5
+
+
+def test_steps_replayed_beside_steps_launched() -> None:
+    found = by_name(list(part_step.measure(setting())))
+    assert set(found) == {"launched", "replayed", "bandwidth"}
+    assert [case.op for case in found["replayed"]] == [
+        "decode step of 1 sequences, 24 keys each", "decode step of 3 sequences, 24 keys each",
+    ]  # fmt: skip
+    assert {case.floor for cases in found.values() for case in cases} == {"bandwidth"}
+
+
+def test_a_replay_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_step._Replay, "replay", lambda replay: replay.result.fill_(3.0))
+    with pytest.raises(WrongResultError, match="replayed: off by"):
+        list(part_step.measure(setting()))
 
 
 def test_prefill_beside_a_spill() -> None:

@@ -3,6 +3,7 @@
 import logging
 import mmap
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -212,3 +213,17 @@ def test_lent_memory_that_cannot_be_pinned_is_not_attached(status: int, caplog: 
     assert f"CUDA error {status}" in caplog.text
     kv.detach(lent)
     kv.close()
+
+
+def test_the_node_is_that_of_the_devices_place_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cuda", 1), []
+
+    class Cuda:
+        def get_device_properties(self, of: torch.device) -> SimpleNamespace:
+            assert of == device
+            return SimpleNamespace(pci_domain_id=1, pci_bus_id=0x9B, pci_device_id=2)
+
+    monkeypatch.setattr(pinned_memory, "node_of_pci", lambda *place: asked.append(place) or 3)
+    assert pinned_memory.near_node(device, Cuda()) == 3
+    assert asked == [(1, 0x9B, 2)]
+    assert pinned_memory.near_node(torch.device("cpu"), Cuda()) is None

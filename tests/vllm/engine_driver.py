@@ -13,13 +13,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import weights_by_wire
 from PIL import Image
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig, WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
@@ -41,6 +44,9 @@ class Driver:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
         if "kv_events_config" in options:
             options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
+        if "weight_transfer_config" in options:
+            weights_by_wire.register()
+            options["weight_transfer_config"] = WeightTransferConfig(**options["weight_transfer_config"])
         with scheduled_asynchronously() if async_scheduling else nullcontext():
             llm = LLM(kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None, **options)
         self._llm = llm
@@ -80,6 +86,26 @@ class Driver:
 
     def reset(self, connector: bool) -> bool:
         return self._running.reset_prefix_cache(reset_connector=connector)
+
+    def call_workers(self, method: str, arguments: dict[str, Any]) -> None:
+        """As a client of vLLM does that changes weights: `collective_rpc`."""
+        self._running.collective_rpc(method, kwargs=arguments)
+
+    def load_past_vllm(self, path: str, weight: str) -> None:
+        """As training frameworks do that live in the engine's process: one weight, right into the model."""
+        content = load_file(Path(path) / "model.safetensors")[weight]
+        self._running.apply_model(lambda model: len(model.load_weights([(weight, content)])))
+
+    def sleep(self, level: int) -> None:
+        self._running.sleep(level)
+
+    def wake_up(self) -> None:
+        self._running.wake_up()
+
+    def load_adapter(self, adapter: str, path: str) -> None:
+        """In place of one that may be in use, from this folder, as vLLM's server does. Both folders mean it then."""
+        number = self._adapters[path] = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+        self._running.llm_engine.add_lora(LoRARequest(f"adapter-{number}", number, path, load_inplace=True))
 
     def counters(self) -> dict[str, int]:
         """vLLM's own, summed over their labels."""

@@ -166,6 +166,27 @@ class Engine:
         """
         until(lambda: bool(self._child.call("reset", connector=connector)), "vLLM's prefix cache could be reset")
 
+    def reload_weights(self, model: Path | None = None) -> None:
+        """From this folder, or from the one that it has loaded last."""
+        self.call_workers("reload_weights", **({} if model is None else {"weights_path": str(model)}))
+
+    def call_workers(self, method: str, **arguments: Any) -> None:
+        """One of their methods, in all ranks."""
+        self._child.call("call_workers", method=method, arguments=arguments)
+
+    def load_past_vllm(self, model: Path, name: str) -> None:
+        """One weight from this folder, right into the model."""
+        self._child.call("load_past_vllm", path=str(model), weight=name)
+
+    def sleep(self, level: int) -> None:
+        """And wakes up."""
+        self._child.call("sleep", level=level)
+        self._child.call("wake_up")
+
+    def load_adapter(self, adapter: Path, path: Path) -> None:
+        """From this folder, in place of one that may be in use: both folders mean it then."""
+        self._child.call("load_adapter", adapter=str(adapter), path=str(path))
+
     @property
     def pid(self) -> int:
         """Of the process that it runs in, unless it has processes of its own."""

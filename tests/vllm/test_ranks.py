@@ -1,5 +1,7 @@
 """Tensor parallelism: each rank writes its part of a block, and a hit is what all of them have."""
 
+import re
+
 import pytest
 from engine_lab import Lab
 from vllm_rig import BLOCK, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
@@ -22,6 +24,9 @@ def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool, direct_loa
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
+        taken_mib = [int(size) for size in re.findall(r"memory for this rank: arena (\d+) MiB", engine.output())]
+        assert len(taken_mib) == NUM_RANKS
+        assert 63 <= sum(taken_mib) <= 64, "what is configured is for all of them"
         engine.restart(connector, **OPTIONS, **RANKS)
         assert pool.num_written() == NUM_RANKS * num_blocks(PROMPTS)
         answers = engine.generate(PROMPTS)

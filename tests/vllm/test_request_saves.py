@@ -14,7 +14,7 @@ from kvtier_vllm.device_blocks import DeviceBlocks
 from kvtier_vllm.groups import KVGroups
 from kvtier_vllm.known_requests import RequestBlocks
 from kvtier_vllm.request_saves import RequestSaves
-from kvtier_vllm.step_plan import written_blocks
+from kvtier_vllm.step_plan import ComputedSpan, written_blocks
 
 GROUPS = KVGroups(3, 100, frozenset((0, 2)))
 """KV in the middle, states before and after it."""
@@ -31,6 +31,7 @@ class Saving:
     def __init__(self, *, save_answers: bool = True, params: dict[str, Any] | None = None) -> None:
         self.clock = StillClock()
         self.known = known_request(TOKENS, params)
+        self.num_computed = 0
         self.device = DeviceBlocks(GROUPS, SIZE)
         self.device.fill(range(1, GROUPS.num_blocks), self.device.epoch)
         self.saves = RequestSaves(
@@ -58,7 +59,10 @@ class Saving:
         room: int = ROOM,
     ) -> list[Block]:
         """:param num_computed: after the step; None: the request is not in it."""
-        computed = [] if num_computed is None else [(self.known, num_computed)]
+        computed = []
+        if num_computed is not None:
+            span = ComputedSpan(self.known.request.request_id, self.num_computed, num_computed, None)
+            computed, self.num_computed = [(self.known, span)], num_computed
         return self.saves.choose(computed, [(self.known, states)], set(written), room)
 
     def block(self, group: int, position: int, device_block: int) -> Block:

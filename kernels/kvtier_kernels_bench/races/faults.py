@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, Blocks, DeviceKV, Fence
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
 from kvtier.transfer_cuda import CudaKV
 from kvtier_kernels_bench.races.chip import Chip
 
@@ -53,6 +53,10 @@ class FaultyKV:
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         return self._inner.scatter_all(sources, after=None if self._fault is Fault.LOADS_UNFENCED else after)
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        return self._inner.memory_use
 
     def attach(self, memory: SlotMemory) -> bool:
         return self._inner.attach(memory)

@@ -22,6 +22,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 import kvtier_vllm.worker
 from cache_pool import WAIT_S
 from hierarchy_rig import Held
+from kvtier.keys import BlockHasher
 from kvtier.namespace import Namespace
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, DeviceKV, Fence
@@ -96,8 +98,8 @@ class Rank:
 
     @property
     def mover(self) -> Any:
-        """Of a connector that is ours. Where faults are put in; nothing else of it is looked at."""
-        return self.connector._worker._mover  # type: ignore[attr-defined]
+        """Of the connector that is ours. Where faults are put in; nothing else of it is looked at."""
+        return _ours(self.connector)._worker._mover  # type: ignore[attr-defined]
 
     def hold_disk(self) -> Held:
         """Its disk tier, to be held up and broken from now on."""
@@ -113,8 +115,12 @@ class Rank:
         connector = self.connector
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
+        context: Any = SimpleNamespace(attn_metadata=None)
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(context)
         result = self.model.run(output)
-        connector.start_load_kv(SimpleNamespace(attn_metadata=None))  # type: ignore[arg-type]
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(context)
         connector.wait_for_save()
         done = connector.get_transfer_results(output.finished_req_ids)
         result.kv_connector_output = KVConnectorOutput(
@@ -215,12 +221,14 @@ class Engine:
         salt: str | None = None,
         media: Sequence[MultiModalFeatureSpec] = (),
         params: object = None,
+        lender: Mapping[str, Any] | None = None,
     ) -> str:
         """A new request; returns its id. Prompts with different numbers share their first `common` tokens only.
 
         :param salt: its `cache_salt`.
         :param media: the model does not look at them.
         :param params: what it says to kvtier in its `kv_transfer_params`.
+        :param lender: what it says there to `LendingConnector`.
         """
         request = load_helpers().create_request(
             request_id=number, num_tokens=num_tokens, common_prefix_len=common, max_tokens=max_tokens, block_size=BLOCK
@@ -229,8 +237,8 @@ class Engine:
         request.mm_features = list(media)
         request.block_hashes.clear()
         request.update_block_hashes()
-        if params is not None:
-            request.kv_transfer_params = {"kvtier": params}
+        said = {"kvtier": params, "lender": lender}
+        request.kv_transfer_params = {name: what for name, what in said.items() if what is not None} or None
         return self._add(request, number)
 
     def continue_with(self, request_id: str, *, max_tokens: int) -> str:
@@ -286,11 +294,14 @@ class Engine:
 
     def hashes(self, request_id: str, num_tokens: int | None = None) -> list[bytes]:
         """Keys of the full blocks of its prompt, or of its first so many tokens."""
-        work = self.connector._scheduler._work  # type: ignore[attr-defined]
         request = self.requests[request_id]
         num_tokens = request.num_prompt_tokens if num_tokens is None else num_tokens
-        keys = RequestKeys(request, work.hashers["red"], salt=request.cache_salt)
+        keys = RequestKeys(request, self.hasher(), salt=request.cache_salt)
         return [bytes(key) for key in keys.first(num_tokens // BLOCK)]
+
+    def hasher(self) -> BlockHasher:
+        """Of the tenant `red`."""
+        return _ours(self.connector)._scheduler._work.hashers["red"]  # type: ignore[attr-defined]
 
     def forget_device(self) -> None:
         """Empties vLLM's own prefix cache."""
@@ -348,6 +359,11 @@ def engine(model: Path, extra: Mapping[str, Any], **how: Any) -> Iterator[Engine
     running = Engine(model, extra, **how)
     with contextlib.closing(running):
         yield running
+
+
+def _ours(connector: KVConnectorBase_V1) -> KVConnectorBase_V1:
+    """The last one, where there are several."""
+    return connector.sub_connectors[-1] if isinstance(connector, MultiConnector) else connector
 
 
 def _group(rank: int, size: int) -> SimpleNamespace:

@@ -63,7 +63,7 @@ def test_a_rank_that_is_late(start: Start, mode: dict[str, bool]) -> None:
 @MODES
 def test_as_a_child_of_multi_connector(start: Start, tmp_path: Path, mode: dict[str, bool]) -> None:
     """Beside vLLM's example connector, which has nothing to offer; what is ours still is loaded and saved."""
-    engine = start(transfer=_beside(_example(tmp_path)), **mode)
+    engine = start(transfer=beside(_example(tmp_path)), **mode)
     assert isinstance(engine.connector, MultiConnector)
     for _ in range(2):
         for number in (1, 2):
@@ -76,7 +76,7 @@ def test_as_a_child_of_multi_connector(start: Start, tmp_path: Path, mode: dict[
 
 def test_its_numbers_as_a_child_of_multi_connector(start: Start, tmp_path: Path) -> None:
     """As they come to the logger of vLLM's front end, which has no connector, only the configuration."""
-    engine = start(transfer=_beside(_example(tmp_path)))
+    engine = start(transfer=beside(_example(tmp_path)))
     engine.ask(1, NUM_TOKENS)
     engine.finish()
     logger = KVConnectorLogging(engine.config.kv_transfer_config)
@@ -87,14 +87,18 @@ def test_its_numbers_as_a_child_of_multi_connector(start: Start, tmp_path: Path)
     assert "saved_blocks" in lines[0]
 
 
-def _beside(*others: dict[str, Any]) -> dict[str, Any]:
-    """Ours and others, as `create_vllm_config` takes them."""
+def beside(*others: dict[str, Any], **tables: Any) -> dict[str, Any]:
+    """Ours and others, as `create_vllm_config` takes them.
+
+    :param tables: of our settings.
+    """
+    tables.setdefault("host", {"capacity_bytes": 400 * 256})
     ours = {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier_vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings(host={"capacity_bytes": 400 * 256}),
+        "kv_connector_extra_config": settings(cache={"io_process": False}, **tables),
     }
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*others, ours]}}
 
