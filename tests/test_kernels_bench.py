@@ -14,7 +14,7 @@ import torch
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier.errors import KvtierError
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, Fence
 from kvtier_kernels_bench import __main__ as command
 from kvtier_kernels_bench import child as child_module
 from kvtier_kernels_bench import host_copies, launch_latency, part_decode, part_prefill, part_spill, part_ttft, timing
@@ -209,10 +209,13 @@ def test_an_engine_has_two_steps_queued_at_all_times(monkeypatch: pytest.MonkeyP
             return 1000.0
 
     monkeypatch.setattr("kvtier_kernels_bench.engine_steps._event", lambda _: End())
-    engine, left = NeverIdle(tiny(), step, 0.0), iter([True, True, False])
+    fences = [Fence() for _ in range(4)]
+    made, left = iter(fences), iter([True, True, False])
+    engine = NeverIdle(tiny(), step, 0.0, lambda: next(made))
     engine.run_while(lambda: next(left), before=lambda: notes.append("load"), after=lambda: notes.append("save"))
     assert notes == ["load", "step", "step", "save", *["load", "step", "save"] * 2]
     assert engine.steps_s == [1.0, 1.0]
+    assert engine.processed is fences[2], "a load waits for the step that has ended, not for the one under way"
 
 
 def test_what_goes_on_meanwhile_is_under_way_and_ends() -> None:

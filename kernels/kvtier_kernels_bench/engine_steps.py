@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvtier.transfer import Fence
 from kvtier_kernels_bench.attending import prefilling
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import heads_of, paged
@@ -53,10 +54,15 @@ class NeverIdle:
     The thread that calls it is the engine's; its current stream is the engine's stream. One thread.
     """
 
-    def __init__(self, setting: Setting, step: Run, step_s: float) -> None:
-        self._setting, self._step, self._busy_s = setting, step, _BUSY * step_s
-        self._ends: deque[Any] = deque()
+    def __init__(
+        self, setting: Setting, step: Run, step_s: float, fence: Callable[[], Fence | None] = lambda: None
+    ) -> None:
+        """:param fence: of the mover's; called when a step has been queued."""
+        self._setting, self._step, self._busy_s, self._fence = setting, step, _BUSY * step_s, fence
+        self._ends: deque[tuple[Any, Fence | None]] = deque()
         self._last_end: Any = None
+        self.processed: Fence | None = None
+        """Behind the last step that has ended. An engine's loads wait for it: no later step uses their device slots."""
         self.steps_s: list[float] = []
         """How long each step took on the device, from the end of the one before."""
 
@@ -64,7 +70,7 @@ class NeverIdle:
         """Two steps are queued."""
         while len(self._ends) < _QUEUED:
             self._step()
-            self._ends.append(_event(self._setting))
+            self._ends.append((_event(self._setting), self._fence()))
 
     def run_while(
         self,
@@ -93,13 +99,14 @@ class NeverIdle:
         self._last_end = None  # the device is idle from now on
 
     def _end_of_step(self) -> None:
-        end, until = self._ends.popleft(), time.perf_counter() + self._busy_s
+        end, fence = self._ends.popleft()
+        until = time.perf_counter() + self._busy_s
         while time.perf_counter() < until and not end.query():
             sum(range(200))
         end.synchronize()
         if self._last_end is not None:
             self.steps_s.append(self._last_end.elapsed_time(end) / 1e3)
-        self._last_end = end
+        self._last_end, self.processed = end, fence
 
 
 class _HostEvent:

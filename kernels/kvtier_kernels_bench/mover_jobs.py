@@ -7,7 +7,7 @@ from types import TracebackType
 from kvtier.clock import MONOTONIC
 from kvtier.hierarchy.messages import HOST, Copied, LoadBatch, Loaded, SaveBatch, decode, encode
 from kvtier.hierarchy.mover import Mover
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, Fence
 from kvtier_kernels_bench.comparing import WrongResultError
 
 LOAD, SAVE = "load", "save"
@@ -28,8 +28,8 @@ class MoverJobs:
         self.batches_per_job = -(-arena.num_slots // self._batch_blocks)
         self.batch_bytes = self._batch_blocks * arena.slot_bytes
 
-    def submit(self, kind: str, answers: "Answers") -> float:
-        """When all of it was handed over."""
+    def submit(self, kind: str, answers: "Answers", *, loads_after: Fence | None = None) -> float:
+        """When all of it was handed over. `loads_after` is as `Mover.submit` has it."""
         messages = []
         for start in range(0, self._arena.num_slots, self._batch_blocks):
             slots = list(range(start, min(start + self._batch_blocks, self._arena.num_slots)))
@@ -41,7 +41,7 @@ class MoverJobs:
             else:
                 messages.append(encode(SaveBatch(number, [], keys, slots, device_slots)))
         now = MONOTONIC()
-        self.mover.submit(messages)
+        self.mover.submit(messages, loads_after=loads_after)
         return now
 
 

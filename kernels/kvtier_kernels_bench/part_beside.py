@@ -65,7 +65,7 @@ def measure(setting: Setting) -> Iterator[Case]:
                 yield left_out(f"copies beside steps of {step_s * 1e3:.0f} ms")
                 continue
             step_s = step_s if not setting.tiny else 0.001
-            engine = NeverIdle(setting, step_of(setting, work, step_s), step_s)
+            engine = NeverIdle(setting, step_of(setting, work, step_s), step_s, mover.fence)
             yield from _beside(setting, copies, engine, step_s)
             yield from _crossing(setting, engine, step_s)
 
@@ -168,17 +168,21 @@ class _Copies:
     def one_job(self, kind: str, engine: NeverIdle | None) -> float:
         """Seconds from its submission until all has been copied; then everything is compared.
 
-        The engine's stream writes the blocks to save, or poison where blocks will be loaded, just before.
+        As in vLLM, a load's device slots were last used by a step that has ended: poison was written there before. The
+        blocks to save are written by what the engine has queued last.
 
         :raises WrongResultError: a block is not where it should be.
         """
+        if kind == LOAD:
+            self._blocks.poison()
         if engine is not None:
             engine.run_while(_for_steps(1))
-            if kind == SAVE:
+        if kind == SAVE:
+            if engine is not None:
                 engine.queue_ahead()
-        self._blocks.fill() if kind == SAVE else self._blocks.poison()
+            self._blocks.fill()
         with Answers(self._jobs.mover) as answers:
-            begin_s = self._jobs.submit(kind, answers)
+            begin_s = self._jobs.submit(kind, answers, loads_after=None if engine is None else engine.processed)
             if engine is not None:
                 engine.run_while(lambda: answers.num_open > 0)
             taken_s = answers.wait() - begin_s
@@ -197,7 +201,7 @@ class _Copies:
             def submit() -> None:
                 if answers.num_open <= most_open:
                     for _ in range(num_jobs):
-                        self._jobs.submit(kind, answers)
+                        self._jobs.submit(kind, answers, loads_after=None if engine is None else engine.processed)
 
             if engine is None:
                 for _ in range(_IDLE_JOBS):
