@@ -268,7 +268,8 @@ def test_a_failure_is_a_failed_check() -> None:
 def test_rows_are_held_to_their_bars(bar: Bar, words: str) -> None:
     case = held_to(Case("ours", "copy", detail="1 GB/s"), bar, tiny=False)
     assert case.detail == f"1 GB/s; {words}"
-    assert case.figures["bar met"] == (SHORT not in words)
+    assert case.figures[f"{bar.what}: bar"] == bar.bound
+    assert case.figures[f"{bar.what}: met"] == (SHORT not in words)
     assert held_to(case, bar, tiny=True) is case, "no figure of tiny size means anything"
 
 

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,18 +22,20 @@ from kvtier_kernels_bench.setting import Setting
 
 Launches = list[tuple[float, float]]
 """When each began, and its seconds."""
-_MOST_LAUNCHES = 1_000_000
+_PAUSE_S = 1e-4
+"""Between two launches: a process that does nothing else would hold the interpreter, and remember too many."""
 _PATIENCE_S = 60.0
 
 
 def launch_until(stop: Callable[[], bool], setting: Setting, into: Launches) -> None:
     """One after the other, the end of each waited for."""
     numbers = torch.zeros(256, device=setting.device)
-    while not stop() and len(into) < _MOST_LAUNCHES:
+    while not stop():
         begin = MONOTONIC()
         numbers.add_(1)
         setting.synchronize()
         into.append((begin, MONOTONIC() - begin))
+        time.sleep(_PAUSE_S)
 
 
 def during(launches: Launches, begin_s: float, end_s: float) -> list[float]:

@@ -21,7 +21,7 @@ _CHECKS = Part("checks", 200, "part_checks")
 PARTS = (
     Part("smoke", 30, "part_checks", "smoke"),
     Part("beside", 75, "part_beside"),
-    Part("pages", 30, "part_pages"),
+    Part("pages", 40, "part_pages"),
     Part("pinning", 30, "part_pinning"),
     Part("races", 45, "part_races"),
     Part("host-copies", 30, "part_copies", "to_host"),

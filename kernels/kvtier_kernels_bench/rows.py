@@ -40,8 +40,8 @@ def held_to(case: Case, bar: Bar, *, tiny: bool) -> Case:
     figures = {
         **case.figures,
         bar.what: bar.value,
-        "bar": bar.bound,
-        "bar met": float(bar.is_met),
+        f"{bar.what}: bar": bar.bound,
+        f"{bar.what}: met": float(bar.is_met),
     }
     return replace(case, detail="; ".join(filter(None, (case.detail, bar.detail))), figures=figures)
 
