@@ -21,6 +21,10 @@ class CorruptBlockError(KvtierError):
     """Stored bytes are torn, altered, foreign or of another version. Treat as a miss; drop the block."""
 
 
+class DeviceFaultError(KvtierError):
+    """Bytes that were copied to the device are not there as they were. Compute instead; look at the device."""
+
+
 class UnauthenticatedError(KvtierError):
     """The pool does not accept the credentials. Check the tenant's token; retrying does not help."""
 

@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.transfer import Blocks, Fence
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CopiesByLayer(Protocol):
@@ -35,7 +36,7 @@ class LayeredLoads:
     nothing writes to a device slot that a copy will still write to, whichever request has the slot by then.
     """
 
-    def __init__(self, device: torch.device, num_layers: int, queue_layers: QueueLayers, *, cuda: Any) -> None:
+    def __init__(self, device: "torch.device", num_layers: int, queue_layers: QueueLayers, *, cuda: Any) -> None:
         """:param cuda: `torch.cuda`, or what stands for it in tests."""
         self.num_layers = num_layers
         self._device, self._queue_layers, self._cuda = device, queue_layers, cuda

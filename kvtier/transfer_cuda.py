@@ -11,7 +11,8 @@ from torch import Tensor
 from kvtier.batched_dma import BatchedDma
 from kvtier.cuda_lanes import Lane, Lanes
 from kvtier.cuda_routes import LEAST_PART_BYTES, Direct, Route, Staged
-from kvtier.errors import InvalidInputError
+from kvtier.device_check import DeviceCheck
+from kvtier.errors import DeviceFaultError, InvalidInputError
 from kvtier.kv_group import KVGroup
 from kvtier.layered_loads import LayeredLoads
 from kvtier.pinned_memory import HostMemory, PinnedMemory
@@ -38,6 +39,7 @@ class CudaKV:
         layout: RecordLayout | None = None,
         staging_bytes: int = 96 * 2**20,
         num_lanes: int = 3,
+        checks_loads: bool = False,
         cuda: Any = torch.cuda,
         driver: Any = None,
     ) -> None:
@@ -53,6 +55,8 @@ class CudaKV:
         :param staging_bytes: of all lanes; larger batches go in several pieces.
         :param num_lanes: copies at a time; more callers wait. One per thread of the mover lets none wait. Fewer where
             `staging_bytes` hold no block for each.
+        :param checks_loads: whether checksums of a sample of the blocks that are copied to the device are compared with
+            those of the bytes in host memory. A copy that brings others raises `DeviceFaultError`. Not with `layout`.
         :param cuda: where streams and events come from; a seam for tests on machines without a GPU.
         :param driver: the driver's library; another seam. None: that of the system.
         :raises InvalidInputError: tensors of another kind, or that do not fit together.
@@ -75,8 +79,14 @@ class CudaKV:
         self._lanes = Lanes(self._device, num_lanes, rows=rows, row_bytes=self.block_bytes, cuda=cuda)
         self._layered: LayeredLoads | None = None  # set once, by the engine's thread before the first copy
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
+        self._checks: list[DeviceCheck] = []
+        """Of each group; none where nothing is checked."""
         for _ in range(num_lanes):  # each has its turn
             self._lanes.run(self._route.warm, after=None)
+        if checks_loads:
+            self._lanes.run(
+                lambda _: self._checks.extend(DeviceCheck(group.parts) for group in self._groups), after=None
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -148,6 +158,8 @@ class CudaKV:
         def copy(lane: Lane) -> None:
             for batch, host in batches:
                 self._route.scatter(lane, batch, host)
+            for batch, host in batches:
+                self._check(batch, host)
 
         return self._lanes.run(copy, after=after)
 
@@ -167,6 +179,17 @@ class CudaKV:
     def close(self) -> None:
         """Unpins all. Call it when no copy is under way and none will come. Idempotent."""
         self._memory.close()
+
+    def _check(self, batch: SlotBatch, host: HostMemory) -> None:
+        """Waits for the current lane's copy, if a sample of it is to be checked. Raises `DeviceFaultError`."""
+        for number, check in enumerate(self._checks):
+            of_group = batch.groups == number
+            wrong = check.wrong(host.rows.numpy(), batch.slots[of_group].tolist(), batch.blocks[of_group].tolist())
+            if wrong:
+                raise DeviceFaultError(
+                    f"of {len(batch)} blocks, {len(wrong)} that were looked at have other bytes on the device than in "
+                    "host memory: the bus, the device's memory or the driver is at fault, or somebody else writes there"
+                )
 
     def _checked(self, blocks: Blocks) -> tuple[SlotBatch, HostMemory]:
         """What to copy. A kernel leaves out slots that do not exist, without a word; a transfer reads or writes there.

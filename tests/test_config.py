@@ -249,3 +249,19 @@ def test_ranks_share_the_cores_and_the_host_memory_of_their_engine(
     given = parse_config(data, source="test", environ={}).of_rank(4, num_processes)
     assert given.cache.load_threads == 7
     assert given.host_bytes() == 10 * 2**30 // 4
+
+
+def test_loads_are_verified_on_cuda_alone() -> None:
+    def parsed(verify_loads: str, lossy_codec: str = "none") -> Config:
+        data = {"cache": {"verify_loads": verify_loads}, "engine": {"lossy_codec": lossy_codec}}
+        return parse_config(data, source="k.toml", environ={})
+
+    assert parse_config({}, source="k.toml", environ={}).verifies_on_device("cuda") is False
+    assert parsed("host", "int8_per_head").verifies_on_device("cpu") is False
+    assert parsed("device").verifies_on_device("cuda") is True
+    with pytest.raises(ConfigError, match=r'k.toml: cache.verify_loads: "device", but KV is on cpu; set it to "host"'):
+        parsed("device").verifies_on_device("cpu")
+    with pytest.raises(ConfigError, match=r"cache.verify_loads: .* engine.lossy_codec changes them"):
+        parsed("device", "int8_per_head").verifies_on_device("cuda")
+    with pytest.raises(ConfigError, match=r"cache.verify_loads"):
+        parsed("both")

@@ -60,7 +60,12 @@ def _rows(part: Tensor, layer: Tensor, num_blocks: int) -> Tensor:
 
 @contextlib.contextmanager
 def device_kv(
-    groups: Sequence[Iterable[Tensor]], num_blocks: int, *, num_copies: int, staging_bytes: int = 128 * 2**20
+    groups: Sequence[Iterable[Tensor]],
+    num_blocks: int,
+    *,
+    num_copies: int,
+    staging_bytes: int = 128 * 2**20,
+    checks_loads: bool = False,
 ) -> Iterator[DeviceKV]:
     """Moves blocks of these KV groups, each with its layers; see `GroupedKV` for their slots.
 
@@ -68,6 +73,7 @@ def device_kv(
 
     :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
     :param staging_bytes: of a CUDA device, beside the layers, where blocks have to be staged.
+    :param checks_loads: whether a sample of what is loaded is verified on the device, which is CUDA then.
     :raises ConfigError: memory of a kind that is not moved, no room for staging, or none for a block in it.
     """
     pages = [[page for layer in group for page in pages_of(layer, num_blocks).pages] for group in groups]
@@ -82,7 +88,7 @@ def device_kv(
     from kvtier.transfer_cuda import CudaKV
 
     try:
-        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_copies)
+        cuda_kv = CudaKV(*pages, staging_bytes=staging_bytes, num_lanes=num_copies, checks_loads=checks_loads)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"gpu_memory_utilization: leaves no room on {device} for staging copies in {staging_bytes:,} bytes; lower "

@@ -98,7 +98,13 @@ class WorkerSide:
         layers_by_group = [group.values() for group in groups]
         staging_bytes = int(self._config.cache.staging_bytes)
         device = self._stack.enter_context(
-            device_kv(layers_by_group, num_blocks, num_copies=num_copies, staging_bytes=staging_bytes)
+            device_kv(
+                layers_by_group,
+                num_blocks,
+                num_copies=num_copies,
+                staging_bytes=staging_bytes,
+                checks_loads=self._config.verifies_on_device(next(iter(layers.values())).device.type),
+            )
         )
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
         half = mover_half(

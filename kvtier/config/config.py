@@ -93,6 +93,25 @@ class Config(Section):
             cache = cache.model_copy(update={"load_threads": default_load_threads(num_processes)})
         return self.model_copy(update={"host": host, "cache": cache})
 
+    def verifies_on_device(self, device_type: str) -> bool:
+        """Whether a sample of what is loaded is verified on the device, too.
+
+        Raises `ConfigError` where `cache.verify_loads` asks for that and it cannot be had: a setting that did nothing
+        would be taken for a check that found nothing.
+
+        :param device_type: of the KV, `cuda` or `cpu`.
+        """
+        if self.cache.verify_loads == "host":
+            return False
+        if device_type != "cuda":
+            raise self._error("cache.verify_loads", f'"device", but KV is on {device_type}; set it to "host"')
+        if self.engine.lossy_codec != "none":
+            raise self._error(
+                "cache.verify_loads",
+                '"device" compares bytes, and engine.lossy_codec changes them on their way; set it to "host"',
+            )
+        return True
+
     def pool_token(self, name: str) -> str | None:
         """The bearer token of one of the engine's tenants. None: the engine's certificate stands for it."""
         tenant = self.tenants[name]

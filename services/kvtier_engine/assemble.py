@@ -101,15 +101,17 @@ def engine_of(
         block_pool = BlockPool(kv.num_blocks)
         layered: LayeredLoads | None = None
         if section.cache:
+            checks_loads = config.verifies_on_device(kv.tensor.device.type)
             copies = stack.enter_context(
                 device_kv(
                     kv,
                     num_copies=config.cache.load_threads + 2,
                     staging_bytes=int(config.cache.staging_bytes),
                     lossy_codec=namespace.lossy_codec,
+                    checks_loads=checks_loads,
                 )
             )
-            if section.layerwise_loads:
+            if section.layerwise_loads and not checks_loads:  # who computes meanwhile cannot be told of a wrong block
                 layered = layered_loads(copies, kv)
             if layered is not None:
                 kv = ArrivingKV(kv.tensor, layered)

@@ -11,6 +11,9 @@ from kvtier_engine.llama import Chunk
 _NOTHING = (0, 0, -1, 0, 0)
 """Of a row without a sequence: token, position, block, offset, length. It writes to no block and reads none."""
 
+_ALIGNMENT = 2
+"""Numbers of 16 bytes: what kernels take starts there, so that they are compiled for one alignment only."""
+
 
 class DecodeInputs:
     """One row for each sequence of a step in which every sequence has one new token. Engine's thread only.
@@ -26,8 +29,9 @@ class DecodeInputs:
         """
         self.num_rows, self.table_width = num_rows, table_width
         self._tokens_per_block = tokens_per_block
-        self._numbers = torch.tensor([_NOTHING] * num_rows, dtype=torch.int64).T.contiguous()
-        """`[5, num_rows]`: token, position, block, offset, length."""
+        self._num_columns = -(-num_rows // _ALIGNMENT) * _ALIGNMENT
+        self._numbers = torch.tensor([_NOTHING] * self._num_columns, dtype=torch.int64).T.contiguous()
+        """`[5, num_columns]`: token, position, block, offset, length."""
         self._tables = torch.full((num_rows, table_width), -1, dtype=torch.int64)
         self._blocks: list[list[int]] = [[] for _ in range(num_rows)]
         """What each row of the tables begins with; the rest is of earlier steps."""
@@ -37,27 +41,27 @@ class DecodeInputs:
     @property
     def token_ids(self) -> Tensor:
         """int64 `[num_rows]` on the device, as are the next four; 0 in rows without a sequence."""
-        return self._numbers_there[0]
+        return self._numbers_there[0, : self.num_rows]
 
     @property
     def positions(self) -> Tensor:
         """Of the tokens; 0 in rows without a sequence."""
-        return self._numbers_there[1]
+        return self._numbers_there[1, : self.num_rows]
 
     @property
     def block_ids(self) -> Tensor:
         """Where the tokens' keys and values go; -1 in rows without a sequence: nowhere."""
-        return self._numbers_there[2]
+        return self._numbers_there[2, : self.num_rows]
 
     @property
     def offsets(self) -> Tensor:
         """Where in these blocks; 0 in rows without a sequence."""
-        return self._numbers_there[3]
+        return self._numbers_there[3, : self.num_rows]
 
     @property
     def seq_lens(self) -> Tensor:
         """Keys, those of the new tokens included; 0 in rows without a sequence."""
-        return self._numbers_there[4]
+        return self._numbers_there[4, : self.num_rows]
 
     @property
     def block_tables(self) -> Tensor:
@@ -87,7 +91,7 @@ class DecodeInputs:
             )
             for chunk in chunks
         ]
-        rows += [_NOTHING] * (self.num_rows - len(chunks))
+        rows += [_NOTHING] * (self._num_columns - len(chunks))
         self._numbers.numpy()[:] = np.array(rows, dtype=np.int64).T
         self._numbers_there.copy_(self._numbers)
         changed = [row for row, chunk in enumerate(chunks) if self._amend(row, chunk.block_table)]

@@ -46,13 +46,19 @@ def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
 
 @contextlib.contextmanager
 def device_kv(
-    kv: PagedKV, *, num_copies: int, staging_bytes: int = 128 * 2**20, lossy_codec: str = ""
+    kv: PagedKV,
+    *,
+    num_copies: int,
+    staging_bytes: int = 128 * 2**20,
+    lossy_codec: str = "",
+    checks_loads: bool = False,
 ) -> Iterator[DeviceKV]:
     """Copies blocks of `kv` to and from host memory. Call it in the engine's thread; leave it after the last copy.
 
     :param num_copies: at a time; more callers wait. So do some of these where the staging holds fewer blocks.
     :param staging_bytes: of a CUDA device, beside `engine.kv_bytes`.
     :param lossy_codec: in whose form blocks are in host memory, as the namespace has it; empty for as they are.
+    :param checks_loads: whether a sample of what is loaded is verified on the device, which is CUDA then.
     :raises ConfigError: there is no room for that, it holds no block, or the codec does not take KV of this dtype.
     """
     layout = kv.record_layout(lossy_codec) if lossy_codec else None
@@ -63,7 +69,13 @@ def device_kv(
     from kvtier.transfer_cuda import CudaKV
 
     with _room_for("cache.staging_bytes", kv.tensor.device):
-        cuda_kv = CudaKV([kv.byte_rows()], layout=layout, staging_bytes=staging_bytes, num_lanes=num_copies)
+        cuda_kv = CudaKV(
+            [kv.byte_rows()],
+            layout=layout,
+            staging_bytes=staging_bytes,
+            num_lanes=num_copies,
+            checks_loads=checks_loads,
+        )
     try:
         yield cuda_kv
     finally:

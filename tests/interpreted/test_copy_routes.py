@@ -173,7 +173,10 @@ def test_a_fence_stands_where_it_was_made() -> None:
 
 
 def test_seconds_that_a_copy_waited_for_the_engine() -> None:
-    kv, arena = CudaKV([random_rows(NUM_BLOCKS)], staging_bytes=3 * BLOCK_BYTES, cuda=Notes()), filled_arena(10)
+    kv, arena = (
+        CudaKV([random_rows(NUM_BLOCKS)], staging_bytes=BLOCK_BYTES, num_lanes=1, cuda=Notes()),
+        filled_arena(10),
+    )
     assert kv.scatter(arena, SLOTS, DEVICE_SLOTS, after=kv.fence()) == 0.25
     assert kv.scatter(arena, SLOTS, DEVICE_SLOTS, after=None) == 0.0, "no time of the copy before"
     assert kv.scatter_all([Blocks(arena, SLOTS, DEVICE_SLOTS)] * 2, after=kv.fence()) == 0.25
@@ -203,6 +206,7 @@ def test_numbers_on_the_device_are_written_anew_when_they_were_read(monkeypatch:
     monkeypatch.setattr(cuda_lanes, "_LEAST_NUMBERS", 1)
     ours, notes = random_rows(NUM_BLOCKS), Notes()
     kv, arena = CudaKV([ours], staging_bytes=2 * BLOCK_BYTES, num_lanes=1, cuda=notes), filled_arena(NUM_BLOCKS)
+    kv.gather([0], arena, [0], after=None)  # pins
     notes.notes.clear()
     kv.gather(range(NUM_BLOCKS), arena, range(NUM_BLOCKS), after=None)
     assert np.array_equal(arena.rows, ours.numpy())

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
-from kvtier import cuda_routes, kv_group
-from kvtier.errors import ClosedError, InvalidInputError
+from kvtier import cuda_routes, device_check, kv_group
+from kvtier.errors import ClosedError, DeviceFaultError, InvalidInputError
 from kvtier.transfer import Arena, HostMemoryKV
 from kvtier.transfer_cuda import CudaKV
 from kvtier.transfer_quantised import QuantisedHostKV
@@ -234,4 +234,26 @@ def test_slots_that_do_not_exist_are_refused() -> None:
         kv.gather([0], arena, [0], after=kv.fence())
     with pytest.raises(InvalidInputError, match="need a uint8 view"):
         CudaKV([random_rows(4).float()], cuda=Notes())
+    kv.close()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_loads_that_bring_other_bytes_are_noticed(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [[random_rows(NUM_BLOCKS, 40, seed=part) for part in range(2)] for _ in range(num_groups)]
+    notes, arena = Notes(), filled_arena(8)
+    kv = CudaKV(*groups, checks_loads=True, cuda=notes)
+    last = NUM_BLOCKS * num_groups - 1
+    kv.scatter(arena, [1, 2, 3], [4, 5, last], after=kv.fence())
+    monkeypatch.setattr(device_check.DeviceCheck, "_sample", lambda _self, num_blocks: list(range(num_blocks)))
+    kv.scatter(arena, [1, 2, 3], [4, 5, last], after=kv.fence())
+    original = cuda_routes.Staged.scatter
+
+    def scatter(route: cuda_routes.Staged, *arguments: Any) -> None:
+        original(route, *arguments)
+        groups[-1][1][NUM_BLOCKS - 1, 39] ^= 1
+
+    monkeypatch.setattr(cuda_routes.Staged, "scatter", scatter)
+    with pytest.raises(DeviceFaultError, match=r"of 3 blocks, 1 that were looked at .* other bytes"):
+        kv.scatter(arena, [1, 2, 3], [4, 5, last], after=kv.fence())
+    kv.gather([last], arena, [0], after=kv.fence())  # the lane is there for the next caller
     kv.close()

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Notes, filled_arena, random_rows
+from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Driver, Notes, filled_arena, random_rows
 from kvtier import cuda_routes, pinned_memory
-from kvtier.errors import InvalidInputError
+from kvtier.cuda_routes import LEAST_PART_BYTES
+from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
 from kvtier.transfer_cuda import CudaKV
@@ -227,3 +228,23 @@ def test_the_node_is_that_of_the_devices_place_on_the_bus(monkeypatch: pytest.Mo
     assert pinned_memory.near_node(device, Cuda()) == 3
     assert asked == [(1, 0x9B, 2)]
     assert pinned_memory.near_node(torch.device("cpu"), Cuda()) is None
+
+
+@pytest.mark.parametrize(("num_blocks", "num_lanes", "rows"), [(7, 3, 2), (3, 3, 1), (2, 2, 1), (100, 3, NUM_BLOCKS)])
+def test_staging_memory_is_bounded(num_blocks: int, num_lanes: int, rows: int) -> None:
+    """By what is given for all copies at a time, of which there are fewer rather than that it were more."""
+    kv = CudaKV([random_rows(NUM_BLOCKS)], staging_bytes=num_blocks * BLOCK_BYTES, num_lanes=3, cuda=Notes())
+    assert kv.memory_use.staging_bytes == num_lanes * rows * BLOCK_BYTES
+    assert kv._lanes._free.qsize() == num_lanes
+
+
+def test_staging_memory_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.staging_bytes: 79 bytes hold no block of 80"):
+        CudaKV([random_rows(NUM_BLOCKS)], staging_bytes=BLOCK_BYTES - 1, cuda=Notes())
+
+
+def test_what_is_not_staged_takes_no_staging_memory() -> None:
+    notes = Notes()
+    pages = torch.zeros(2, LEAST_PART_BYTES, dtype=torch.uint8)
+    kv = CudaKV([pages], staging_bytes=1, cuda=notes, driver=Driver(notes))
+    assert kv.memory_use.staging_bytes == 0

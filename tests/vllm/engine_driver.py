@@ -115,6 +115,11 @@ class Driver:
                 totals[metric.name] = totals.get(metric.name, 0) + metric.value
         return totals
 
+    def is_idle(self) -> bool:
+        """Whether its connector has nothing left to do. For an engine in this process."""
+        core: Any = self._running.llm_engine.engine_core
+        return not core.engine_core.scheduler.connector.has_pending_push_work()
+
     def stop(self) -> None:
         """In good order: what was saved is stored."""
         self._running.llm_engine.engine_core.shutdown()

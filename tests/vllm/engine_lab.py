@@ -192,6 +192,10 @@ class Engine:
         """Of the process that it runs in, unless it has processes of its own."""
         return self._child.pid
 
+    def is_idle(self) -> bool:
+        """Whether its connector has nothing left to do. For an engine in one process."""
+        return bool(self._child.call("is_idle"))
+
     def counter(self, name: str) -> int:
         """One of vLLM's."""
         return int(self._child.call("counters").get(name, 0))

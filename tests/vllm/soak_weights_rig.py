@@ -78,7 +78,8 @@ class Soak:
                 tiny_llama.make(folder, seed=number)
         prefixes = [self._tokens(self._rng.choice((32, 64, 96))) for _ in range(NUM_PREFIXES)]
         self._prompts = [
-            (*self._rng.choice(prefixes), *self._tokens(self._rng.randrange(5, 100))) for _ in range(NUM_PROMPTS)
+            (*(prefixes[number % NUM_PREFIXES] if number % 3 else ()), *self._tokens(self._rng.randrange(40, 100)))
+            for number in range(NUM_PROMPTS)
         ]
         self._model = 0
         self._is_stale = False
@@ -97,6 +98,7 @@ class Soak:
         )
         with self._engine(extra) as llm:
             self._note_namespace(llm)
+            self._count_loads_of_the_other()
             edges = [num_requests * number // (num_changes + 1) for number in range(num_changes + 2)]
             for number, (begin, end) in enumerate(itertools.pairwise(edges)):
                 if number:
@@ -162,6 +164,15 @@ class Soak:
             gc.collect()
             cleanup_dist_env_and_memory()
 
+    def _count_loads_of_the_other(self) -> None:
+        other = _connectors()[1]
+
+        def fill(load: Any) -> None:
+            self._now.counts["lent_with_garbage" if load.fails else "lent"] += 1
+            type(other)._fill(other, load)
+
+        other._fill = fill
+
     # Requests
 
     def _answer(self, llm: LLM, num_requests: int) -> None:
@@ -196,7 +207,6 @@ class Soak:
         if prompt not in self._now.lent:
             self._now.lent.add(prompt)
             return {"lender": {"keep": True}, "kvtier": {"no_store": True}}
-        self._now.counts["asked_to_be_lent"] += 1
         fails = [0] if self._rng.random() < 0.4 else []
         return {"lender": {"loads": self._rng.choice(("between", "within")), "fails": fails}}
 

@@ -22,7 +22,6 @@ from vllm_rig import (
     cached_of,
     continued,
     make_prompts,
-    num_blocks,
     settings,
     tokens_of,
     transfer,
@@ -36,8 +35,8 @@ WORKER = "0-0"
 LENDER = {"kv_connector": "LendingConnector", "kv_connector_module_path": "lending_connector", "kv_role": "kv_both"}
 OURS, THEIRS = make_prompts(2), make_prompts(3, seed=1)
 """Prompts that kvtier alone deals with, and prompts whose KV the other connector has."""
-EXACT = {"dtype": "float32", "num_gpu_blocks_override": 48}
-"""Few device blocks, so that they are soon given to others."""
+EXACT = {"dtype": "float32", "num_gpu_blocks_override": 40}
+"""So few device blocks that `THEIRS` get some of `OURS`, and enough for them all to stay until their next turns."""
 MODES = pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["plain", "asynchronous"])
 Stored = dict[bytes, npt.NDArray[np.float32]]
 
@@ -121,17 +120,17 @@ def test_loads_into_blocks_that_wait_to_be_saved(
         lent = engine.generate(THEIRS, params={"lender": {"loads": "between"}})
         assert tokens_of(lent) == tokens_of(of_theirs)
         assert cached_of(lent) == all_hit(THEIRS)
-        # The next turns find on the device what the other connector brought.
-        turns = continued(THEIRS, of_theirs, NUM_TOKENS)
-        engine.generate(turns, num_tokens=NUM_TOKENS)
         pool.resume()
-        num_saved = num_blocks(turns) - sum(all_hit(THEIRS)) // BLOCK
 
         def all_saved() -> bool:
             engine.generate(make_prompts(1, first_length=8, seed=9), num_tokens=2)
-            return pool.num_written() > num_saved
+            return engine.is_idle()
 
         until(all_saved, "what waited is saved")
+        # The next turns find on the device what the other connector brought.
+        turns = continued(THEIRS, of_theirs, NUM_TOKENS)
+        engine.generate(turns, num_tokens=1)
+        until(all_saved, "what was computed on top of it is saved")
     found = stored(tmp_path)
     _require_right(found, right)
     for prompt, turn, num_lent in zip(THEIRS, turns, all_hit(THEIRS), strict=True):

@@ -25,7 +25,7 @@ def test_what_is_stored_is_what_its_key_says(tmp_path: Path) -> None:
     code, found = _soak(tmp_path / "report")
     assert (code, found["wrong_blocks"], found["unexplained_blocks"], found["wrong_answers"]) == (0, 0, 0, 0)
     assert found["changes"] == 4
-    assert min(found["loaded_blocks"], found["asked_to_be_lent"], *found["blocks_read"].values()) > 0
+    assert min(found["loaded_blocks"], found["lent"], found["lent_with_garbage"], *found["blocks_read"].values()) > 0
     assert found["answers_compared"] > found["requests"] // 2
 
 

@@ -24,15 +24,13 @@ class SimulatedCuda:
         timeline: Timeline,
         pace: Pace,
         *,
-        moves_bytes: bool = True,
         launch_s: Callable[[], float] | None = None,
     ) -> None:
-        """
-        :param moves_bytes: False: copies take their time and copy nothing, for memory that nobody has touched.
-        :param launch_s: what a launch by an actor takes on the host, during which other actors go on.
-        """
+        """:param launch_s: what a launch by an actor takes on the host, during which other actors go on."""
         self.timeline, self._device = timeline, Device(timeline, pace)
-        self._moves_bytes, self._launch_s = moves_bytes, launch_s
+        self._launch_s = launch_s
+        self.moves_bytes = True
+        """False: copies take their time and copy nothing, for memory that nobody has touched."""
         self._default = self._device.new_stream("default")
         self._here = threading.local()
         self._pinned: dict[int, int] = {}
@@ -150,7 +148,7 @@ class SimulatedCuda:
                 self._here.runs_work = False
 
         self._device.launch(
-            self.current_stream(), run if self._moves_bytes else _nothing, engine=engine, nbytes=nbytes, seconds=seconds
+            self.current_stream(), run if self.moves_bytes else _nothing, engine=engine, nbytes=nbytes, seconds=seconds
         )
 
     def _range_of(self, address: int) -> tuple[int, int] | None:

@@ -18,9 +18,12 @@ _MOST_PIECES = 3
 class SimulatedDriver:
     """Has `cuMemcpyBatchAsync`. Transfers of a batch are done in any order, in a few pieces."""
 
-    def __init__(self, cuda: SimulatedCuda, *, splits: bool) -> None:
-        """:param splits: False: a batch is one piece, which is all that its time needs."""
-        self._cuda, self._splits = cuda, splits
+    def __init__(self, cuda: SimulatedCuda, *, splits: bool, transfer_s: float = 0.0) -> None:
+        """
+        :param splits: False: a batch is one piece, which is all that its time needs.
+        :param transfer_s: that the caller spends for each transfer.
+        """
+        self._cuda, self._splits, self._transfer_s = cuda, splits, transfer_s
         self._callback: Any = PROTOTYPE(self._copy)
 
     def cuGetProcAddress_v2(self, _name: bytes, address: Any, _version: Any, _flags: Any, _answer: Any) -> int:
@@ -36,6 +39,8 @@ class SimulatedDriver:
             return _INVALID_CONTEXT
         if count == 0 or self._cuda.current_stream().cuda_stream != stream:
             return _INVALID_VALUE
+        if self._transfer_s:
+            self._cuda.timeline.sleep(count * self._transfer_s)
         columns = np.stack([_numbers(address, count) for address in (targets, sources, sizes)])
         reads_any_time = attributes[0].source_access_order == _ANY_TIME
         for piece in self._pieces(columns):

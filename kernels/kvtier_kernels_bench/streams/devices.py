@@ -1,0 +1,130 @@
+"""What stands between a mover and its copies in the model: Python's time, and when copies began and ended."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+from kvtier.keys import StoreKey
+from kvtier.tiers.aside.borrowing import Borrowed, LentBlocks
+from kvtier.tiers.lending import SlotMemory
+from kvtier.tiers.pool.mapped_slab import MappedSlab
+from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
+from kvtier_kernels_bench.simulation.timeline import Timeline
+from kvtier_kernels_bench.streams.pace import Speeds
+from kvtier_kernels_bench.streams.reserved import ReservedArena
+
+_SLAB_BYTES = 64 << 20
+
+
+class Fences(Enum):
+    """When the event is recorded that copies wait for."""
+
+    AT_ITS_TURN = "when a batch's turn comes"
+    """As it was: by the mover's thread, behind all that the engine has queued meanwhile."""
+    AT_SUBMIT = "when it is submitted"
+    """By the engine's thread, behind what is queued then. So it is for saves in any case."""
+    AT_PROCESSED_STEP = "after the last processed step"
+    """For loads: behind the last step that the engine has seen the end of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy that is over. Times are the timeline's."""
+
+    begin_s: float
+    """When its thread asked for it; Python's time is before."""
+    waited_s: float
+    """Of it, until the fence was passed. Known of loads."""
+    end_s: float
+    num_blocks: int
+
+
+class TimedKV:
+    """`DeviceKV` that takes the time Python takes, and notes when copies were done."""
+
+    def __init__(self, inner: DeviceKV, timeline: Timeline, speeds: Speeds, fences: Fences) -> None:
+        self._inner, self._timeline, self._speeds, self._fences = inner, timeline, speeds, fences
+        self.copies: list[Copy] = []
+        """Written by movers' threads, one at a time."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._inner.block_bytes
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        return self._inner.memory_use
+
+    def fence(self) -> Fence | None:
+        return self._inner.fence()
+
+    def gather(
+        self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
+    ) -> None:
+        def copy() -> float:
+            self._inner.gather(device_slots, arena, arena_slots, after=self._fence(after))
+            return 0.0
+
+        self._note(copy, len(device_slots))
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
+
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
+        num_blocks = sum(len(blocks.slots) for blocks in sources)
+        return self._note(lambda: self._inner.scatter_all(sources, after=self._fence(after)), num_blocks)
+
+    def gb_per_s(self) -> float:
+        """Of all copies until now, from the first one's end on: what it waited for is not their speed."""
+        first, *others = self.copies
+        seconds = max(copy.end_s for copy in others) - first.end_s
+        return sum(copy.num_blocks for copy in others) * self.block_bytes / seconds / 1e9
+
+    def attach(self, memory: SlotMemory) -> bool:
+        return self._inner.attach(memory)
+
+    def detach(self, memory: SlotMemory) -> None:
+        self._inner.detach(memory)
+
+    def _fence(self, after: Fence | None) -> Fence | None:
+        return self._inner.fence() if self._fences is Fences.AT_ITS_TURN else after
+
+    def _note(self, copy: Callable[[], float], num_blocks: int) -> float:
+        self._timeline.sleep(self._speeds.batch_s)
+        begin = self._timeline.now
+        waited_s = copy()
+        self.copies.append(Copy(begin, waited_s, self._timeline.now, num_blocks))
+        return waited_s
+
+
+class LendingPool:
+    """Stands for a `Borrower` of a pool that has every block, each rank's in slabs of their own."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, device: DeviceKV, timeline: Timeline, speeds: Speeds) -> None:
+        per_slab = max(1, _SLAB_BYTES // block_bytes)
+        self._slabs = [ReservedArena(per_slab, block_bytes) for _ in range(-(-num_blocks // per_slab))]
+        for slab in self._slabs:
+            device.attach(slab)
+        self._per_slab, self._timeline, self._speeds = per_slab, timeline, speeds
+
+    def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed:
+        """A block's place is in its key."""
+        self._timeline.sleep(self._speeds.ipc_s + len(keys) * nbytes / self._speeds.verified_bytes_per_s)
+        lent: dict[int, LentBlocks] = {}
+        for index, key in enumerate(keys):
+            serial, slot = divmod(int.from_bytes(key[-8:], "big"), self._per_slab)
+            blocks = lent.setdefault(serial, LentBlocks(cast(MappedSlab, self._slabs[serial]), [], [], []))
+            blocks.indexes.append(index)
+            blocks.slots.append(slot)
+        return Borrowed(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
+
+    def settle(self, borrowed: Borrowed) -> list[bool]:
+        return [True] * borrowed.num_blocks
