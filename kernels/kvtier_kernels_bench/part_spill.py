@@ -37,7 +37,7 @@ def measure(setting: Setting) -> Iterator[Case]:
         spill = _Spill(mover, arena)
         work(num_layers)
         spill.once()
-        require_equal("blocks that were spilled", torch.from_numpy(arena.rows), blocks.rows(range(blocks.num_slots)))
+        require_equal("blocks that were spilled", blocks.rows(range(blocks.num_slots)), torch.from_numpy(arena.rows))
         require_pinned(setting, arena)
         alone, beside = Samples(), Samples()
         speeds = []
