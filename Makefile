@@ -89,8 +89,8 @@ bench: .venv/dev.stamp
 peers: .venv/dev.stamp
 	$(BIN)/python benchmarks/peers/prepare.py --into .venv/peers
 
-# On a machine with a GPU, torch, triton and numpy, with its own Python: checks, tuning and measurements, in 8 minutes.
-# `make gpu-wheels`, where there is a package index, downloads what else kvtier needs there into .gpu/wheels.
+# On a machine with a GPU, torch, triton and numpy, with its own Python: checks and measurements, in 9 minutes; tuning with
+# GPU_ARGS=--second. `make gpu-wheels`, where there is a package index, downloads what else is needed into .gpu/wheels.
 GPU_PYTHON ?= python3
 gpu:
 	$(GPU_PYTHON) kernels/gpu_env/wheels.py unpack

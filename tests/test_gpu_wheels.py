@@ -31,9 +31,19 @@ def test_wheels_are_what_pyproject_says(wheels: ModuleType, tmp_path: Path) -> N
     assert "--only-binary=:all:" in asked
 
 
-def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert wheels.main(["unpack", "--wheels", str(tmp_path)]) == 1
-    assert "fetch them first" in capsys.readouterr().err
+def test_without_wheels_the_rest_is_done(
+    wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wheels, "TOOLS", ("kvtier-is-not-on-any-index>=1.0", "pytest>=8"))
+    assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
+    said, lacking = capsys.readouterr().err.split("lacks ")
+    assert "fetch them first" in said
+    assert "kvtier-is-not-on-any-index" in lacking
+    assert "pytest" not in lacking
+    assert list((tmp_path / "site").glob("kvtier-*.dist-info/entry_points.txt"))
+
+
+def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "VALUE = 7\n")
         wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
@@ -41,7 +51,14 @@ def test_wheels_are_unpacked(wheels: ModuleType, tmp_path: Path, capsys: pytest.
         wheel.writestr("carried-1.0.dist-info/RECORD", "carried.py,,\n")
     for _ in range(2):
         assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
-    assert (tmp_path / "site" / "carried.py").read_text() == "VALUE = 7\n"
+    carried = tmp_path / "site" / "carried.py"
+    assert carried.read_text() == "VALUE = 7\n"
+    carried.unlink()
+    assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
+    assert not carried.exists(), "nothing is done again"
+    (tmp_path / "carried-1.0-py3-none-any.whl").rename(tmp_path / "carried-1.0-1-py3-none-any.whl")
+    assert wheels.main(["unpack", "--wheels", str(tmp_path), "--into", str(tmp_path / "site")]) == 0
+    assert carried.exists()
 
 
 def test_a_checkout_beside_unpacked_wheels_has_its_commands(wheels: ModuleType, tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
-"""`make gpu` as far as it goes without a GPU: figures, time, processes that fail, files. Parts run in tiny size.
+"""`make gpu` as far as it goes without a GPU: figures, comparisons, time. Parts run in tiny size.
 
 Those whose kernels the interpreter can do are in `tests/interpreted`.
 """
 
 import contextlib
 import json
-import subprocess
-import sys
-from datetime import date
-from pathlib import Path
+import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -16,18 +14,19 @@ import torch
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
 from kvtier.errors import KvtierError
-from kvtier.transfer import Arena
+from kvtier.transfer import Arena, Fence
 from kvtier_kernels_bench import __main__ as command
 from kvtier_kernels_bench import child as child_module
-from kvtier_kernels_bench import part_copies, part_decode, part_prefill, part_spill, timing
-from kvtier_kernels_bench.parts import GRACE_S, PARTS, TOTAL_S, Part
-from kvtier_kernels_bench.rows import disagreement, pack, prefill_flops, row, unpack
-from kvtier_kernels_bench.runner import Outcome, run_parts
+from kvtier_kernels_bench import host_copies, launch_latency, part_decode, part_prefill, part_spill, part_ttft, timing
+from kvtier_kernels_bench.comparing import WrongResultError, require_close, require_equal
+from kvtier_kernels_bench.engine_steps import NeverIdle
+from kvtier_kernels_bench.journal import Outcome
+from kvtier_kernels_bench.meanwhile import meanwhile
+from kvtier_kernels_bench.parts import ALL, GRACE_S, PARTS, SECOND, TOTAL_S, part_of
+from kvtier_kernels_bench.rows import SHORT, Bar, case_of, failure, held_to, prefill_flops, row
 from kvtier_kernels_bench.setting import Setting
-from kvtier_kernels_bench.shapes import TINY, dense, paged, unpaged
+from kvtier_kernels_bench.shapes import TINY, dense, paged, sequence, unpaged
 from kvtier_kernels_bench.timing import in_turns
-
-ROOT = Path(__file__).parents[1]
 
 
 def tiny(budget_s: float = 30.0) -> Setting:
@@ -47,9 +46,7 @@ def test_rows_hold_what_was_measured() -> None:
     assert case.ratio_to_floor == pytest.approx(0.5)
     assert case.detail == "1.2 TFLOP/s"
     assert case.cpu_s_per_gib is None
-    assert unpack(pack(case)) == case
-    with pytest.raises(ValueError):
-        unpack(pack(case)[:-20])
+    assert case_of(json.loads(json.dumps(asdict(case)))) == case
 
 
 def test_turns_alternate_until_the_time_is_over() -> None:
@@ -112,11 +109,15 @@ def test_without_a_gpu_only_tiny_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_budgets_are_for_eight_minutes() -> None:
-    assert TOTAL_S + GRACE_S <= 480
-    assert len({part.name for part in PARTS}) == len(PARTS)
+def test_budgets_are_for_nine_minutes() -> None:
+    assert TOTAL_S + GRACE_S + 10 <= 540, "with ten seconds for the wheels"
+    assert sum(part.budget_s for part in PARTS[:-1]) + GRACE_S < TOTAL_S, "some time is left for the last part"
+    assert sum(part.budget_s for part in SECOND) <= TOTAL_S
+    assert len({part.name for part in ALL}) == len(ALL)
     with pytest.raises(SystemExit):
         command.main(["prefil"])
+    with pytest.raises(ValueError, match="prefil"):
+        part_of("prefil")
 
 
 def test_batches_are_what_they_say() -> None:
@@ -134,128 +135,142 @@ def test_batches_are_what_they_say() -> None:
     assert (tables[:, :2] == tables[0, :2]).all()
     assert len(set(tables[:, 2].tolist()) | set(tables[0, :2].tolist())) == 5
     assert together.seq_lens.tolist() == [40] * 3
+    last = sequence(together, 2)
+    assert torch.equal(last.query, together.query[2:])
+    assert (last.query_starts.tolist(), last.seq_lens.tolist()) == ([0, 1], [40])
+    assert torch.equal(last.block_tables, tables[2:])
 
 
-@pytest.mark.parametrize("measure", [part_copies.on_device, part_copies.to_host])
-def test_copies_in_tiny_size(measure: object) -> None:
-    cases = list(measure(tiny()))  # type: ignore[operator]
-    assert {case.payload_bytes for case in cases} == {4096, 1024}
+@pytest.mark.parametrize("part", ["copies", "host-copies", "pages"])
+def test_copies_in_tiny_size(part: str) -> None:
+    cases = list(child_module.rows_of(part, 30, tiny=True))
     assert all(case.gb_per_s and case.ratio_to_floor for case in cases)
     floors = {"plain copy", "one copy"}
     assert all(case.ratio_to_floor == 1.0 for case in cases if case.name in floors)
+    assert len({case.op for case in cases}) == {"copies": 1, "host-copies": 4, "pages": 4}[part]
+
+
+def test_copies_beside_an_engine_in_tiny_size() -> None:
+    cases = {case.name: case for case in child_module.rows_of("beside", 30, tiny=True)}
+    assert {"loads on and on", "saves on and on", "to pinned memory", "from pinned memory"} < set(cases)
+    assert cases["loads on and on"].figures.keys() == {"GB/s", "GB/s, idle engine", "% slower steps"}
+    assert cases["loads on and on"].unit == "step"
+
+
+def test_pinning_in_tiny_size() -> None:
+    cases = list(child_module.rows_of("pinning", 30, tiny=True))
+    for kind in ("memfd", "anonymous", "mapped for reading"):
+        assert {f"{kind}, pinned", f"{kind}, unpinned"} <= {case.name for case in cases}
+    launches = [case for case in cases if case.op.startswith("a small launch")]
+    assert {case.op.split("in ")[1] for case in launches if "nothing else" in case.name} == {
+        "this process", "another process"
+    }  # fmt: skip
+
+
+def test_launches_that_were_under_way_are_counted() -> None:
+    launches = [(0.0, 1.0), (2.0, 1.5), (3.9, 0.2), (4.0, 9.0)]
+    assert launch_latency.during(launches, 3.0, 4.0) == [1.5, 0.2]
 
 
 def test_time_to_first_token_in_tiny_size() -> None:
-    from kvtier_kernels_bench import part_ttft
-
-    cases = {case.name: case for case in part_ttft.measure(Setting.here(60, tiny=True))}
+    cases = {case.name: case for case in part_ttft.measure(tiny())}
     assert set(cases) == {"cold", "device", "host", "pool", "one pinned copy"}
     assert cases["host"].floor == "device"
     assert set(cases["pool"].beside) == {"one pinned copy"}
-    assert cases["pool"].figures["x (device + one copy)"] > 0
     assert 0 <= cases["pool"].figures["lent"] <= 1
     assert cases["cold"].gb_per_s is None
 
 
-CHILD = """
-import sys, time
-from importlib.metadata import distribution, distributions
-from pathlib import Path
-part, rows = sys.argv[1], Path(sys.argv[2])
-line = Path(__file__).with_suffix(".row").read_text()
-if part == "good":
-    rows.write_text(line + "\\n" + line + "\\n")
-    print("copies take several times as long", file=sys.stderr)
-elif part == "crash":
-    rows.write_text(line + "\\n")
-    sys.exit("the device has fallen off the bus")
-else:
-    rows.write_text(line + "\\n" + line[:30])
-    time.sleep(60)
-"""
+def test_parts_of_the_way_from_the_pool_are_switched_off() -> None:
+    cases = {case.name: case for case in part_ttft.switches(tiny())}
+    lent = {name: case.figures["lent"] for name, case in cases.items()}
+    assert lent.keys() == {"as configured by default", "without direct reads", "without the tier process"}
+    assert [lent[name] for name in ("without direct reads", "without the tier process")] == [0.0, 0.0]
+    assert {case.floor for case in cases.values()} == {"as configured by default"}
 
 
-@pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "child_of_a_test.py").write_text(CHILD)
-    (tmp_path / "child_of_a_test.row").write_text(pack(Case("a", "b")))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    return "child_of_a_test"
+def test_an_engine_has_two_steps_queued_at_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[int] = []
+    notes: list[str] = []
+
+    def step() -> None:
+        queued.append(1)
+        notes.append("step")
+
+    class End:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            assert len(queued) == 2, "another one runs when this one has ended"
+            queued.pop()
+
+        def elapsed_time(self, _later: object) -> float:
+            return 1000.0
+
+    monkeypatch.setattr("kvtier_kernels_bench.engine_steps._event", lambda _: End())
+    fences = [Fence() for _ in range(4)]
+    made, left = iter(fences), iter([True, True, False])
+    engine = NeverIdle(tiny(), step, 0.0, lambda: next(made))
+    engine.run_while(lambda: next(left), before=lambda: notes.append("load"), after=lambda: notes.append("save"))
+    assert notes == ["load", "step", "step", "save", *["load", "step", "save"] * 2]
+    assert engine.steps_s == [1.0, 1.0]
+    assert engine.processed is fences[2], "a load waits for the step that has ended, not for the one under way"
 
 
-def test_a_part_that_fails_takes_no_other_with_it(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_kernels_bench.runner.GRACE_S", 1.0)
-    parts = [Part("crash", 20), Part("hang", 2.0), Part("good", 20)]
-    said: list[str] = []
-    crash, hang, good = run_parts(parts, total_s=100, child=child, say=said.append)
-    assert (crash.problem, crash.said) == ("exit status 1", "the device has fallen off the bus")
-    assert len(crash.cases) == 1, "what it had given before"
-    assert hang.problem.startswith("killed after")
-    assert len(hang.cases) == 1, "but not half a row"
-    assert (len(good.cases), good.problem, good.failed) == (2, "", False)
-    assert good.said == "copies take several times as long"
-    assert said[-1].strip() == good.said, "a warning is no problem, but is not lost"
-    assert crash.failed
-    assert said[0] == "[1/3] crash: at most 20 s"
+def test_what_goes_on_meanwhile_is_under_way_and_ends() -> None:
+    moves: list[int] = []
+
+    def move() -> int:
+        moves.append(1)
+        return 10
+
+    with meanwhile(move) as speed:
+        assert moves
+    assert speed.result() > 0
+    with meanwhile(lambda: 1 // 0) as failing:
+        pass
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
 
 
-def test_getting_ready_takes_of_a_parts_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed a time after it was started, however long importing torch and opening the device took."""
-    now = [0.0]
-
-    def slow(start: float) -> float:
-        now[0] += start
-        return now[0]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: min(0, slow(3.0)))
-    assert Setting.here(20, tiny=True, clock=lambda: now[0]).left_s() == 17
-    monkeypatch.setattr(child_module, "MONOTONIC", lambda: slow(1.0))
-    monkeypatch.setattr(child_module, "_measure", lambda _: lambda setting: setting)
-    monkeypatch.setattr(Setting, "here", lambda budget_s, *, tiny: budget_s)
-    assert child_module.rows_of("copies", 20, tiny=True) == 19
-
-
-def test_what_there_is_no_time_for_is_left_out(child: str) -> None:
-    now = iter([0.0, 95.0])
-    (outcome,) = run_parts([Part("good", 20)], total_s=100, child=child, say=str, clock=lambda: next(now))
-    assert outcome.failed
-    assert "time was over" in outcome.problem
+def test_comparisons() -> None:
+    rows = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    require_equal("rows", rows, rows.clone())
+    wrong = rows.clone()
+    wrong[2, 3] ^= 1
+    with pytest.raises(WrongResultError, match="1 of 3 rows differ, the first is row 2"):
+        require_equal("rows", wrong, rows)
+    with pytest.raises(WrongResultError, match="instead of"):
+        require_equal("rows", rows[:2], rows)
+    numbers = torch.linspace(-1, 1, 9)
+    assert require_close("numbers", numbers + 5e-5, numbers) == pytest.approx(5e-5, rel=0.01)
+    for off in (2e-4, math.nan):
+        with pytest.raises(WrongResultError, match="off by"):
+            require_close("numbers", numbers + off, numbers)
+    require_close("numbers", (numbers + 0.01).bfloat16(), numbers)
 
 
-def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "gpu.json"
-    assert command.main(["--tiny", "--json", str(path), "copies"]) == 0
-    content = json.loads(path.read_text())
-    (part,) = content["parts"]
-    assert (part["part"], part["problem"], content["tiny"]) == ("copies", "", True)
-    assert {case["name"] for case in part["cases"]} == {"block_copy", "plain copy"}
-    assert {"device", "torch", "triton"} <= content["machine"].keys()
-    assert date.fromisoformat(content["date"])
-    out, err = capfd.readouterr()
-    assert "block_copy" in out
-    assert "no figure means anything" in out
-    assert "[1/1] copies" in err
+def test_a_failure_is_a_failed_check() -> None:
+    assert Outcome("prefill", 1.0, (failure("ours", "attention", "off by 1"),)).failed
+    assert not Outcome("prefill", 1.0, (Case("ours", "attention"),)).failed
 
 
-def test_what_failed_is_shown_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
-    torn = Case("selfcheck", "checks", detail="FAILED: kernel[/grid] of [red]")
-    outcome = Outcome("checks", 1.0, (torn,), "exit status 1", said="list[/int]")
-    monkeypatch.setattr(command, "run_parts", lambda *_, **__: iter([outcome]))
-    assert command.main(["--json", str(tmp_path / "gpu.json"), "checks"]) == 1
-    shown = "".join(capsys.readouterr().out.split())
-    assert "list[/int]" in shown
-    assert "kernel[/grid]" in shown.replace("│", "")
-
-
-def test_results_that_differ_are_a_failed_check() -> None:
-    assert list(disagreement("ours", "attention", 0.04, 1.0)) == []
-    for difference in (0.06, float("nan")):
-        (case,) = disagreement("ours", "attention", difference, 1.0)
-        assert Outcome("prefill", 1.0, (case,)).failed
+@pytest.mark.parametrize(
+    ("bar", "words"),
+    [
+        (Bar("x one copy", 0.9, 0.9), "0.90 x one copy, bar >= 0.90: met"),
+        (Bar("x one copy", 0.89, 0.9), f"0.89 x one copy, bar >= 0.90: {SHORT}"),
+        (Bar("% slower", 5.1, 5.0, at_most=True), f"5.10 % slower, bar <= 5.00: {SHORT}"),
+        (Bar("% slower", math.nan, 5.0, at_most=True), f"nan % slower, bar <= 5.00: {SHORT}"),
+    ],
+)
+def test_rows_are_held_to_their_bars(bar: Bar, words: str) -> None:
+    case = held_to(Case("ours", "copy", detail="1 GB/s"), bar, tiny=False)
+    assert case.detail == f"1 GB/s; {words}"
+    assert case.figures[f"{bar.what}: bar"] == bar.bound
+    assert case.figures[f"{bar.what}: met"] == (SHORT not in words)
+    assert held_to(case, bar, tiny=True) is case, "no figure of tiny size means anything"
 
 
 @pytest.mark.parametrize("measure", [part_prefill.measure, part_decode.plain])
@@ -268,38 +283,22 @@ def test_rows_for_which_there_is_no_time_are_named(measure: object) -> None:
 
 def test_memory_that_is_not_pinned_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Arena(2, 64)) as arena:
-        part_copies.require_pinned(tiny(), arena)
+        host_copies.require_pinned(tiny(), arena)
         monkeypatch.setattr(Setting, "on_cuda", property(lambda _: True))
         with pytest.raises(KvtierError, match="not pinned"):
-            part_copies.require_pinned(tiny(), arena)
+            host_copies.require_pinned(tiny(), arena)
 
 
 def test_a_spill_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_moves = 0
+    original, num_batches = part_spill._Spill.next_batch, 0
 
-    def move(self: object, start: int) -> int:
-        nonlocal num_moves
-        num_moves += 1
-        if num_moves > 1:
+    def next_batch(self: part_spill._Spill) -> int:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches > 1:
             raise RuntimeError("CUDA error: out of memory")
-        return 8
+        return original(self)
 
-    monkeypatch.setattr(part_spill._Spill, "_move", move)
+    monkeypatch.setattr(part_spill._Spill, "next_batch", next_batch)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(part_spill.measure(tiny()))
-
-
-def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
-    script = """
-import sys, time
-from kvtier_kernels_bench import child
-def hang(*_, **__):
-    time.sleep(60)
-child.rows_of, child.GRACE_S = hang, 0.2
-child.main(["copies", sys.argv[1], "0.1"])
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "rows")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert any("in hang" in line for line in process.stderr)
-        process.kill()

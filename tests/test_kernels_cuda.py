@@ -13,7 +13,7 @@ from kvtier_engine.llama import Chunk, LlamaModel
 from kvtier_engine.paged_kv import PagedKV, allocate_kv
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.selfcheck import run_checks
-from kvtier_kernels_bench.part_copies import lent_by
+from kvtier_kernels_bench.host_copies import lent_by
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

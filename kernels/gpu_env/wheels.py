@@ -5,14 +5,17 @@
 
 `fetch` downloads what pyproject.toml names as dependencies of kvtier and its engine, and what those need, for CPython
 3.12 on Linux x86-64; `unpack` puts them where Python finds them, beside what the machine has, and makes the checkout's
-commands known there. Both are safe to repeat.
+commands known there. Both are safe to repeat; what has been unpacked already is left as it is. Without wheels, `unpack`
+names what the machine lacks and does the rest: most of what `make gpu` measures needs little.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 PYTHON = "3.12"
@@ -87,14 +90,26 @@ def register(pyproject: Path, into: Path) -> None:
 
 def unpack(wheels: Path, into: Path) -> int:
     """The exit status."""
-    found = sorted(map(str, wheels.glob("*.whl")))
-    if not found:
-        print(f"no wheels in {wheels}: fetch them first", file=sys.stderr)
-        return 1
-    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(into)]
-    status = subprocess.run([sys.executable, "-m", "pip", "install", *options, *found]).returncode
+    found = sorted(wheels.glob("*.whl"))
     register(_ROOT / "pyproject.toml", into)
+    if not found:
+        lacking = ", ".join(lacking_here(requirements(_ROOT / "pyproject.toml"))) or "nothing"
+        print(f"no wheels in {wheels}: fetch them first. This Python lacks {lacking}", file=sys.stderr)
+        return 0
+    unpacked, stamp = into / "unpacked.txt", "".join(f"{wheel.name} {wheel.stat().st_size}\n" for wheel in found)
+    if unpacked.exists() and unpacked.read_text() == stamp:
+        return 0
+    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(into)]
+    status = subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, found)]).returncode
+    if status == 0:
+        unpacked.write_text(stamp)
     return status
+
+
+def lacking_here(wanted: Sequence[str]) -> list[str]:
+    """Those of the requirements of which this Python has no version."""
+    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in wanted]
+    return [name for name in names if not list(distributions(name=name))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

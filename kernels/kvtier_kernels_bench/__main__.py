@@ -1,56 +1,62 @@
-"""`python -m kvtier_kernels_bench`, also `make gpu`: all that a GPU is needed for, in one run of eight minutes."""
+"""`python -m kvtier_kernels_bench`, also `make gpu`: all that a GPU is needed for, in one run of nine minutes."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from kvtier.bench.report import commit, hardware, report
 from kvtier.clock import MONOTONIC
-from kvtier_kernels_bench.parts import PARTS, TOTAL_S
-from kvtier_kernels_bench.runner import Outcome, run_parts
+from kvtier_kernels_bench.journal import Journal, Outcome, document
+from kvtier_kernels_bench.parts import ALL, PARTS, SECOND, TOTAL_S, Part
+from kvtier_kernels_bench.render import load, markdown
+from kvtier_kernels_bench.rows import SHORT
+from kvtier_kernels_bench.runner import Run, run_parts
 
 _FILE_COLUMNS = "140"
 """Of the table where it goes to no terminal."""
+_OUTPUT_FOLDER = "OUT"
+"""An environment variable that names a folder for results, where a machine keeps nothing else."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when every part ended well and every check passed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m kvtier_kernels_bench", description=__doc__)
-    names = [part.name for part in PARTS]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="where all of it is written (gpu.json)")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help=f"for everything ({TOTAL_S:.0f})")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also without a GPU: whether it works at all")
-    options = parser.parse_args(arguments)
-    unknown = set(options.parts) - set(names)
-    if unknown:
-        parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
-    begin = MONOTONIC()
+    begin, options = MONOTONIC(), _options(arguments)
+    if options.render is not None:
+        print(markdown(load(options.render)))
+        return 0
     machine = machine_facts()
     if machine["device"] is None and not options.tiny:
         print("no CUDA device: nothing was checked or measured (--tiny tries the parts out)", file=sys.stderr)
         return 2
-    chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
+    path = options.json or default_path(os.environ, tiny=options.tiny)
+    run = Run(
+        Journal(path.with_suffix(".jsonl")),
+        _facts(machine, tiny=options.tiny),
+        total_s=options.seconds - (MONOTONIC() - begin),
+        tiny=options.tiny,
+        plant=options.plant,
+        say=_say,
+    )
     outcomes: list[Outcome] = []
-    total_s = options.seconds - (MONOTONIC() - begin)
-    for outcome in run_parts(chosen, total_s=total_s, tiny=options.tiny, say=_say):
+    for outcome in run_parts(run, _chosen(options)):
         outcomes.append(outcome)
-        _write(options.json, machine, outcomes, tiny=options.tiny)  # after each: whatever comes, nothing is lost
-    # What failed is shown as it is: tracebacks are no markup.
-    cases = [replace(case, detail=escape(case.detail)) for outcome in outcomes for case in outcome.cases]
-    notes = [" ".join(f"{name} {value}" for name, value in machine.items())]
-    notes += [escape(f"{of.part}: {of.problem}\n{of.said}".rstrip()) for of in outcomes if of.problem]
-    report("On the GPU" if not options.tiny else "Tiny: no figure means anything", cases, as_json=None, notes=notes)
+        path.write_text(json.dumps(document(run.journal.outcomes()), indent=2) + "\n")
+    _print(outcomes, machine, tiny=options.tiny)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def default_path(environ: Mapping[str, str], *, tiny: bool) -> Path:
+    """Results of either size are never mixed."""
+    folder = Path(environ.get(_OUTPUT_FOLDER) or ".")
+    return (folder if folder.is_dir() else Path()) / ("gpu-tiny.json" if tiny else "gpu.json")
 
 
 def machine_facts() -> dict[str, str | None]:
@@ -68,25 +74,41 @@ def machine_facts() -> dict[str, str | None]:
     return facts
 
 
-def _write(path: Path, machine: dict[str, str | None], outcomes: Sequence[Outcome], *, tiny: bool) -> None:
-    content: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": hardware(),
-        "commit": commit(),
-        "machine": machine,
-        "tiny": tiny,
-        "parts": [
-            {
-                "part": of.part,
-                "seconds": of.seconds,
-                "problem": of.problem,
-                "said": of.said,
-                "cases": [asdict(case) for case in of.cases],
-            }
-            for of in outcomes
-        ],
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [part.name for part in ALL]
+    parser = argparse.ArgumentParser(prog="python -m kvtier_kernels_bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--second", action="store_true", help=f"the second run: {', '.join(p.name for p in SECOND)}")
+    parser.add_argument("--json", type=Path, help="where results are written ($OUT/gpu.json, or else gpu.json)")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help=f"for everything ({TOTAL_S:.0f})")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also without a GPU: whether it works at all")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only print results as a table in Markdown")
+    parser.add_argument("--plant", default="", metavar="PART", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    unknown = {*options.parts, *filter(None, [options.plant])} - set(names)
+    if unknown:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    return options
+
+
+def _chosen(options: argparse.Namespace) -> list[Part]:
+    if options.parts:
+        return [part for part in ALL if part.name in options.parts]
+    return list(SECOND if options.second else PARTS)
+
+
+def _facts(machine: Mapping[str, str | None], *, tiny: bool) -> dict[str, object]:
+    date = datetime.now(UTC).date().isoformat()
+    return {"date": date, "commit": commit(), "hardware": hardware(), "machine": dict(machine), "tiny": tiny}
+
+
+def _print(outcomes: Sequence[Outcome], machine: Mapping[str, str | None], *, tiny: bool) -> None:
+    # What failed is shown as it is: tracebacks are no markup.
+    cases = [replace(case, detail=escape(case.detail)) for outcome in outcomes for case in outcome.cases]
+    notes = [" ".join(f"{name} {value}" for name, value in machine.items())]
+    notes += [f"short of its bar: {case.op}: {case.name} ({case.detail})" for case in cases if SHORT in case.detail]
+    notes += [escape(f"{of.part}: {of.problem}\n{of.said}".rstrip()) for of in outcomes if of.problem]
+    report("On the GPU" if not tiny else "Tiny: no figure means anything", cases, as_json=None, notes=notes)
 
 
 def _say(line: str) -> None:

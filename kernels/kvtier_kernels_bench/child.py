@@ -1,87 +1,68 @@
-"""One part, in a process of its own: `python -m kvtier_kernels_bench.child PART ROWS SECONDS [--tiny]`.
+"""One part, in a process of its own: `python -m kvtier_kernels_bench.child PART JOURNAL SECONDS [--tiny] [--plant]`.
 
-So a part that breaks the device's context, or hangs, takes no other part with it. Rows are appended to the file ROWS
+So a part that breaks the device's context, or hangs, takes no other part with it. Rows are appended to the journal
 as they are known, so a part that is killed loses only what it was measuring.
 """
 
 import argparse
 import faulthandler
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.bench.report import Case
 from kvtier.clock import MONOTONIC
-from kvtier_kernels_bench.parts import GRACE_S
-from kvtier_kernels_bench.rows import pack
+from kvtier_kernels_bench.journal import Journal
+from kvtier_kernels_bench.parts import GRACE_S, part_of
+from kvtier_kernels_bench.rows import failure
 
 
 def rows_of(part: str, budget_s: float, *, tiny: bool) -> Iterator[Case]:
     """Rows of a part as they become known. Raises whatever it raises."""
     begin = MONOTONIC()
-    if part == "checks":  # they are processes of their own: the device is left to those
-        from kvtier_kernels_bench import part_checks
-
-        return part_checks.measure(budget_s)
-    # Importing torch takes seconds, which are the part's.
+    # Importing torch takes seconds, which are the part's. What a part does not need may be missing.
     from kvtier_kernels_bench.setting import Setting
 
-    return _measure(part)(Setting.here(budget_s - (MONOTONIC() - begin), tiny=tiny))
-
-
-def _measure(part: str) -> Callable[..., Iterator[Case]]:
-    """Imported one by one: what a part does not need may be missing."""
-    match part:
-        case "copies" | "host-copies":
-            from kvtier_kernels_bench import part_copies
-
-            return part_copies.on_device if part == "copies" else part_copies.to_host
-        case "prefill":
-            from kvtier_kernels_bench import part_prefill
-
-            return part_prefill.measure
-        case "decode" | "shared-decode":
-            from kvtier_kernels_bench import part_decode
-
-            return part_decode.plain if part == "decode" else part_decode.shared
-        case "decode-step":
-            from kvtier_kernels_bench import part_step
-
-            return part_step.measure
-        case "spill":
-            from kvtier_kernels_bench import part_spill
-
-            return part_spill.measure
-        case "layers":
-            from kvtier_kernels_bench import part_layers
-
-            return part_layers.measure
-        case "ttft":
-            from kvtier_kernels_bench import part_ttft
-
-            return part_ttft.measure
-        case "sweep":
-            from kvtier_kernels_bench import part_sweep
-
-            return part_sweep.measure
-    raise ValueError(f"no part is called {part!r}")
+    chosen = part_of(part)
+    module = importlib.import_module(f"kvtier_kernels_bench.{chosen.module}")
+    # Parts of other processes leave the device to these.
+    setting = Setting.here(budget_s - (MONOTONIC() - begin), tiny=tiny)
+    rows: Iterator[Case] = getattr(module, chosen.function)(setting)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part")
-    parser.add_argument("rows", type=Path)
+    parser.add_argument("journal", type=Path)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--plant", action="store_true")
     options = parser.parse_args(arguments)
+    journal = Journal(options.journal)
     # Shortly before it is killed, it says where it hangs.
     faulthandler.dump_traceback_later(options.seconds + GRACE_S / 2)
-    with options.rows.open("a") as file:
-        for case in rows_of(options.part, options.seconds, tiny=options.tiny):
-            file.write(pack(case) + "\n")
-            file.flush()
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        if options.plant:
+            from kvtier_kernels_bench.plants import plant
+
+            plant(options.part)
+        return _measure(journal, options.part, options.seconds, tiny=options.tiny)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _measure(journal: Journal, part: str, seconds: float, *, tiny: bool) -> int:
+    from kvtier_kernels_bench.comparing import WrongResultError
+
+    try:
+        for case in rows_of(part, seconds, tiny=tiny):
+            journal.row(part, case)
+    except WrongResultError as error:
+        journal.row(part, failure(part, "results", str(error)))
+        return 1
     return 0
 
 

@@ -16,8 +16,14 @@ from kvtier_kernels_bench.setting import Setting
 
 def model_of(setting: Setting) -> tuple[LlamaModel, ModelConfig]:
     """On the setting's device, in its dtype; tiny where it is."""
+    weights, config = weights_of(setting)
+    return LlamaModel(config, weights), config
+
+
+def weights_of(setting: Setting) -> tuple[LlamaWeights, ModelConfig]:
+    """The weights of `model_of`."""
     config = tiny_llama() if setting.tiny else llama_8b()
-    return LlamaModel(config, random_weights(config, setting.dtype, setting.device)), config
+    return random_weights(config, setting.dtype, setting.device), config
 
 
 def llama_8b() -> ModelConfig:

@@ -1,131 +1,84 @@
 """How much slower prefill is while the whole cache spills to pinned memory."""
 
 import contextlib
-import threading
+import itertools
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples
-from kvtier.clock import MONOTONIC
-from kvtier.transfer import Arena, DeviceKV
-from kvtier_kernels_bench.attending import prefilling
-from kvtier_kernels_bench.part_copies import moved_by, require_pinned
-from kvtier_kernels_bench.rows import median_s, row
-from kvtier_kernels_bench.setting import Run, Setting
-from kvtier_kernels_bench.shapes import heads_of, paged
+from kvtier.transfer import Arena, DeviceKV, Fence
+from kvtier_kernels_bench.comparing import require_equal
+from kvtier_kernels_bench.engine_steps import prefill_work
+from kvtier_kernels_bench.host_copies import require_pinned
+from kvtier_kernels_bench.layouts import DeviceBlocks, Layout, mover_of
+from kvtier_kernels_bench.meanwhile import meanwhile
+from kvtier_kernels_bench.rows import Bar, held_to, median_s, row
+from kvtier_kernels_bench.setting import Setting
 from kvtier_kernels_bench.timing import DeviceClock, note
 
-_PATIENCE_S = 30.0
+_BATCH_BLOCKS = 64
+_MOST_SLOWER = 5.0
+"""Per cent."""
 
 
 def measure(setting: Setting) -> Iterator[Case]:
     """A layer's attention and products over 2,048 new tokens after 16,384, some times over, alone and beside a spill.
 
     The spill copies every block of an 8 GiB cache to pinned memory, 64 blocks a call, and begins again at its end, for
-    as long as the prefill takes.
+    as long as the prefill takes. Its fence is of the engine's stream, from before the prefill was queued there.
     """
-    block_bytes = setting.size(2 << 20, 4096)
-    count = setting.size(4096, 8)
-    kv = torch.zeros((count, block_bytes), dtype=torch.uint8, device=setting.device)
-    clock, prefill = DeviceClock(setting), _prefill(setting)
-    arena = Arena(count, block_bytes)
-    with contextlib.closing(arena), contextlib.ExitStack() as stack:
-        mover = stack.enter_context(moved_by(setting, kv))
-        spill = _Spill(mover, arena, count)
-        prefill()
+    layout = Layout("contiguous blocks", 1, setting.size(2 << 20, 4096))
+    blocks = DeviceBlocks(setting, layout, setting.size(4096, 8))
+    clock, work, num_layers = DeviceClock(setting), prefill_work(setting), setting.size(64, 1)
+    arena = Arena(blocks.num_slots, layout.block_bytes)
+    with contextlib.closing(arena), mover_of(setting, blocks) as mover:
+        spill = _Spill(mover, arena)
+        work(num_layers)
         spill.once()
+        require_equal("blocks that were spilled", blocks.rows(range(blocks.num_slots)), torch.from_numpy(arena.rows))
         require_pinned(setting, arena)
         alone, beside = Samples(), Samples()
         speeds = []
         for _ in range(setting.rounds):
-            note(alone, clock.seconds(prefill))
-            with spill.running() as speed:
-                note(beside, clock.seconds(prefill))
+            note(alone, clock.seconds(lambda: work(num_layers)))
+            spill.fence = mover.fence()
+            with meanwhile(spill.next_batch) as speed:
+                note(beside, clock.seconds(lambda: work(num_layers)))
             speeds.append(speed.result())
             if setting.left_s() < 0:
                 break
         # Before memory is given back, which takes time as well.
-        yield from _rows(f"prefill while {count * block_bytes / 2**30:,.1f} GiB spill", alone, beside, speeds)
+        op = f"prefill while {arena.rows.nbytes / 2**30:,.1f} GiB spill"
+        yield from _rows(setting, op, alone, beside, sorted(speeds)[len(speeds) // 2])
 
 
-def _rows(op: str, alone: Samples, beside: Samples, speeds: list[float]) -> Iterator[Case]:
+def _rows(setting: Setting, op: str, alone: Samples, beside: Samples, speed: float) -> Iterator[Case]:
     yield row("alone", op, alone)
-    yield row(
-        "beside the spill",
-        op,
-        beside,
-        floor=("alone", alone),
-        figures={
-            "% slower": 100 * (median_s(beside) / median_s(alone) - 1),
-            "GB/s spilled meanwhile": sorted(speeds)[len(speeds) // 2] / 1e9,
-        },
-    )
-
-
-def _prefill(setting: Setting) -> Run:
-    """Some layers' worth of what a prefill does: half a second or so."""
-    heads = heads_of(setting)
-    new, cached, num_layers = setting.size(2048, 5), setting.size(16_384, 11), setting.size(64, 1)
-    batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
-    attend = prefilling(setting, batch, heads)
-    hidden, wide = setting.size(4096, 16), setting.size(14_336, 24)
-    activations = torch.randn((new, hidden), dtype=setting.dtype, device=setting.device)
-    up = torch.randn((hidden, wide), dtype=setting.dtype, device=setting.device)
-
-    def run() -> None:
-        for _ in range(num_layers):
-            attend()
-            torch.matmul(torch.matmul(activations, up), up.T)
-
-    return run
+    slower = 100 * (median_s(beside) / median_s(alone) - 1)
+    case = row("beside the spill", op, beside, floor=("alone", alone), figures={"GB/s spilled meanwhile": speed / 1e9})
+    yield held_to(case, Bar("% slower", slower, _MOST_SLOWER, at_most=True), tiny=setting.tiny)
 
 
 class _Spill:
-    """Copies blocks to host memory in a thread of its own, as a mover does."""
+    """Copies blocks to host memory."""
 
-    def __init__(self, mover: DeviceKV, arena: Arena, count: int) -> None:
-        self._mover, self._arena, self._count = mover, arena, count
-        self._stop = threading.Event()
-        self._under_way = threading.Event()
+    def __init__(self, mover: DeviceKV, arena: Arena) -> None:
+        self._mover, self._arena = mover, arena
+        self._starts = itertools.cycle(range(0, arena.num_slots, _BATCH_BLOCKS))
+        self.fence: Fence | None = None
+        """Behind what has written the blocks; of the engine's thread."""
 
     def once(self) -> None:
         """Everything, once: what the first copy costs besides is over then."""
-        for start in range(0, self._count, 64):
-            self._move(start)
+        self.fence = self._mover.fence()
+        for _ in range(0, self._arena.num_slots, _BATCH_BLOCKS):
+            self.next_batch()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Future[float]]:
-        """While inside, blocks are on their way; gives their bytes per second, known afterwards.
-
-        That raises what the copies raised.
-        """
-        self._stop.clear()
-        self._under_way.clear()
-        with ThreadPoolExecutor(1, "kvtier-bench-spill") as executor:
-            speed = executor.submit(self._run)
-            try:
-                self._under_way.wait(_PATIENCE_S)
-                yield speed
-            finally:
-                self._stop.set()
-
-    def _run(self) -> float:
-        begin, num_moved = MONOTONIC(), 0
-        try:
-            while not self._stop.is_set():
-                for start in range(0, self._count, 64):
-                    num_moved += self._move(start)
-                    self._under_way.set()
-                    if self._stop.is_set():
-                        break
-        finally:
-            self._under_way.set()  # nobody need wait for what has failed
-        return num_moved * self._mover.block_bytes / max(MONOTONIC() - begin, 1e-9)
-
-    def _move(self, start: int) -> int:
-        slots = range(start, min(start + 64, self._count))
-        self._mover.gather(slots, self._arena, slots, after=None)
-        return len(slots)
+    def next_batch(self) -> int:
+        """Its bytes."""
+        start = next(self._starts)
+        slots = range(start, min(start + _BATCH_BLOCKS, self._arena.num_slots))
+        self._mover.gather(slots, self._arena, slots, after=self.fence)
+        return len(slots) * self._arena.slot_bytes

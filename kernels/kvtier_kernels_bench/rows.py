@@ -1,15 +1,49 @@
 """What parts give: rows of the report, as they go from a part's process to the one that prints."""
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples, Spread
 
-_MOST_RELATIVE_DIFFERENCE = 0.05
-"""Of the largest number of a result in 16 bits, between two ways to compute it: rounding makes a tenth of that."""
+SHORT = "SHORT"
+"""In the detail of a row that misses its bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure is held to: at least, or at most, a number."""
+
+    what: str
+    value: float
+    """That was measured."""
+    bound: float
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """A NaN meets none."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    @property
+    def detail(self) -> str:
+        """`0.91 x one copy, bar >= 0.90: met`."""
+        sign = "<=" if self.at_most else ">="
+        return f"{self.value:,.2f} {self.what}, bar {sign} {self.bound:,.2f}: {'met' if self.is_met else SHORT}"
+
+
+def held_to(case: Case, bar: Bar, *, tiny: bool) -> Case:
+    """The row with its bar and whether it is met, shown in the table. Figures in tiny size are held to nothing."""
+    if tiny:
+        return case
+    figures = {
+        **case.figures,
+        bar.what: bar.value,
+        f"{bar.what}: bar": bar.bound,
+        f"{bar.what}: met": float(bar.is_met),
+    }
+    return replace(case, detail="; ".join(filter(None, (case.detail, bar.detail))), figures=figures)
 
 
 def left_out(op: str) -> Case:
@@ -17,13 +51,9 @@ def left_out(op: str) -> Case:
     return Case("left out", op, detail="the time was over")
 
 
-def disagreement(name: str, op: str, difference: float, largest: float) -> Iterator[Case]:
-    """A failed check where results differ from what they should be by so much, or are NaN; nothing otherwise.
-
-    :param largest: magnitude of what they should be.
-    """
-    if not difference <= _MOST_RELATIVE_DIFFERENCE * largest:  # NaN is not
-        yield Case(name, op, detail=f"FAILED: off by {difference:.3g}, the largest number is {largest:.3g}")
+def failure(name: str, op: str, reason: str) -> Case:
+    """A check that failed: the run's exit status is 1."""
+    return Case(name, op, detail=f"FAILED: {reason}")
 
 
 def row(
@@ -53,18 +83,11 @@ def row(
     return replace(case, cpu_s_per_gib=None)
 
 
-def pack(case: Case) -> str:
-    """One line."""
-    return json.dumps(asdict(case))
-
-
-def unpack(line: str) -> Case:
-    """The inverse. Raises `ValueError` for half a line: of a part that was killed while it wrote."""
-    fields = json.loads(line)
-    fields["beside"] = {name: Spread(**spread) for name, spread in fields["beside"].items()}
-    if fields["ratio_spread"] is not None:
-        fields["ratio_spread"] = tuple(fields["ratio_spread"])
-    return Case(**fields)
+def case_of(fields: Mapping[str, Any]) -> Case:
+    """The row of which JSON has made these fields: the inverse of `dataclasses.asdict`."""
+    beside = {name: Spread(**spread) for name, spread in fields["beside"].items()}
+    spread = fields["ratio_spread"]
+    return Case(**{**fields, "beside": beside, "ratio_spread": None if spread is None else tuple(spread)})
 
 
 def prefill_flops(num_heads: int, head_dim: int, new: int, cached: int) -> float:

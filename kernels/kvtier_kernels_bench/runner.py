@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from kvtier.bench.report import Case
 from kvtier.clock import MONOTONIC, Clock
+from kvtier_kernels_bench.journal import Journal, Outcome
 from kvtier_kernels_bench.parts import GRACE_S, Part
-from kvtier_kernels_bench.rows import unpack
+from kvtier_kernels_bench.tied import command_tied_to
 
 _LEAST_S = 8.0
 """Below, a part would only start."""
@@ -24,81 +24,66 @@ _SAID_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one part."""
+class Run:
+    """What all parts of a run have in common."""
 
-    part: str
-    seconds: float
-    cases: tuple[Case, ...]
-    """All that it had given when it ended, however it did."""
-    problem: str = ""
-    """Empty when it ended well."""
-    said: str = ""
-    """The end of what it wrote, warnings say: one without a problem may have something to tell as well."""
+    journal: Journal
+    facts: Mapping[str, Any]
+    """What figures depend on: noted with every part."""
+    total_s: float
+    """For all parts: later ones have less than their budgets, or are left out."""
+    tiny: bool = False
+    plant: str = ""
+    """The part that is to fail, since what it measures is made wrong on purpose."""
+    child: str = "kvtier_kernels_bench.child"
+    """The module that runs one part; a seam for tests."""
+    say: Callable[[str], None] = print
+    """Takes lines of progress."""
+    clock: Clock = MONOTONIC
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.problem) or any(case.detail.startswith("FAILED") for case in self.cases)
 
-
-def run_parts(
-    parts: Sequence[Part],
-    *,
-    total_s: float,
-    tiny: bool = False,
-    child: str = "kvtier_kernels_bench.child",
-    say: Callable[[str], None] = print,
-    clock: Clock = MONOTONIC,
-) -> Iterator[Outcome]:
-    """An outcome per part, as they end.
-
-    :param total_s: for all of them: later parts have less than their budgets, or are left out.
-    :param child: the module that runs one part; a seam for tests.
-    :param say: takes lines of progress.
-    """
-    begin = clock()
+def run_parts(run: Run, parts: Sequence[Part]) -> Iterator[Outcome]:
+    """An outcome per part, as they end. Its rows are in the journal as soon as they are known."""
+    begin = run.clock()
     for number, part in enumerate(parts, 1):
-        budget_s = min(part.budget_s, total_s - (clock() - begin) - GRACE_S)
+        budget_s = min(part.budget_s, run.total_s - (run.clock() - begin) - GRACE_S)
         if budget_s < _LEAST_S and budget_s < part.budget_s:
-            say(f"[{number}/{len(parts)}] {part.name}: left out, the time is over")
-            yield Outcome(part.name, 0.0, (), "left out: the time was over")
+            run.say(f"[{number}/{len(parts)}] {part.name}: left out, the time is over")
+            yield Outcome(part.name, 0.0, (), "left out: the time was over", facts=run.facts)
             continue
-        say(f"[{number}/{len(parts)}] {part.name}: at most {budget_s:.0f} s")
-        outcome = _run(part, budget_s, [child, *(["--tiny"] if tiny else [])], clock)
-        say(f"    {len(outcome.cases)} rows in {outcome.seconds:.1f} s {outcome.problem}".rstrip())
+        run.say(f"[{number}/{len(parts)}] {part.name}: at most {budget_s:.0f} s")
+        outcome = _run(run, part, budget_s)
+        run.say(f"    {len(outcome.cases)} rows in {outcome.seconds:.1f} s {outcome.problem}".rstrip())
         for line in outcome.said.splitlines()[-_SAID_LINES:]:
-            say(f"    {line}")
+            run.say(f"    {line}")
         yield outcome
 
 
-def _run(part: Part, budget_s: float, child: Sequence[str], clock: Clock) -> Outcome:
-    begin = clock()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder) / "rows", Path(folder) / "log"
-        rows.touch()
-        command = [sys.executable, "-m", child[0], part.name, str(rows), str(budget_s), *child[1:]]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # what it has started ends with it
-            )
-            problem = ""
-            try:
-                code = process.wait(budget_s + GRACE_S)
-                problem = "" if code == 0 else f"exit status {code}"
-            except subprocess.TimeoutExpired:
-                problem = f"killed after {budget_s + GRACE_S:.0f} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        said = log.read_text(errors="replace").strip()[-_TAIL_CHARACTERS:]
-        return Outcome(part.name, clock() - begin, tuple(_cases(rows)), problem, said)
+def _run(run: Run, part: Part, budget_s: float) -> Outcome:
+    begin = run.clock()
+    run.journal.begin(part.name, run.facts)
+    command = [sys.executable, "-m", run.child, part.name, str(run.journal.path), str(budget_s)]
+    command += ["--tiny"] if run.tiny else []
+    command += ["--plant"] if part.name == run.plant else []
+    with tempfile.TemporaryFile() as log:
+        problem = _wait_for(command, log.fileno(), budget_s + GRACE_S)
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip()[-_TAIL_CHARACTERS:]
+    run.journal.end(part.name, seconds=run.clock() - begin, problem=problem, said=said)
+    return next(outcome for outcome in run.journal.outcomes() if outcome.part == part.name)
 
 
-def _cases(rows: Path) -> Iterator[Case]:
-    for line in rows.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last one, of a part that was killed while it wrote
-            yield unpack(line)
+def _wait_for(command: Sequence[str], log: int, patience_s: float) -> str:
+    """What went wrong; nothing when it ended well. What it has started ends with it."""
+    process = subprocess.Popen(
+        command_tied_to(os.getpid(), command), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        code = process.wait(patience_s)
+        return "" if code == 0 else f"exit status {code}"
+    except subprocess.TimeoutExpired:
+        return f"killed after {patience_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

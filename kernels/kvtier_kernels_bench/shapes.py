@@ -69,6 +69,14 @@ def paged(
     )
 
 
+def sequence(batch: Batch, index: int) -> Batch:
+    """One sequence of a batch, over the same keys."""
+    first, last = batch.query_starts[index : index + 2].tolist()
+    starts = batch.query_starts.new_tensor([0, last - first])
+    one = slice(index, index + 1)
+    return Batch(batch.query[first:last], batch.kv_layer, batch.block_tables[one], starts, batch.seq_lens[one])
+
+
 def unpaged(batch: Batch, block_tokens: int) -> Batch:
     """The one sequence of a batch with all its keys in a single block.
 

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvtier.bench.report import Case
-from kvtier.errors import KvtierError
 from kvtier_kernels_bench import part_decode, part_layers, part_prefill, part_spill, part_step, part_sweep
-from kvtier_kernels_bench.setting import Run, Setting
+from kvtier_kernels_bench.comparing import WrongResultError
+from kvtier_kernels_bench.part_sweep import _Candidate
+from kvtier_kernels_bench.setting import Setting
 
 
 def setting() -> Setting:
@@ -59,8 +61,8 @@ def test_steps_replayed_beside_steps_launched() -> None:
 
 def test_a_replay_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_step._Replay, "replay", lambda replay: replay.result.fill_(3.0))
-    failed = [case for case in part_step.measure(setting()) if case.detail.startswith("FAILED")]
-    assert [case.name for case in failed] == ["replayed"] * 2
+    with pytest.raises(WrongResultError, match="replayed: off by"):
+        list(part_step.measure(setting()))
 
 
 def test_prefill_beside_a_spill() -> None:
@@ -88,7 +90,7 @@ def test_a_prefix_that_does_not_come_is_noticed(wrong: str, monkeypatch: pytest.
             prefix.kv.layer(1)[:] = float("nan")
 
     monkeypatch.setattr(part_layers._Prefix, "load", load)
-    with pytest.raises(KvtierError, match="other logits"):
+    with pytest.raises(WrongResultError, match="logits: off by"):
         list(part_layers.measure(setting()))
 
 
@@ -96,13 +98,13 @@ def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -
     """In float32, which the interpreter takes here, prefill has no candidates."""
     whole = part_sweep._decodes
 
-    def failing(*arguments: Any) -> list[tuple[str, Run]]:
+    def failing(*arguments: Any) -> list[_Candidate]:
         default, first, *others = whole(*arguments)
 
-        def fail() -> None:
+        def fail() -> Tensor:
             raise RuntimeError("out of resource: shared memory")
 
-        return [default, (first[0], fail), *others]
+        return [default, _Candidate(first.name, fail, fail), *others]
 
     monkeypatch.setattr(part_sweep, "_decodes", failing)
     *copies, first, second = part_sweep.measure(setting())

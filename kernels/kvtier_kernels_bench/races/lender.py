@@ -15,7 +15,7 @@ from kvtier.keys import StoreKey
 from kvtier.tiers.aside.borrowing import Borrowed, LentBlocks
 from kvtier.tiers.pool.mapped_slab import MappedSlab
 from kvtier.transfer import Arena, DeviceKV
-from kvtier_kernels_bench.part_copies import LentSlots, lent_by
+from kvtier_kernels_bench.host_copies import LentSlots, lent_by
 from kvtier_kernels_bench.races.faults import Fault
 
 POOL = "pool"

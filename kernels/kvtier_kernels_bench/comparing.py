@@ -1,0 +1,49 @@
+"""Comparisons that come before a figure: of what is wrong, no time is reported."""
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import KvtierError
+
+_MOST_RELATIVE_DIFFERENCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+"""Of the largest number of a result, between two ways to compute it: several times what rounding makes."""
+
+
+class WrongResultError(KvtierError):
+    """What is measured does not do what it should. The part ends with a failed check."""
+
+
+def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
+    """Bit for bit; compared where `got` is.
+
+    :raises WrongResultError: a byte differs.
+    """
+    mine, theirs = (_bits(tensor.to(got.device)) for tensor in (got, expected))
+    if mine.shape != theirs.shape:
+        raise WrongResultError(f"{what}: {list(mine.shape)} instead of {list(theirs.shape)} bytes")
+    if torch.equal(mine, theirs):
+        return
+    rows = (mine != theirs).reshape(len(mine), -1).any(1).nonzero().flatten()
+    raise WrongResultError(f"{what}: {len(rows)} of {len(mine)} rows differ, the first is row {int(rows[0])}")
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest of any number, NaN where there is one."""
+    return float((got.float() - expected.float()).abs().max())
+
+
+def require_close(what: str, got: Tensor, expected: Tensor, *, most: float | None = None) -> float:
+    """`difference`, which is no more than rounding makes.
+
+    :param most: of the largest number that is expected. None: what computing in the dtype of `got` makes of it.
+
+    :raises WrongResultError: it is more, or there is a NaN.
+    """
+    worst, largest = difference(got, expected), float(expected.float().abs().max())
+    if not worst <= (most or _MOST_RELATIVE_DIFFERENCE[got.dtype]) * largest:  # NaN is not
+        raise WrongResultError(f"{what}: off by {worst:.3g}, the largest number is {largest:.3g}")
+    return worst
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
