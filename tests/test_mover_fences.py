@@ -92,10 +92,10 @@ def load(*slots: int) -> LoadBatch:
 def answers(mover: Mover, kind: type, number: int) -> list[Copied | Loaded]:
     found: list[Copied | Loaded] = []
 
-    def look() -> bool:
+    def look() -> bool | None:
         mover.wait(0.05)
         found.extend(message for message in map(decode, mover.poll()) if isinstance(message, kind))
-        return len(found) >= number
+        return len(found) >= number or None
 
     until(look)
     return found
