@@ -77,14 +77,12 @@ class GraphedModel:
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
         """`LlamaModel.forward`. The logits are good until the next call."""
-        # A graph waits for no layer.
+        # A graph waits for nothing, and what is launched waits for one layer after the other.
         if kv.tensor is not self._kv.tensor or kv.is_arriving or not self._inputs.holds(chunks):
             return self._model.forward(chunks, kv)
         self._inputs.fill(chunks)
         if self._sharing_pays(chunks):
             return self._model.forward(chunks, kv)
-        # A graph waits for nothing: should layers still be arriving, the stream has to wait for the last one before it.
-        kv.layer(kv.tensor.size(1) - 1)
         decode = self._decodes[min(size for size in self._decodes if size >= len(chunks))]
         decode.graph.replay()
         return decode.logits[: len(chunks)]
