@@ -37,6 +37,16 @@ _TIME_WAS_OVER = 124
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """What checks have found."""
+
+    passed: int
+    failed: int
+    failures: Sequence[str]
+    """In words, as far as there are any."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """What checks have said."""
 
@@ -83,7 +93,8 @@ def tests(setting: Setting) -> Case:
     command += ["-p", "pytest_timeout"]
     code, output = _run(command, setting.left_s(), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     passed, failed = (sum(map(int, re.findall(rf"(\d+) {word}", output))) for word in ("passed", "failed"))
-    return _case(name, "checks", _Answer(code, output), passed, failed, re.findall(r"^FAILED .*", output, re.M))
+    found = _Found(passed, failed, re.findall(r"^FAILED .*", output, re.M))
+    return _case(name, "checks", _Answer(code, output), found)
 
 
 def memcheck(setting: Setting) -> Case:
@@ -106,7 +117,7 @@ def memcheck(setting: Setting) -> Case:
     failed = sum(map(int, errors)) if errors else int(answer.code not in (0, _TIME_WAS_OVER))
     invalid = re.findall(r"^=+ Invalid .*|^FAILED .*", answer.output, re.M)
     is_late = answer.code == _TIME_WAS_OVER and not invalid
-    return _case("memcheck", "checks", answer, answer.count("ok"), failed, invalid, is_late=is_late)
+    return _case("memcheck", "checks", answer, _Found(answer.count("ok"), failed, invalid), is_late=is_late)
 
 
 def sanitizer() -> str | None:
@@ -133,27 +144,22 @@ def _kernels(setting: Setting, name: str, options: Sequence[str], part: str) -> 
     both = _Answer(max((of.code for of in answers), key=abs), "\n".join(of.output for of in answers))
     failures = re.findall(r"^FAILED .*", both.output, re.M)
     left_out = "; ".join(filter(None, (of.left_out for of in answers)))
-    return _case(name, part, both, both.count("ok"), len(failures), failures, left_out=left_out)
+    return _case(name, part, both, _Found(both.count("ok"), len(failures), failures), left_out=left_out)
 
 
 def _case(
-    name: str,
-    op: str,
-    answer: _Answer,
-    passed: int,
-    failed: int,
-    failures: Sequence[str],
-    *,
-    left_out: str | None = None,
-    is_late: bool = False,
+    name: str, op: str, answer: _Answer, found: _Found, *, left_out: str | None = None, is_late: bool = False
 ) -> Case:
-    """:param is_late: it was stopped, and that is no failure."""
-    good = (answer.code == 0 or is_late) and passed and not failed
-    reason = "; ".join(failures) or answer.output.strip()[-_TAIL_CHARACTERS:]
-    detail = f"{passed} passed"
+    """
+    :param left_out: instead of what the answer itself says.
+    :param is_late: it was stopped, and that is no failure.
+    """
+    good = (answer.code == 0 or is_late) and found.passed and not found.failed
+    detail = f"{found.passed} passed"
     if not good:
-        detail = f"FAILED: {passed} passed, {failed} failed, exit status {answer.code}: {reason}"
-    figures = {"passed": passed, "failed": failed, "exit_status": answer.code}
+        reason = "; ".join(found.failures) or answer.output.strip()[-_TAIL_CHARACTERS:]
+        detail = f"FAILED: {found.passed} passed, {found.failed} failed, exit status {answer.code}: {reason}"
+    figures = {"passed": found.passed, "failed": found.failed, "exit_status": answer.code}
     beside = answer.left_out if left_out is None else left_out
     return Case(name, op, detail=", ".join(filter(None, (detail, beside))), figures=figures)
 
