@@ -85,6 +85,7 @@ class DeviceBlocks:
         """The number of calls of `forget_all`."""
 
     def bind(self, kv: KVCacheManager) -> None:
+        """Nothing that is computed is seen until it is known which device blocks requests have."""
         self._kv = kv
 
     def is_seen(self, block: int) -> bool:
@@ -198,15 +199,15 @@ class DeviceBlocks:
     def _tables(self, span: ComputedSpan) -> Sequence[Sequence[int]]:
         if span.tables is not None:
             return span.tables
-        assert self._kv is not None
+        if self._kv is None:
+            return ()
         tables: Sequence[Sequence[int]] = self._kv.get_block_ids(span.request_id)
         return tables
 
     def _at(self, request_id: str, positions: range) -> list[int]:
         """The request's device blocks there, of all groups with KV of each token."""
-        if not positions:
+        if not positions or self._kv is None:
             return []
-        assert self._kv is not None
         tables = self._kv.get_blocks(request_id).blocks
         found = [
             tables[group][position].block_id
