@@ -85,6 +85,7 @@ class DeviceBlocks:
         """The number of calls of `forget_all`."""
 
     def bind(self, kv: KVCacheManager) -> None:
+        """Nothing that is computed is seen until it is known which device blocks requests have."""
         self._kv = kv
 
     def is_seen(self, block: int) -> bool:
@@ -112,7 +113,8 @@ class DeviceBlocks:
         self._seen -= handed_out
         for request_id in output.finished_req_ids:
             self._runs.pop(request_id, None)
-        computed = [self._computed(span, span.request_id in known) for span in computed_spans(output)]
+        spans = (self._computed(span, span.request_id in known) for span in computed_spans(output))
+        computed = [each for each in spans if each is not None]
         computed += [
             _Computed(run, [state.device_block])
             for request_id, of_request in states.items()
@@ -177,13 +179,17 @@ class DeviceBlocks:
         """The latest step, if it does not count yet. Then whatever follows has to wait for it."""
         return self._steps[-1] if self._steps else None
 
-    def _computed(self, span: ComputedSpan, is_known: bool) -> _Computed:
-        request_id, start, stop, size = span.request_id, span.start, span.stop, self._size
-        run, prefix = self._runs.get(request_id), None
+    def _computed(self, span: ComputedSpan, is_known: bool) -> _Computed | None:
+        """None for a request that goes on and fills no block: most of them, in most steps."""
+        request_id, start, stop, tables = span
+        run, prefix, size = self._runs.get(request_id), None, self._size
         # vLLM goes back behind the start of a run only when a load before it has failed.
-        if span.tables is not None or run is None or not run.start < start <= run.stop:
+        if tables is not None or run is None or not run.start < start <= run.stop:
             run = self._runs[request_id] = _Run(start, stop, is_known)
             prefix = [block for table in self._tables(span) for block in table[: -(-start // size)]]
+        elif start // size == stop // size:
+            run.stop = stop
+            return None
         run.stop = stop
         positions = range(start // size, stop // size)
         num_partly = int(bool(positions) and positions.start * size < run.start)
@@ -193,15 +199,15 @@ class DeviceBlocks:
     def _tables(self, span: ComputedSpan) -> Sequence[Sequence[int]]:
         if span.tables is not None:
             return span.tables
-        assert self._kv is not None
+        if self._kv is None:
+            return ()
         tables: Sequence[Sequence[int]] = self._kv.get_block_ids(span.request_id)
         return tables
 
     def _at(self, request_id: str, positions: range) -> list[int]:
         """The request's device blocks there, of all groups with KV of each token."""
-        if not positions:
+        if not positions or self._kv is None:
             return []
-        assert self._kv is not None
         tables = self._kv.get_blocks(request_id).blocks
         found = [
             tables[group][position].block_id

@@ -1,13 +1,12 @@
 """What vLLM's scheduler has planned for a step: how far requests are computed, which device blocks are written to."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedSpan:
+class ComputedSpan(NamedTuple):
     """Tokens of a request that a step computes, drafted ones included."""
 
     request_id: str
