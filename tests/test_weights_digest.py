@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from kvtier import weights_digest as module
 from kvtier.errors import ConfigError
-from kvtier.weights_digest import weights_digest
+from kvtier.weights_digest import file_identities, tensors_outline, weights_digest
 
 WAIT_S = 60.0
 _hash = module._digest_tensors
@@ -121,3 +121,26 @@ def test_a_garbled_digest_is_computed_again(tmp_path: Path, file: Path, garbage:
     memory.write_bytes(garbage)
     assert weights_digest([file], cache) == digest
     assert memory.read_text() == digest.hex() + "\n"
+
+
+def test_an_outline_is_of_names_dtypes_and_shapes(tmp_path: Path) -> None:
+    def outline(**tensors: torch.Tensor) -> bytes:
+        save_file(tensors, tmp_path / "other.safetensors")
+        return tensors_outline([tmp_path / "other.safetensors"])
+
+    outlines = [
+        outline(a=torch.zeros(4)),
+        outline(b=torch.zeros(4)),
+        outline(a=torch.zeros(2, 2)),
+        outline(a=torch.zeros(4, dtype=torch.float16)),
+        outline(a=torch.zeros(4), b=torch.zeros(4)),
+    ]
+    assert len(set(outlines)) == len(outlines)
+    assert outline(a=torch.ones(4)) == outlines[0]
+
+
+def test_a_file_that_is_written_again_is_another_one(file: Path) -> None:
+    before, stat = file_identities([file]), file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file_identities([file]) != before

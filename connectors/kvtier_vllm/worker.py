@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -79,19 +79,7 @@ class WorkerSide:
             for group in self._kv_cache_config.kv_cache_groups
         ]
         is_replicated = holds_the_same_in_all_ranks(self._kv_cache_config)
-
-        def namespace_now() -> NamespaceId:
-            return namespace_of(
-                self._vllm_config,
-                groups,
-                states=states_of(self._kv_cache_config),
-                num_blocks=num_blocks,
-                tp_rank=0 if is_replicated else tp.rank_in_group,
-                pp_rank=pp.rank_in_group,
-                digests=DIGESTS,
-            ).id
-
-        namespace = self._watch_weights(namespace_now)
+        namespace = self._watch_weights(lambda: self._namespace(groups))
         num_copies = self._config.cache.load_threads + OTHER_COPIES
         layers_by_group = [group.values() for group in groups]
         staging_bytes = int(self._config.cache.staging_bytes)
@@ -203,6 +191,18 @@ class WorkerSide:
         """Ends after what was submitted."""
         self._mover = None
         self._stack.close()
+
+    def _namespace(self, groups: Sequence[Mapping[str, Tensor]]) -> NamespaceId:
+        """Of the weights that the model's folder has at this moment."""
+        return namespace_of(
+            self._vllm_config,
+            groups,
+            states=states_of(self._kv_cache_config),
+            num_blocks=self._kv_cache_config.num_blocks,
+            tp_rank=0 if holds_the_same_in_all_ranks(self._kv_cache_config) else get_tp_group().rank_in_group,
+            pp_rank=get_pp_group().rank_in_group,
+            digests=DIGESTS,
+        ).id
 
     def _watch_weights(self, namespace: Callable[[], NamespaceId]) -> NamespaceId:
         """From now on until `close`; gives the namespace of those that vLLM has loaded."""

@@ -74,6 +74,24 @@ def test_an_adapter_is_in_every_block() -> None:
     assert _first_difference(salted, one) == 0, "a salt is no adapter"
 
 
+def test_weights_that_were_loaded_later_are_in_every_block() -> None:
+    keys = RequestKeys(_request(), HASHER, salt=None, weights=b"one")
+    one = keys.first(4)
+    assert _first_difference(_hashes(), one) == 0
+    assert _first_difference(one, RequestKeys(_request(), HASHER, salt=None, adapter=b"one").first(4)) == 0
+    assert keys.change(adapter=b"", weights=b"other")
+    assert _first_difference(one, keys.first(4)) == 0
+    assert keys.change(adapter=b"", weights=None)
+    assert keys.first(4) == _hashes(), "these are the weights of the start"
+
+
+def test_media_that_were_named_for_an_adapter_are_not_those_of_another() -> None:
+    keys = RequestKeys(_request(), HASHER, salt=None, adapter=b"one")
+    keys.depend_on([Medium(b"cat", 5)])
+    assert keys.change(adapter=b"one", weights=b"other")
+    assert not keys.change(adapter=b"two", weights=b"other")
+
+
 def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
     keys = _keys(_request(cache_salt="one"))
     for count in (1, 2, 3):

@@ -96,6 +96,7 @@ class Rank:
             mock.patch.object(kvtier_vllm.worker, "get_pp_group", return_value=_group(0, 1)),
             # Of weights and attention backends, of which there are none.
             mock.patch.object(kvtier_vllm.worker, "namespace_of", return_value=namespace),
+            mock.patch.object(kvtier_vllm.worker, "weight_files", return_value=[]),
         ):
             connector.register_kv_caches(self.model.layers)
 
