@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine_rig import CONFIG, TOKENS_PER_BLOCK, tiny_model
+from kvtier.batched_dma import BatchedDma
 from kvtier.transfer import Arena, Blocks
 from kvtier_engine.devices import device_kv, weights_on
 from kvtier_engine.llama import Chunk, LlamaModel
@@ -29,9 +30,30 @@ def test_every_kernel_agrees_with_its_reference() -> None:
     assert {name: failure for name, failure in run_checks(CUDA) if failure} == {}
 
 
-@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
-def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cuda_routes.LEAST_DMA_BYTES", least_dma_bytes)
+@pytest.fixture(params=["direct", "staged, by batches", "staged, by kernel", "staged, one by one"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a `CudaKV` that is made from now on brings blocks across the bus. Those of the tests are small."""
+    way = str(request.param)
+    monkeypatch.setattr("kvtier.transfer_cuda.LEAST_PART_BYTES", 1 if way == "direct" else 2**20)
+    monkeypatch.setattr("kvtier.cuda_routes.LEAST_PART_BYTES", 2**20 if way == "staged, by kernel" else 1)
+    if way == "staged, one by one":
+        monkeypatch.setattr("kvtier.cuda_routes.LEAST_DMA_BYTES", 1)
+        monkeypatch.setattr(BatchedDma, "of_driver", lambda _driver: None)
+    elif BatchedDma.of_driver() is None:
+        pytest.skip("the driver is older than CUDA 12.8")
+    return way
+
+
+def test_the_driver_copies_in_batches() -> None:
+    dma = BatchedDma.of_driver()
+    if dma is None:
+        pytest.skip("the driver is older than CUDA 12.8")
+    stream = torch.cuda.Stream(CUDA)
+    with torch.cuda.stream(stream):
+        assert dma.works(CUDA, stream)
+
+
+def test_blocks_come_back_as_they_went(way: str) -> None:
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     kv.byte_rows().random_(0, 256)
     before = kv.byte_rows().cpu()
@@ -48,12 +70,8 @@ def test_blocks_come_back_as_they_went(least_dma_bytes: int, monkeypatch: pytest
     assert torch.equal(after, expected)
 
 
-@pytest.mark.parametrize("least_dma_bytes", [0, 2**20], ids=["by DMA", "by kernel"])
-def test_blocks_come_from_memory_that_is_mapped_for_reading(
-    least_dma_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_come_from_memory_that_is_mapped_for_reading(way: str) -> None:
     """As from a pool on the same host; attached again after it was given back, at the same address maybe."""
-    monkeypatch.setattr("kvtier.cuda_routes.LEAST_DMA_BYTES", least_dma_bytes)
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     arena = Arena(20, kv.block_bytes, shared=True)
     slots = [9, 10, 11, 3, 19, 0]
@@ -85,7 +103,7 @@ def test_blocks_in_the_form_of_a_codec_are_those_of_an_engine_on_cpu(codec: Loss
     assert torch.equal(kv.tensor.cpu(), on_cpu.tensor)
 
 
-def test_copies_wait_for_what_the_engine_has_under_way() -> None:
+def test_copies_wait_for_what_the_engine_has_under_way(way: str) -> None:
     kv = allocate_kv(CONFIG, 40, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     arena = Arena(20, kv.block_bytes)
     slots = list(range(len(SLOTS)))
