@@ -4,8 +4,8 @@ It obeys what an engine must: a block is handed out again when nobody else is at
 fences of the copies.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from kvtier.errors import KvtierError
 from kvtier.hierarchy import Mover
@@ -20,11 +20,14 @@ from kvtier.hierarchy.messages import (
     decode,
     encode,
 )
+from kvtier.transfer import Fence
 from kvtier_kernels_bench.races.chip import Chip
 from kvtier_kernels_bench.races.faults import Fault
 from kvtier_kernels_bench.races.work import Queues, Steps
 
 _PATIENCE_S = 60.0
+_KEPT_STARTS = 8
+"""More than there are steps in the queue."""
 
 
 class Engine:
@@ -33,6 +36,8 @@ class Engine:
     def __init__(self, chip: Chip, mover: Mover, fault: Fault) -> None:
         self._chip, self._mover, self._fault = chip, mover, fault
         self._steps = Steps(chip)
+        self._starts: deque[Fence | None] = deque(maxlen=_KEPT_STARTS)
+        """The fence at the start of each of the last steps."""
         self._batches: dict[int, SaveBatch | LoadBatch] = {}
         """Batches that may be at their device slots, by id."""
         self._answers: dict[int, Loaded | Cancelled | Copied] = {}
@@ -44,13 +49,18 @@ class Engine:
         *work: Queues,
         takes: Iterable[int] = (),
         first: Sequence[Queues] = (),
+        tail: Sequence[Queues] = (),
         messages: Sequence[SaveBatch | LoadBatch] = (),
+        after_processed: bool = False,
     ) -> None:
         """Queues a step, and hands over messages as soon as it is launched.
 
         :param takes: blocks that are handed out in this step.
         :param first: work on these blocks before anything is loaded to them, such as zeroing.
+        :param tail: see `Steps.queue`.
         :param messages: saves of what is computed in this step or was before, loads of blocks that `work` leaves alone.
+        :param after_processed: loads come after the start of the step that follows the last processed one, as in vLLM,
+            which hands out blocks when the last step that used them has been processed.
         """
         if self._fault is not Fault.NO_FLUSH:
             self.flush(takes)
@@ -59,11 +69,11 @@ class Engine:
             queues()
         if self._fault is Fault.EARLY_FENCE:
             self._submit(messages, loads_after)
-            self._steps.queue(*work)
+            self._steps.queue(*work, tail=tail)
         else:
-            loads_after = self._mover.fence()
-            self._steps.queue(*work)
-            self._submit(messages, loads_after)
+            self._starts.append(self._mover.fence())
+            self._steps.queue(*work, tail=tail)
+            self._submit(messages, self._starts[-self._steps.num_queued if after_processed else -1])
         self._steps.process()
         self.poll()
 
@@ -135,7 +145,7 @@ class Engine:
         self._last_batch += 1
         return self._last_batch
 
-    def _submit(self, messages: Sequence[SaveBatch | LoadBatch], loads_after: Any) -> None:
+    def _submit(self, messages: Sequence[SaveBatch | LoadBatch], loads_after: Fence | None) -> None:
         if not messages:
             return
         for message in messages:

@@ -38,6 +38,21 @@ def delayed_load(rig: Rig, number: int) -> None:
     rig.give_back(blocks=blocks, slots=slots)
 
 
+def freed_late(rig: Rig, number: int) -> None:
+    """Blocks are loaded to where the last processed step has left work that is not over, beside queued steps."""
+    blocks, slots = rig.blocks(), rig.slots()
+    contents, former = rig.work.contents(blocks), rig.work.contents(blocks)
+    rig.until_over(rig.save(blocks, slots, rig.work.write(blocks, contents)))
+    left = [rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, former)]
+    rig.engine.step(rig.work.write(blocks, former), tail=left)
+    for _ in range(2):  # after which that step is processed
+        rig.engine.step(rig.work.hold_up(_LONG_S))
+    load = rig.engine.load(slots, blocks)
+    rig.engine.step(rig.work.hold_up(_LONG_S), takes=blocks, messages=[load], after_processed=True)
+    rig.compare(number, load, contents)
+    rig.give_back(blocks=blocks, slots=slots)
+
+
 def zeroing(rig: Rig, number: int) -> None:
     """Blocks are zeroed when they are handed out, long after the load into them was handed over."""
     blocks, slots = rig.blocks(), rig.slots()
@@ -186,6 +201,7 @@ class Scenario:
 SCENARIOS: Mapping[str, Scenario] = {
     "delay before store": Scenario(delayed_store),
     "delay before load": Scenario(delayed_load),
+    "load beside queued steps": Scenario(freed_late),
     "zeroing against loads": Scenario(zeroing),
     "blocks reused while copies fly": Scenario(reuse),
     "preemption": Scenario(preemption),

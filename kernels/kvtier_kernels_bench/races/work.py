@@ -23,13 +23,20 @@ class Steps:
         self._ends: deque[Any] = deque()
         """The event at the end of each step that is queued."""
 
-    def queue(self, *work: Queues) -> None:
-        """Queues a step, and marks its end."""
+    @property
+    def num_queued(self) -> int:
+        """How many steps nobody has waited for yet."""
+        return len(self._ends)
+
+    def queue(self, *work: Queues, tail: Sequence[Queues] = ()) -> None:
+        """Queues a step, and marks its end. The tail follows, which nobody waits for, like drafting in vLLM."""
         for queues in work:
             queues()
         end = self._chip.cuda.Event()
         end.record(self._chip.cuda.current_stream(self._chip.device))
         self._ends.append(end)
+        for queues in tail:
+            queues()
 
     def process(self, *, at_most_ahead: int = _AHEAD) -> None:
         """Waits until so few steps are queued."""
