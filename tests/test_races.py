@@ -35,7 +35,16 @@ def test_nothing_is_wrong(name: str, way: Way) -> None:
         (Fault.EARLY_FENCE, Way, ["delay before store", "zeroing against loads", "preemption"]),
         (Fault.NO_FENCE, [Way.DIRECT], NAMES),
         (Fault.NO_FENCE, STAGED, ["delay before store", "delay before load", "loads and saves at a time", WHOLE]),
-        (Fault.LOADS_UNFENCED, Way, ["delay before load", "zeroing against loads", "loans whose places change hands"]),
+        (
+            Fault.LOADS_UNFENCED,
+            Way,
+            [
+                "delay before load",
+                "load beside queued steps",
+                "zeroing against loads",
+                "loans whose places change hands",
+            ],
+        ),
         (Fault.NOT_AWAITED, Way, ["delay before store", "delay before load", WHOLE]),
         (Fault.NO_FLUSH, Way, ["blocks reused while copies fly", "several KV groups", WHOLE]),
         (Fault.SHARED_STAGING, STAGED, ["loads and saves at a time"]),

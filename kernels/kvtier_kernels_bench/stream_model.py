@@ -32,7 +32,7 @@ _NUM_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case with one kind of fence."""
+    """The result of a case with one kind of fence."""
 
     case: str
     step_ms: float
@@ -41,7 +41,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Case by case, each with all kinds of fences that make a difference to it."""
+    """All results, case by case, with each kind of fence that makes a difference to the case."""
     for name, step_s, load in _loads():
         for fences in Fences:
             yield Row(name, step_s * 1e3, fences.value, load(step_s, fences))
@@ -90,7 +90,7 @@ def _shown(result: LoadTime | SaveRate) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
+    """Prints the table. Gives the exit status."""
     parser = argparse.ArgumentParser(description="Loads and saves beside a busy engine, in virtual time.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows as well")
     options = parser.parse_args(arguments)

@@ -19,44 +19,44 @@ from kvtier_kernels_bench.simulation.launches import simulated_launches
 from kvtier_kernels_bench.simulation.timeline import Timeline
 
 _CYCLES_PER_S = 1.7e9
-"""Of the GPU, about: a delay is as good when it is half as long."""
+"""The clock of the GPU, roughly: a delay serves its purpose when it is half as long, too."""
 _PAUSE_S = 1e-3
 _MUCH_BYTES = 1 << 40
 
 
 class Chip(Protocol):
-    """Called by the engine's thread only."""
+    """A device as the engine's thread uses it; no other thread calls it."""
 
     cuda: Any
     """`torch.cuda`, or what stands for it."""
     device: torch.device
     driver: Any
-    """As `CudaKV` takes it."""
+    """The driver's library as `CudaKV` takes it; None is that of the system."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """The calling thread is an engine's meanwhile."""
+        """Within the context, the calling thread works on this device."""
 
     def begin_round(self) -> None:
-        """Everything may be faster or slower from now on."""
+        """Tells that a round begins, from which on everything may be faster or slower."""
 
     def launch(self, does: Callable[[], None]) -> None:
-        """What `does` asks torch for is queued on the current stream."""
+        """Queues on the current stream what `does` asks torch for."""
 
     def hold_up(self, seconds: float) -> None:
         """Keeps the current stream busy."""
 
     def capture(self, does: Callable[[], None]) -> Callable[[], None]:
-        """Like a CUDA graph: each call queues on the current stream what `does` would."""
+        """Captures a CUDA graph. Each call of the result queues on the current stream what `does` would."""
 
     @property
     def problems(self) -> frozenset[str]:
-        """What was done that a device forbids, as far as it is seen here."""
+        """All that was done until now and that a device forbids, as far as this one sees it."""
 
     def pause(self) -> None:
-        """Lets other threads go on, some milliseconds at the most."""
+        """Lets other threads go on, for a millisecond at most."""
 
     def clock(self) -> float:
-        """Seconds."""
+        """The time in seconds."""
 
 
 class Gpu:
@@ -105,20 +105,20 @@ class Way(Enum):
     """How blocks are to cross the bus."""
 
     DIRECT = auto()
-    """By batches of transfers between pages and host memory."""
+    """Batches of transfers go straight between pages and host memory."""
     STAGED = auto()
-    """By batches of transfers, by way of a staging buffer."""
+    """Batches of transfers go to and from a staging buffer."""
     BY_KERNEL = auto()
-    """By way of a staging buffer, to and from which a kernel reaches host memory."""
+    """A kernel copies between a staging buffer and host memory."""
     ONE_BY_ONE = auto()
-    """By way of a staging buffer, with a call for each transfer: the driver is old."""
+    """Transfers go to and from a staging buffer with a call for each, as where the driver is old."""
 
 
 class SimulatedChip:
     """`Chip` in virtual time. The same seed takes the same course."""
 
     def __init__(self, seed: int, way: Way) -> None:
-        """:param way: what `CudaKV` is made to choose, whose choice depends on sizes that are small here."""
+        """:param way: the one that `CudaKV` is made to choose. Its own choice depends on sizes, here small."""
         self._timeline = Timeline(seed)
         self._pace = RacePace(random.Random(seed))
         self._random = random.Random(seed)
@@ -168,5 +168,5 @@ class SimulatedChip:
         return self._timeline.clock()
 
     def _some_delay_s(self) -> float:
-        """Mostly short; sometimes the system has given the thread's core to another."""
+        """How long a thread of the host is held up."""
         return self._pace.delay_s()

@@ -4,8 +4,8 @@ It obeys what an engine must: a block is handed out again when nobody else is at
 fences of the copies.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from kvtier.errors import KvtierError
 from kvtier.hierarchy import Mover
@@ -20,11 +20,14 @@ from kvtier.hierarchy.messages import (
     decode,
     encode,
 )
+from kvtier.transfer import Fence
 from kvtier_kernels_bench.races.chip import Chip
 from kvtier_kernels_bench.races.faults import Fault
 from kvtier_kernels_bench.races.work import Queues, Steps
 
 _PATIENCE_S = 60.0
+_KEPT_STARTS = 8
+"""More than there are steps in the queue."""
 
 
 class Engine:
@@ -33,10 +36,12 @@ class Engine:
     def __init__(self, chip: Chip, mover: Mover, fault: Fault) -> None:
         self._chip, self._mover, self._fault = chip, mover, fault
         self._steps = Steps(chip)
+        self._starts: deque[Fence | None] = deque(maxlen=_KEPT_STARTS)
+        """The fence at the start of each of the last steps."""
         self._batches: dict[int, SaveBatch | LoadBatch] = {}
-        """By id: what may be at its device slots."""
+        """Batches that may be at their device slots, by id."""
         self._answers: dict[int, Loaded | Cancelled | Copied] = {}
-        """By batch: the first one, which frees its device slots."""
+        """The answer that frees a batch's device slots, by id."""
         self._last_batch = 0
 
     def step(
@@ -44,34 +49,40 @@ class Engine:
         *work: Queues,
         takes: Iterable[int] = (),
         first: Sequence[Queues] = (),
+        tail: Sequence[Queues] = (),
         messages: Sequence[SaveBatch | LoadBatch] = (),
+        after_processed: bool = False,
     ) -> None:
         """Queues a step, and hands over messages as soon as it is launched.
 
         :param takes: blocks that are handed out in this step.
-        :param first: what is done to them before the step's loads are: zeroing, say.
+        :param first: work on these blocks before anything is loaded to them, such as zeroing.
+        :param tail: see `Steps.queue`.
         :param messages: saves of what is computed in this step or was before, loads of blocks that `work` leaves alone.
+        :param after_processed: loads come after the start of the step that follows the last processed one, as in vLLM,
+            which hands out blocks when the last step that used them has been processed.
         """
         if self._fault is not Fault.NO_FLUSH:
             self.flush(takes)
-        early = self._mover.fence()
+        loads_after = self._mover.fence()
         for queues in first:
             queues()
-        loads_after = early if self._fault is Fault.EARLY_FENCE else self._mover.fence()
         if self._fault is Fault.EARLY_FENCE:
             self._submit(messages, loads_after)
-        self._steps.queue(*work)
-        if self._fault is not Fault.EARLY_FENCE:
-            self._submit(messages, loads_after)
+            self._steps.queue(*work, tail=tail)
+        else:
+            self._starts.append(self._mover.fence())
+            self._steps.queue(*work, tail=tail)
+            self._submit(messages, self._starts[-self._steps.num_queued if after_processed else -1])
         self._steps.process()
         self.poll()
 
     def process_steps(self) -> None:
-        """Waits for all that are queued."""
+        """Waits for all steps that are queued."""
         self._steps.process(at_most_ahead=0)
 
     def flush(self, blocks: Iterable[int]) -> None:
-        """Until no save reads these blocks: the host waits, as a worker does before a forward pass."""
+        """Waits on the host until no save reads these blocks, as a worker does before a forward pass."""
         taken = frozenset(blocks)
 
         def is_read(batch: SaveBatch | LoadBatch) -> bool:
@@ -80,40 +91,41 @@ class Engine:
         self._until(lambda: not any(map(is_read, self._batches.values())))
 
     def save(self, device_slots: Sequence[int], arena_slots: Sequence[int]) -> SaveBatch:
-        """For the step that computes the blocks, or a later one."""
+        """A message that saves blocks, for the step that computes them or a later one."""
         keys = [key_of(slot) for slot in arena_slots]
         return SaveBatch(self._new_batch(), [], keys, list(arena_slots), list(device_slots))
 
     def load(self, arena_slots: Sequence[int], device_slots: Sequence[int]) -> LoadBatch:
-        """From host memory; for the step that takes the blocks."""
+        """A message that loads blocks from host memory, for the step that takes them."""
         keys = [key_of(slot) for slot in arena_slots]
         return LoadBatch(self._new_batch(), HOST, keys, list(arena_slots), list(device_slots))
 
     def borrow(self, source: str, keys: Sequence[bytes], device_slots: Sequence[int]) -> LoadBatch:
-        """The same from memory that a tier lends."""
+        """A message that loads blocks from memory that a tier lends, for the step that takes them."""
         return LoadBatch(self._new_batch(), source, list(keys), [], list(device_slots))
 
     def cancel(self, batch: LoadBatch) -> None:
-        """Without a step."""
+        """Cancels a load at once, without a step."""
         self._mover.submit([encode(CancelBatch(batch.batch_id))])
 
     def result(self, batch: SaveBatch | LoadBatch) -> bytes | None:
-        """Which of its blocks are there, when it is over; None: it was cancelled."""
+        """Waits for a batch's end. Gives 1 or 0 for each of its blocks, or None if it was cancelled."""
         self._until(lambda: batch.batch_id not in self._batches)
         answer = self._answers.pop(batch.batch_id)
         return None if isinstance(answer, Cancelled) else answer.ok
 
     def is_over(self, batch: SaveBatch | LoadBatch) -> bool:
-        """Whether the mover keeps off its blocks."""
+        """Whether the mover keeps off the batch's blocks by now."""
         self.poll()
         return batch.batch_id not in self._batches
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Waits until no batch and no step is under way."""
         self._until(lambda: not self._batches)
         self.process_steps()
 
     def poll(self) -> None:
+        """Takes in the mover's answers."""
         for data in self._mover.poll():
             message = decode(data)
             if isinstance(message, Loaded | Cancelled | Copied) and message.batch_id in self._batches:
@@ -133,7 +145,7 @@ class Engine:
         self._last_batch += 1
         return self._last_batch
 
-    def _submit(self, messages: Sequence[SaveBatch | LoadBatch], loads_after: Any) -> None:
+    def _submit(self, messages: Sequence[SaveBatch | LoadBatch], loads_after: Fence | None) -> None:
         if not messages:
             return
         for message in messages:
@@ -142,5 +154,5 @@ class Engine:
 
 
 def key_of(number: int) -> bytes:
-    """A block key: 16 bytes of tenant, 32 of hash."""
+    """The number as a block key, which has 16 bytes of tenant and 32 of hash."""
     return number.to_bytes(48, "big")

@@ -11,7 +11,7 @@ from kvtier_kernels_bench.races.chip import Chip
 
 
 class Fault(Enum):
-    """What is done wrong."""
+    """A race that can be planted."""
 
     NONE = "none"
     EARLY_FENCE = "the fence is taken before the step that writes, not after it"
@@ -25,7 +25,7 @@ class Fault(Enum):
 
 
 class FaultyKV:
-    """A `DeviceKV` with a fault of its fences."""
+    """A `DeviceKV` that may have a fault of its fences."""
 
     def __init__(self, inner: DeviceKV, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
@@ -66,7 +66,7 @@ class FaultyKV:
 
 
 class FaultyCuda:
-    """`torch.cuda` as `CudaKV` takes it, with a fault of streams and events."""
+    """`torch.cuda` as `CudaKV` takes it, which may have a fault of its streams and events."""
 
     def __init__(self, chip: Chip, fault: Fault) -> None:
         self._cuda, self._fault = chip.cuda, fault
@@ -100,7 +100,7 @@ class _NotAwaited:
 
 
 def share_staging(kv: CudaKV) -> None:
-    """All lanes have the first one's staging memory from now on. Before the first copy."""
+    """Gives all lanes the staging memory of the first one. It is called before the first copy."""
     free, lanes = kv._lanes._free, []
     while not free.empty():
         lanes.append(free.get())

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,32 +24,31 @@ _NUM_SLABS = 2
 @dataclass(slots=True)
 class _Slab:
     arena: Arena
-    """The pool's own view of it."""
+    """The memory as the pool has it."""
     memory: LentSlots
-    """The borrower's, for reading."""
+    """The same memory as a borrower has it, for reading."""
     generations: list[int]
 
     @property
     def mapped(self) -> MappedSlab:
-        """As a borrower names it."""
+        """The memory by the type that a `Borrower` has for it."""
         return cast(MappedSlab, self.memory)
 
 
 class Lender:
-    """Stands for a `Borrower`, whose generations are in memory of the pool. `put` and `take_back` are the pool's."""
+    """A pool, and a stand-in for the `Borrower` that its blocks come from. `put` is the pool's, `borrow` and `settle`
+    are the borrower's. Any thread."""
 
     def __init__(self, slabs: Sequence[_Slab], fault: Fault) -> None:
         self._slabs, self._fault = slabs, fault
         self._places: dict[bytes, tuple[int, int]] = {}
-        """Slab and slot, by block key. Guarded by _lock, like generations."""
+        """Slab and slot of each block, by its key. Guarded by _lock, like generations."""
         self._lock = threading.Lock()
 
     @classmethod
     @contextlib.contextmanager
-    def over(
-        cls, num_slots: int, slot_bytes: int, device: DeviceKV, numbers: random.Random, fault: Fault
-    ) -> Iterator["Lender"]:
-        """With memory that `device` can copy from."""
+    def over(cls, num_slots: int, slot_bytes: int, device: DeviceKV, fault: Fault) -> Iterator["Lender"]:
+        """A lender with memory that `device` can copy from."""
         with contextlib.ExitStack() as stack:
             slabs = []
             for _ in range(_NUM_SLABS):
@@ -60,12 +58,12 @@ class Lender:
             yield cls(slabs, fault)
 
     def place_of(self, key: bytes) -> int:
-        """Where `put` has put it."""
+        """The place that `put` was given for it."""
         slab_number, slot = self._places[key]
         return slot * _NUM_SLABS + slab_number
 
     def put(self, key: bytes, place: int, payload: npt.NDArray[np.uint8]) -> None:
-        """The pool writes a block to a place of its own choice: the generation changes before, as everywhere."""
+        """Writes a block to a place, whose generation changes before, as in a real pool."""
         slab_number, slot = place % _NUM_SLABS, place // _NUM_SLABS
         slab = self._slabs[slab_number]
         with self._lock:
@@ -77,7 +75,7 @@ class Lender:
             self._places[key] = slab_number, slot
 
     def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed | None:
-        """As `Borrower.borrow`. What the pool does not have, it does not lend."""
+        """See `Borrower.borrow`. Blocks that the pool does not have are not lent."""
         lent: dict[int, LentBlocks] = {}
         with self._lock:
             for index, key in enumerate(keys):
@@ -92,7 +90,7 @@ class Lender:
         return Borrowed(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
 
     def settle(self, borrowed: Borrowed) -> list[bool]:
-        """As `Borrower.settle`."""
+        """See `Borrower.settle`."""
         whole = [False] * borrowed.num_blocks
         for serial, lent in zip(borrowed.serials, borrowed.blocks, strict=True):
             for index, slot, generation in zip(lent.indexes, lent.slots, lent.generations, strict=True):

@@ -30,5 +30,5 @@ class RacePace:
         return speed * self._random.uniform(0.1, 2.0), moves_first
 
     def delay_s(self) -> float:
-        """That a thread of the host is held up: mostly short, sometimes its core is given to another."""
+        """How long a thread of the host is held up: mostly microseconds, sometimes its core is given to another."""
         return 10 ** self._random.uniform(-5.5, -4 if self._random.random() < 0.9 else -1.5)

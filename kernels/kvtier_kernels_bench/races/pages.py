@@ -18,9 +18,9 @@ class Places:
 
     group: int
     blocks: Tensor
-    """int64, on the device."""
+    """Numbers of the blocks in the group, int64 on the device."""
     indexes: Tensor
-    """Of these slots, among all that were asked for."""
+    """Indexes of these slots among all that were asked for, int64 on the device."""
 
 
 class Pages:
@@ -32,7 +32,7 @@ class Pages:
     def __init__(
         self, device: torch.device, *, num_blocks: int, part_bytes: int, parts: Sequence[int], rounds: int
     ) -> None:
-        """:param parts: how many a block has, by KV group."""
+        """:param parts: how many parts a block has, by KV group."""
         self.device, self._num_blocks = device, num_blocks
         self.groups = [
             [torch.zeros((num_blocks, part_bytes), dtype=torch.uint8, device=device) for _ in range(count)]
@@ -41,14 +41,14 @@ class Pages:
         self._words = [[part.view(torch.int64) for part in group] for group in self.groups]
         self._ramp = torch.arange(part_bytes // 8, dtype=torch.int64, device=device) * _BY_WORD
         self.wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
-        """Blocks of each round that held something else."""
+        """How many blocks held something else, by round. int64 on the device."""
 
     def index(self, numbers: Sequence[int]) -> Tensor:
-        """int64, on the device. Waits for nothing."""
+        """The numbers as int64 on the device. It waits for nothing."""
         return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def places(self, slots: Sequence[int]) -> list[Places]:
-        """Where these device slots are."""
+        """Where these device slots are, by KV group."""
         found = []
         for group in range(len(self.groups)):
             indexes = [index for index, slot in enumerate(slots) if slot // self._num_blocks == group]
@@ -57,18 +57,19 @@ class Pages:
         return found
 
     def write(self, places: Sequence[Places], contents: Tensor) -> None:
-        """What computing them would write."""
+        """Writes what computing these contents would write."""
         for where in places:
             for number, words in enumerate(self._words[where.group]):
                 words[where.blocks] = self._expected(contents[where.indexes], number)
 
     def zero(self, places: Sequence[Places]) -> None:
+        """Clears these blocks."""
         for where in places:
             for words in self._words[where.group]:
                 words[where.blocks] = 0
 
     def check(self, places: Sequence[Places], contents: Tensor, round_number: int) -> None:
-        """Counts those that hold anything else."""
+        """Counts the blocks that hold anything else."""
         for where in places:
             wrong = torch.zeros(where.blocks.numel(), dtype=torch.bool, device=self.device)
             for number, words in enumerate(self._words[where.group]):
@@ -77,7 +78,7 @@ class Pages:
             self.wrong[round_number] += wrong.sum()
 
     def payload(self, content: int) -> npt.NDArray[np.uint8]:
-        """The bytes of such a block of the first group in host memory, part after part. Computed on the CPU."""
+        """The bytes of such a block of the first group in host memory, part after part, computed on the CPU."""
         ramp = torch.arange(self._ramp.numel()) * _BY_WORD
         words = [_expected(torch.tensor([content]), ramp, part) for part in range(len(self.groups[0]))]
         return torch.cat(words, dim=1).view(torch.uint8).reshape(-1).numpy()
@@ -87,6 +88,6 @@ class Pages:
 
 
 def _expected(contents: Tensor, ramp: Tensor, part: int) -> Tensor:
-    """Words of a part of such blocks, int64 `[num_blocks, words]`; sums wrap."""
+    """The words of a part of blocks with these contents, int64 `[num_blocks, words]`. Sums wrap."""
     by_part = (part * _BY_PART + 2**63) % 2**64 - 2**63
     return contents[:, None] * _BY_CONTENT + ramp[None] + by_part

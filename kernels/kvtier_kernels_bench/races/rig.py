@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvtier.errors import KvtierError
-from kvtier.hierarchy import InventoryLog, Mover
+from kvtier.hierarchy import OTHER_COPIES, InventoryLog, Mover
 from kvtier.hierarchy.messages import LoadBatch, SaveBatch
 from kvtier.keys import NamespaceId
 from kvtier.tiers.aside import Borrower
@@ -22,42 +22,43 @@ from kvtier_kernels_bench.races.pages import Pages
 from kvtier_kernels_bench.races.work import Queues, Work
 
 _MOST_STEPS = 10_000
-_NUM_LANES = 4
-"""One per thread of the mover."""
+_LOAD_THREADS = 2
+_NUM_LANES = _LOAD_THREADS + OTHER_COPIES
+"""Every thread of the mover that copies has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the KV that blocks are moved of."""
+    """The sizes of KV, and how many blocks of it there are."""
 
     part_bytes: int
     parts: tuple[int, ...]
-    """Of a block, by KV group: its layers. The first group has the most."""
+    """How many parts a block has, one per layer, by KV group. The first group has the most."""
     num_blocks: int = 24
     num_slots: int = 24
     staged_blocks: int = 3
-    """Fewer than a batch has: a staging buffer is used several times for one."""
+    """Blocks in a staging buffer: fewer than a batch has, so that it is used several times for one."""
 
     @property
     def block_bytes(self) -> int:
-        """In the arena."""
+        """The size of a block in the arena."""
         return self.part_bytes * self.parts[0]
 
     @property
     def batch(self) -> int:
-        """Blocks that a round moves at a time."""
+        """How many blocks a round moves at a time."""
         return self.num_blocks // 4
 
 
 TINY = Size(part_bytes=64, parts=(2, 1))
 LARGE_PAGES = Size(part_bytes=64 << 10, parts=(16, 10), num_blocks=192, num_slots=192, staged_blocks=5)
-"""1 MiB a block, in pages like those of an 8B model in vLLM: copied straight to host memory."""
+"""Blocks of 1 MiB in pages like those of an 8B model in vLLM, which are copied straight to host memory."""
 SMALL_PAGES = Size(part_bytes=8 << 10, parts=(80, 50), num_blocks=192, num_slots=192, staged_blocks=5)
-"""640 KiB a block, in pages like those of one rank of a 70B model on eight: by way of a staging buffer."""
+"""Blocks of 640 KiB in pages like those of a rank of a 70B model on eight, which go by way of a staging buffer."""
 
 
 class Rig:
-    """One thread."""
+    """All that a scenario works with. One thread."""
 
     def __init__(
         self, chip: Chip, pages: Pages, engine: Engine, lender: Lender, size: Size, numbers: random.Random
@@ -72,20 +73,23 @@ class Rig:
         self.num_restored = 0
 
     def blocks(self) -> list[int]:
-        """Of the device, a quarter of them: those that were given back last, so that they are in use again at once."""
+        """A batch of device slots. Those that were given back last come first: they are in use again at once."""
         return _some(self._free_blocks, self._size.batch, self.numbers)
 
     def slots(self) -> list[int]:
-        """As many of the arena."""
+        """A batch of arena slots."""
         return _some(self._free_slots, self._size.batch, self.numbers)
 
     def give_back(self, *, blocks: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
-        """For whoever asks next."""
+        """Gives device slots and arena slots to whoever asks next."""
         self._free_blocks += blocks
         self._free_slots += slots
 
     def lend(self, contents: Sequence[int], instead_of: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of new blocks of the pool's, in places that hold none of the present round, or those of the others."""
+        """Puts new blocks into the pool and gives their keys. Those beyond `instead_of` get places in turn.
+
+        :param instead_of: keys of as many or fewer blocks, whose places the first ones get.
+        """
         keys, payloads = [key_of(content) for content in contents], map(self.pages.payload, contents)
         for key, payload, former in itertools.zip_longest(keys, payloads, instead_of):
             place = self._lender.place_of(former) if former is not None else next(self._places)
@@ -93,7 +97,7 @@ class Rig:
         return keys
 
     def until_over(self, batch: SaveBatch | LoadBatch) -> bytes | None:
-        """Step after step, until the mover keeps off the batch's blocks. Its result: None when it was cancelled."""
+        """Queues steps until the mover keeps off the batch's blocks. Gives `Engine.result`."""
         for _ in range(_MOST_STEPS):
             if self.engine.is_over(batch):
                 return self.engine.result(batch)
@@ -101,13 +105,13 @@ class Rig:
         raise KvtierError(f"after {_MOST_STEPS} steps, a batch is not over")
 
     def save(self, blocks: Sequence[int], slots: Sequence[int], *work: Queues) -> SaveBatch:
-        """The step that computes the blocks, and their save behind it."""
+        """Queues a step that computes the blocks, and saves them behind it."""
         save = self.engine.save(blocks, slots)
         self.engine.step(*work, takes=blocks, messages=[save])
         return save
 
     def restore(self, number: int, slots: Sequence[int], contents: Sequence[int], *first: Queues) -> None:
-        """Loads them into other blocks, to which `first` is done before, and compares them."""
+        """Loads blocks to other device slots, to which `first` is done before, and compares them."""
         blocks = self.blocks()
         self.restore_into(number, blocks, slots, contents, *first)
         self.give_back(blocks=blocks)
@@ -115,12 +119,13 @@ class Rig:
     def restore_into(
         self, number: int, blocks: Sequence[int], slots: Sequence[int], contents: Sequence[int], *first: Queues
     ) -> None:
+        """Loads blocks to these device slots, to which `first` is done before, and compares them."""
         load = self.engine.load(slots, blocks)
         self.engine.step(self.work.hold_up(0.002 * self.numbers.random()), takes=blocks, first=first, messages=[load])
         self.compare(number, load, contents)
 
     def compare(self, number: int, load: LoadBatch, contents: Sequence[int]) -> None:
-        """As soon as it is loaded, in the next step."""
+        """Compares what a load has brought in the next step after its end."""
         ok = self.until_over(load)
         if not ok or not all(ok):
             raise KvtierError(f"a load has failed: {ok!r}")
@@ -130,7 +135,7 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iterator[Rig]:
-    """Built as `kvtier.build` builds it; for the thread that is the engine's."""
+    """A rig for the calling thread, with parts like those that `kvtier.build` makes."""
     numbers = random.Random(seed)
     pages = Pages(chip.device, num_blocks=size.num_blocks, part_bytes=size.part_bytes, parts=size.parts, rounds=rounds)
     staging_bytes = _NUM_LANES * size.staged_blocks * size.block_bytes
@@ -147,9 +152,9 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
             share_staging(kv)
         arena = Arena(size.num_slots, size.block_bytes)
         stack.callback(arena.close)
-        kv.gather([], arena, [], after=None)  # pins
         device = FaultyKV(kv, fault)
-        lender = stack.enter_context(Lender.over(size.num_slots, size.block_bytes, device, numbers, fault))
+        device.attach(arena)
+        lender = stack.enter_context(Lender.over(size.num_slots, size.block_bytes, device, fault))
         namespace = NamespaceId(bytes(16))
         mover = Mover(
             namespace=namespace,
@@ -158,6 +163,7 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
             tiers={},
             borrowers={POOL: cast(Borrower, lender)},
             inventory=InventoryLog([], namespace),
+            num_load_threads=_LOAD_THREADS,
         )
         stack.callback(mover.close)
         engine = Engine(chip, mover, fault)

@@ -10,10 +10,10 @@ from kvtier_kernels_bench.races.lender import POOL
 from kvtier_kernels_bench.races.rig import Rig
 
 _LONG_S = 0.003
-"""That a stream is held up: longer than the copies of a round take."""
+"""How long a stream is held up: longer than the copies of a round take."""
 
 Round = Callable[[Rig, int], None]
-"""With its number, by which wrong blocks are counted."""
+"""Plays a round with its number, by which wrong blocks are counted."""
 
 
 def delayed_store(rig: Rig, number: int) -> None:
@@ -35,6 +35,21 @@ def delayed_load(rig: Rig, number: int) -> None:
     rig.engine.step(rig.work.write(blocks, former))
     rig.engine.step(rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, former))
     rig.restore_into(number, blocks, slots, contents)
+    rig.give_back(blocks=blocks, slots=slots)
+
+
+def freed_late(rig: Rig, number: int) -> None:
+    """Blocks are loaded to where the last processed step has left work that is not over, beside queued steps."""
+    blocks, slots = rig.blocks(), rig.slots()
+    contents, former = rig.work.contents(blocks), rig.work.contents(blocks)
+    rig.until_over(rig.save(blocks, slots, rig.work.write(blocks, contents)))
+    left = [rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, former)]
+    rig.engine.step(rig.work.write(blocks, former), tail=left)
+    for _ in range(2):  # after which that step is processed
+        rig.engine.step(rig.work.hold_up(_LONG_S))
+    load = rig.engine.load(slots, blocks)
+    rig.engine.step(rig.work.hold_up(_LONG_S), takes=blocks, messages=[load], after_processed=True)
+    rig.compare(number, load, contents)
     rig.give_back(blocks=blocks, slots=slots)
 
 
@@ -100,7 +115,7 @@ def cancelled(rig: Rig, number: int) -> None:
 
 
 def several_streams(rig: Rig, number: int) -> None:
-    """The engine goes from stream to stream. It orders its own work; nobody tells the mover."""
+    """The engine goes from stream to stream. It orders its own work, and tells the mover nothing."""
     cuda, device = rig.chip.cuda, rig.chip.device
     for stream in rig.streams:
         stream.wait_stream(cuda.current_stream(device))
@@ -111,7 +126,7 @@ def several_streams(rig: Rig, number: int) -> None:
 
 
 def graphs(rig: Rig, number: int) -> None:
-    """Steps are replays of one that was captured: what they compute, and where, is in tensors that stay."""
+    """Steps are replays of one that was captured. Tensors that stay in their place say what is computed, and where."""
     blocks, slots = rig.blocks(), rig.slots()
     contents, former = rig.work.contents(blocks), rig.work.contents(blocks)
     save = rig.save(blocks, slots, rig.work.hold_up(_LONG_S), rig.work.replay(blocks, contents))
@@ -162,9 +177,9 @@ def lent(rig: Rig, number: int) -> None:
     rig.engine.step(rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, former))
     load = rig.engine.borrow(POOL, keys, blocks)
     rig.engine.step(takes=blocks, messages=[load])
-    for _ in range(rig.numbers.randrange(3)):
+    for key in rig.numbers.sample(keys, min(4, len(keys))):
+        rig.lend(rig.work.contents(blocks[:1]), instead_of=[key])
         rig.chip.pause()
-    rig.lend(rig.work.contents(blocks[: len(blocks) // 3]), instead_of=rig.numbers.sample(keys, len(keys) // 3))
     ok = rig.until_over(load)
     assert ok is not None
     absent = [index for index, good in enumerate(ok) if not good]
@@ -186,6 +201,7 @@ class Scenario:
 SCENARIOS: Mapping[str, Scenario] = {
     "delay before store": Scenario(delayed_store),
     "delay before load": Scenario(delayed_load),
+    "load beside queued steps": Scenario(freed_late),
     "zeroing against loads": Scenario(zeroing),
     "blocks reused while copies fly": Scenario(reuse),
     "preemption": Scenario(preemption),

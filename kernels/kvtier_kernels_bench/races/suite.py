@@ -16,15 +16,15 @@ NAMES = (*SCENARIOS, WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a scenario's rounds."""
+    """The result of a scenario's rounds."""
 
     rounds: int
     dirty_rounds: int
-    """In which a block held anything else than it should."""
+    """The number of rounds in which a block held anything else than it should."""
     wrong_blocks: int
     restored_blocks: int
     seconds: float
-    """By the chip's clock."""
+    """How long the rounds took by the chip's clock."""
 
 
 def play(
@@ -37,10 +37,10 @@ def play(
     seed: int = 0,
     is_late: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """At most so many rounds, on memory of their own.
+    """Plays at most so many rounds of a scenario, on memory of their own.
 
     :param name: one of `NAMES`.
-    :param is_late: asked after each round; no other is begun then.
+    :param is_late: asked after each round; where it says so, no other is begun.
     :raises KvtierError: something does not come to an end.
     """
 

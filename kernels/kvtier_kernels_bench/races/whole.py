@@ -23,6 +23,8 @@ from kvtier_kernels_bench.races.work import Queues, Steps, Work
 
 _LONG_S = 0.003
 _MOST_STEPS = 10_000
+_NUM_LANES = 8
+"""More than threads of the mover that `kvtier.build` makes."""
 _NAMESPACE = Namespace(
     weights_digest=bytes(32),
     dtype="float32",
@@ -36,7 +38,8 @@ _NAMESPACE = Namespace(
 
 
 class Whole:
-    """One thread. Blocks go from request to request; what was computed for earlier ones is asked for again."""
+    """Device slots go from request to request, and blocks that were computed for earlier ones are asked for again. One
+    thread."""
 
     def __init__(
         self, chip: Chip, pages: Pages, cache: EngineCache, size: Size, fault: Fault, numbers: random.Random
@@ -46,14 +49,14 @@ class Whole:
         self._work, self._steps = Work(chip, pages), Steps(chip)
         self._free, self._batch = list(range(size.num_blocks)), size.batch
         self._saving: dict[int, list[int]] = {}
-        """Blocks by save job: not handed out until it is over."""
+        """Device slots that are not handed out yet, by save job."""
         self._ended: dict[int, JobResult] = {}
-        """Loads by job."""
+        """Results of loads, by job."""
         self._known: dict[BlockKey, int] = {}
-        """Contents."""
+        """The content of each block that was computed."""
 
     def play(self, number: int) -> None:
-        """A round: a request is computed and saved, another one's blocks are looked up and loaded."""
+        """Plays a round: a request is computed and saved, its blocks and some older ones are looked up and loaded."""
         blocks = self._take()
         contents = self._work.contents(blocks)
         keys = self._cache.hasher.hash_blocks([content for content in contents for _ in range(self._tokens)])
@@ -69,7 +72,7 @@ class Whole:
         self._restore(number, some)
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Waits until no save and no step is under way."""
         for _ in range(_MOST_STEPS):
             if not self._saving:
                 return self._steps.process(at_most_ahead=0)
@@ -78,7 +81,7 @@ class Whole:
         raise KvtierError(f"after {_MOST_STEPS} steps, {len(self._saving)} saves are not over")
 
     def _restore(self, number: int, keys: list[BlockKey]) -> None:
-        """Those that are in host memory, into blocks that a delayed step has just used, which are compared then."""
+        """Loads those blocks that are in host memory to where a delayed step has just read, and compares them."""
         blocks = self._take()
         former = self._work.contents(blocks)
         self._step(self._work.write(blocks, former))
@@ -125,7 +128,7 @@ class Whole:
 
 @contextlib.contextmanager
 def whole(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iterator[Whole]:
-    """Built by `kvtier.build`; for the thread that is the engine's."""
+    """An engine's cache for the calling thread, built by `kvtier.build`."""
     pages = Pages(
         chip.device, num_blocks=size.num_blocks, part_bytes=size.part_bytes, parts=size.parts[:1], rounds=rounds
     )
@@ -141,7 +144,7 @@ def whole(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> It
     )
     with contextlib.ExitStack() as stack:
         kv = CudaKV(
-            *pages.groups, staging_bytes=4 * size.staged_blocks * size.block_bytes, num_lanes=4,
+            *pages.groups, staging_bytes=_NUM_LANES * size.staged_blocks * size.block_bytes, num_lanes=_NUM_LANES,
             cuda=FaultyCuda(chip, fault), driver=chip.driver,
         )  # fmt: skip
         stack.callback(kv.close)

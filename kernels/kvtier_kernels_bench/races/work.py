@@ -12,7 +12,7 @@ from kvtier_kernels_bench.races.pages import Pages
 Queues = Callable[[], None]
 """Queues work of a step on the current stream."""
 _AHEAD = 2
-"""Steps that are queued: the one that runs, and the next."""
+"""How many steps are queued: the one that runs, and the next."""
 
 
 class Steps:
@@ -21,15 +21,22 @@ class Steps:
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
         self._ends: deque[Any] = deque()
-        """An event per step."""
+        """The event at the end of each step that is queued."""
 
-    def queue(self, *work: Queues) -> None:
-        """Queues a step."""
+    @property
+    def num_queued(self) -> int:
+        """How many steps nobody has waited for yet."""
+        return len(self._ends)
+
+    def queue(self, *work: Queues, tail: Sequence[Queues] = ()) -> None:
+        """Queues a step, and marks its end. The tail follows, which nobody waits for, like drafting in vLLM."""
         for queues in work:
             queues()
         end = self._chip.cuda.Event()
         end.record(self._chip.cuda.current_stream(self._chip.device))
         self._ends.append(end)
+        for queues in tail:
+            queues()
 
     def process(self, *, at_most_ahead: int = _AHEAD) -> None:
         """Waits until so few steps are queued."""
@@ -38,7 +45,7 @@ class Steps:
 
 
 class Work:
-    """Makes what a step queues. One thread."""
+    """Makes the work of steps. Its methods return what queues it. One thread."""
 
     def __init__(self, chip: Chip, pages: Pages) -> None:
         self._chip, self._pages = chip, pages
@@ -46,33 +53,34 @@ class Work:
         self._graph: tuple[Tensor, Tensor, Queues] | None = None
 
     def contents(self, blocks: Sequence[int]) -> list[int]:
-        """New ones, for so many blocks."""
+        """New contents for these blocks."""
         first = self._last_content + 1
         self._last_content += len(blocks)
         return list(range(first, self._last_content + 1))
 
     def hold_up(self, seconds: float) -> Queues:
-        """Keeps the device busy."""
+        """Work that keeps the device busy for so long."""
         return lambda: self._chip.hold_up(seconds)
 
     def write(self, blocks: Sequence[int], contents: Sequence[int]) -> Queues:
-        """Computes them."""
+        """Work that computes these contents."""
         into, what = self._pages.places(blocks), self._pages.index(contents)
         return lambda: self._chip.launch(lambda: self._pages.write(into, what))
 
     def zero(self, blocks: Sequence[int]) -> Queues:
+        """Work that clears blocks."""
         into = self._pages.places(blocks)
         return lambda: self._chip.launch(lambda: self._pages.zero(into))
 
     def check(self, number: int, blocks: Sequence[int], contents: Sequence[int]) -> Queues:
-        """Compares them, in the round of that number."""
+        """Work that compares blocks with these contents, in the round of that number."""
         where, what = self._pages.places(blocks), self._pages.index(contents)
         return lambda: self._chip.launch(lambda: self._pages.check(where, what, number))
 
     def replay(self, blocks: Sequence[int], contents: Sequence[int]) -> Queues:
-        """`write` to the first KV group by a graph that is captured once, for as many blocks each time.
+        """Work like that of `write`, for the first KV group, by a graph that is captured once.
 
-        Tensors that stay in their place say which blocks get which contents.
+        Tensors that stay in their place say which blocks get which contents. There are as many blocks each time.
         """
         if self._graph is None:
             places, what = self._pages.places(range(len(blocks))), self._pages.index([0] * len(blocks))

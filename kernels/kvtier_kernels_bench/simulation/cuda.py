@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from kvtier_kernels_bench.simulation.device import Device, Engine, Pace
 from kvtier_kernels_bench.simulation.device import Event as SimulatedEvent
 from kvtier_kernels_bench.simulation.device import Stream as SimulatedStream
@@ -30,13 +28,14 @@ class SimulatedCuda:
         self.timeline, self._device = timeline, Device(timeline, pace)
         self._launch_s = launch_s
         self.moves_bytes = True
-        """False: copies take their time and copy nothing, for memory that nobody has touched."""
+        """Where it is False, copies take their time and copy nothing: for memory that nobody has touched."""
         self._default = self._device.new_stream("default")
         self._here = threading.local()
         self._pinned: dict[int, int] = {}
-        """Bytes by address. Guarded by the timeline's lock."""
+        """The sizes of all pinned ranges in bytes, by address. Guarded by the timeline's lock."""
         self.problems: list[str] = []
-        """What a device would have answered with an error, or with a context on another GPU. Guarded likewise."""
+        """Every misuse that a real device would answer with an error, or with a context on another GPU. Guarded by the
+        timeline's lock."""
 
     # As in torch.cuda
 
@@ -49,9 +48,6 @@ class SimulatedCuda:
     def current_stream(self, device: object = None) -> SimulatedStream:
         stream: SimulatedStream = getattr(self._here, "stream", self._default)
         return stream
-
-    def default_stream(self, device: object = None) -> SimulatedStream:
-        return self._default
 
     def synchronize(self, device: object = None) -> None:
         self._device.synchronize()
@@ -103,23 +99,20 @@ class SimulatedCuda:
 
     @property
     def has_context(self) -> bool:
-        """Whether the driver knows too, which hears of it from `set_device` alone."""
+        """Whether the driver's library knows the GPU as well: it hears of it from `set_device` alone."""
         return getattr(self._here, "has_context", False)
 
     @property
     def runs_work(self) -> bool:
-        """Whether the calling thread is doing what a stream held: tensors are then what they seem."""
+        """Whether the calling thread is doing queued work, in which tensors are read and written at once."""
         return getattr(self._here, "runs_work", False)
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return self._range_of(tensor.data_ptr()) is not None
-
     def launch(self, does: Callable[[], None], *, nbytes: int = 0, seconds: float | None = None) -> None:
-        """A kernel on the device's own memory, on the calling thread's stream."""
+        """Queues a kernel on the device's own memory, on the calling thread's stream."""
         self._enqueue(does, Engine.SMS, nbytes, seconds)
 
     def launch_copy(self, does: Callable[[], None], source: int, target: int, nbytes: int) -> None:
-        """A copy between these addresses. What is pinned is host memory, all else is the device's.
+        """Queues a copy between these addresses. Pinned memory is the host's, all other memory the device's.
 
         A copy that finds memory no longer pinned when its turn comes is noted as a problem.
         """

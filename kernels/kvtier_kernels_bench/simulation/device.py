@@ -15,12 +15,12 @@ from kvtier_kernels_bench.simulation.timeline import SimulationError, Timeline
 
 
 class Engine(Enum):
-    """What does the work."""
+    """The parts of a device that do work."""
 
     SMS = auto()
-    """Work of several streams at a time."""
+    """They do the work of several streams at a time."""
     TO_HOST = auto()
-    """One copy at a time, and so the other direction."""
+    """The copy engine to host memory does one copy at a time, and so does that of the other direction."""
     TO_DEVICE = auto()
 
 
@@ -32,15 +32,15 @@ class Work:
     engine: Engine
     nbytes: int
     seconds: float | None
-    """That it takes; None: the pace says so."""
+    """How long the work takes; the pace decides where it is None."""
     is_wanted: bool = False
-    """Somebody waits for it."""
+    """Whether a thread waits for it, or for something behind it."""
     has_begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """What recording an event leaves in a stream. Guarded by the timeline's lock."""
+    """The place in a stream at which an event was recorded. Guarded by the timeline's lock."""
 
     stream: "Stream"
     is_done: bool = False
@@ -50,7 +50,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """What comes after it in its stream waits for the marker."""
+    """Everything behind it in its stream waits for the marker."""
 
     marker: Marker
     is_wanted: bool = field(default=False, init=False)
@@ -58,14 +58,15 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Of a simulated device. Handed out by `SimulatedCuda`."""
+    """A stream of a simulated device. `SimulatedCuda` hands it out."""
 
     device: "Device"
     name: str
     held: "deque[Work | Marker | _Wait]" = field(default_factory=deque)
-    """In order. Guarded by the timeline's lock."""
+    """All that is queued, in order. Guarded by the timeline's lock."""
     ready: int | None = None
-    """The turn of the work that is first now, in the order in which such work came up."""
+    """The turn of the work that is first now, among all first works of streams; None while there is none to begin.
+    Guarded by the timeline's lock."""
 
     @property
     def cuda_stream(self) -> int:
@@ -89,12 +90,9 @@ class Stream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
-    def query(self) -> bool:
-        return not self.held
-
 
 class Event:
-    """As `torch.cuda.Event`: whoever waits, waits for what was recorded last before."""
+    """Like `torch.cuda.Event`: a wait is for the recording that came last before it."""
 
     def __init__(self, device: "Device") -> None:
         self._device = device
@@ -104,31 +102,27 @@ class Event:
         self.marker = Marker(stream)
         self._device.enqueue(stream, self.marker)
 
-    def wait(self, stream: Stream) -> None:
-        stream.wait_event(self)
-
-    def query(self) -> bool:
-        return self.marker is None or self.marker.is_done
-
     def synchronize(self) -> None:
         if self.marker is not None:
             self._device.wait_for(self.marker)
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds."""
+        """The milliseconds between the two."""
         if self.marker is None or end.marker is None or not (self.marker.is_done and end.marker.is_done):
             raise SimulationError("elapsed_time of events that are not done")
         return (end.marker.at_s - self.marker.at_s) * 1e3
 
 
 class Pace(Protocol):
-    """How fast the device is."""
+    """The speed of a device."""
 
     waits_to_be_wanted: bool
-    """Work begins when somebody waits for it, or for what comes after it, and no sooner."""
+    """Whether work begins only when a thread waits for it, or for something behind it."""
 
     def seconds(self, stream: Stream, work: Work) -> tuple[float, bool]:
-        """That the work takes, and whether its bytes are moved at its beginning instead of its end. Under the lock."""
+        """How long the work takes, and whether its bytes are moved at its beginning instead of its end.
+
+        It is called under the timeline's lock."""
 
 
 class Device:
@@ -137,12 +131,10 @@ class Device:
     def __init__(self, timeline: Timeline, pace: Pace) -> None:
         self.timeline, self.pace = timeline, pace
         self.streams: list[Stream] = []
-        """Guarded by the timeline's lock."""
+        """Changed under the timeline's lock."""
         self._busy: set[Engine] = set()
-        """Guarded by the timeline's lock."""
+        """The copy engines that have work. Guarded by the timeline's lock."""
         self._turns = itertools.count()
-        self.moved_bytes = dict.fromkeys(Engine, 0)
-        """So far. Guarded by the timeline's lock."""
 
     def new_stream(self, name: str) -> Stream:
         with self.timeline.lock:
@@ -179,7 +171,7 @@ class Device:
             stream.synchronize()
 
     def _want(self, marker: Marker) -> None:
-        """The marker, and all that must be done before. Caller holds the lock."""
+        """Notes that the marker is waited for, and all that must be done before. The caller holds the lock."""
         if marker.is_done or marker.is_wanted:
             return
         marker.is_wanted = True
@@ -192,7 +184,7 @@ class Device:
                 return
 
     def _begin_what_can(self) -> None:
-        """Caller holds the lock."""
+        """Begins all work that nothing holds up. The caller holds the lock."""
         while True in [self._pass_markers(stream) for stream in self.streams]:
             pass
         ready = sorted((stream for stream in self.streams if stream.ready is not None), key=lambda s: s.ready or 0)
@@ -204,7 +196,7 @@ class Device:
             self._begin(stream, work)
 
     def _pass_markers(self, stream: Stream) -> bool:
-        """Whether anything has changed. Caller holds the lock."""
+        """Passes markers that are first in the stream. Gives whether there were any. The caller holds the lock."""
         changed = False
         while stream.held:
             first = stream.held[0]
@@ -221,7 +213,7 @@ class Device:
         return changed
 
     def _begin(self, stream: Stream, work: Work) -> None:
-        """Caller holds the lock."""
+        """The caller holds the lock."""
         seconds, moves_first = self.pace.seconds(stream, work)
         if work.seconds is not None:
             seconds = work.seconds
@@ -236,7 +228,6 @@ class Device:
                 work.does()
             stream.held.popleft()
             self._busy.discard(work.engine)
-            self.moved_bytes[work.engine] += work.nbytes
             self._begin_what_can()
 
         self.timeline.at(seconds, end)

@@ -11,17 +11,17 @@ from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
 
 _INVALID_VALUE, _INVALID_CONTEXT = 1, 201
 _ANY_TIME = 3
-"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY"""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY of cuda.h."""
 _MOST_PIECES = 3
 
 
 class SimulatedDriver:
-    """Has `cuMemcpyBatchAsync`. Transfers of a batch are done in any order, in a few pieces."""
+    """It has `cuMemcpyBatchAsync`, which does the transfers of a batch in any order, in a few pieces."""
 
     def __init__(self, cuda: SimulatedCuda, *, splits: bool, transfer_s: float = 0.0) -> None:
         """
-        :param splits: False: a batch is one piece, which is all that its time needs.
-        :param transfer_s: that the caller spends for each transfer.
+        :param splits: whether a batch is done in several pieces. Its time is the same in one.
+        :param transfer_s: the time that the caller spends for each transfer.
         """
         self._cuda, self._splits, self._transfer_s = cuda, splits, transfer_s
         self._callback: Any = PROTOTYPE(self._copy)
@@ -34,7 +34,7 @@ class SimulatedDriver:
         self, targets: int, sources: int, sizes: int, count: int, attributes: Any, _firsts: Any, _number: int,
         _failed: Any, stream: int,
     ) -> int:  # fmt: skip
-        """Exceptions would be lost here: they become statuses, as a driver has them."""
+        """Queues the transfers. It gives a status, since ctypes would lose an exception."""
         if not self._cuda.has_context:
             return _INVALID_CONTEXT
         if count == 0 or self._cuda.current_stream().cuda_stream != stream:
@@ -60,7 +60,7 @@ class SimulatedDriver:
 
 
 def _numbers(address: int, count: int) -> np.ndarray[Any, Any]:
-    """A copy: the caller's memory is its own again when the call returns."""
+    """A copy of `count` numbers at the address, which the caller may change as soon as the call has returned."""
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), (count,)).copy()
 
 
@@ -73,7 +73,7 @@ def _copies(piece: np.ndarray[Any, Any]) -> Callable[[], None]:
 
 
 def _copies_of_now(piece: np.ndarray[Any, Any]) -> Callable[[], None]:
-    """What the sources hold at this moment."""
+    """Transfers whose sources are read at this moment, as a driver may where their order does not matter."""
     read = [(target, ctypes.string_at(source, size)) for target, source, size in piece.T.tolist()]
 
     def does() -> None:

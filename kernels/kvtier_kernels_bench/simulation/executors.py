@@ -17,7 +17,7 @@ class ActingExecutor(ThreadPoolExecutor):
         super().__init__(num_threads, name)
         self._num_threads, self._timeline, self._delay_s = num_threads, timeline, delay_s
         self._num_open = 0
-        """Tasks that have not ended. Guarded by the timeline's lock."""
+        """The number of tasks that have not ended. Guarded by the timeline's lock."""
 
     def submit(self, does: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         with self._timeline.lock:
@@ -45,7 +45,10 @@ class ActingExecutor(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def acting_movers(timeline: Timeline, delay_s: Callable[[], float]) -> Iterator[None]:
-    """Movers that are made meanwhile have actors for threads, and tell the time by the timeline."""
+    """Within the context, threads of new movers are actors, and movers tell the time by the timeline.
+
+    :param delay_s: how long a task waits before it begins; called for each.
+    """
 
     def executor(num_threads: int, name: str) -> ActingExecutor:
         return ActingExecutor(num_threads, name, timeline=timeline, delay_s=delay_s)

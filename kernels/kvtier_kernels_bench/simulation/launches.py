@@ -15,7 +15,7 @@ from kvtier_kernels_bench.simulation.cuda import SimulatedCuda
 
 
 class _PutsWorkOnStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What changes a tensor in its place, `Tensor.copy_` above all, is queued on the current stream."""
+    """Queues every operation that changes a tensor in its place, `Tensor.copy_` above all, on the current stream."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class _PutsWorkOnStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def simulated_launches(cuda: SimulatedCuda) -> Iterator[None]:
-    """Meanwhile, what `CudaKV` launches goes to the simulated device's streams."""
+    """Within the context, what `CudaKV` launches goes to the simulated device's streams."""
     enter = cuda.stream
 
     @contextlib.contextmanager
@@ -55,7 +55,7 @@ def simulated_launches(cuda: SimulatedCuda) -> Iterator[None]:
 
 
 class _Kernels:
-    """Rows that do not exist are left out, as kernels leave them out."""
+    """The kernels of `CudaKV` in plain torch. Rows that do not exist are left out, as by the kernels."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         self._cuda = cuda

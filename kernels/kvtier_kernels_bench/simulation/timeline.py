@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-_PATIENCE_S = 30.0
-"""Of real time, after which an actor that does not come back is taken to wait for something outside."""
+_PATIENCE_S = 60.0
+"""The real time after which an actor that does not come back is taken to wait for something outside."""
 
 
 class SimulationError(AssertionError):
-    """What is simulated was used in a way that a device does not allow, or nothing can happen any more."""
+    """The simulation cannot go on: nothing can happen any more, or its rules were broken. Its user has to change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,35 +34,35 @@ class _Waiter:
 
 
 class Timeline:
-    """Any thread. Without actors, time moves as far as is needed whenever somebody waits."""
+    """The clock of a simulation. Any thread may call it. Without actors, time moves on whenever a thread waits."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 0.0
-        """Seconds. Changed under the lock."""
+        """The present time in seconds. Changed under the lock."""
         self.random = random.Random(seed)
-        """Used under the lock, so that its numbers come in the same order each time."""
+        """It is used under the lock, so that its numbers come in the same order each time."""
         self.lock = threading.Condition(threading.RLock())
-        """Guards everything here and on devices that live in this time."""
+        """The lock of everything here and of the devices that live in this time."""
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap. Guarded by the lock."""
+        """What happens when, as a heap. Guarded by the lock."""
         self._order = itertools.count()
         self._waiters: list[_Waiter] = []
         """Guarded by the lock."""
         self._num_running = 0
-        """Actors that do not wait here. Guarded by the lock."""
+        """The number of actors that do not wait here. Guarded by the lock."""
         self._is_actor = threading.local()
 
     def clock(self) -> float:
-        """As `kvtier.clock.MONOTONIC`."""
+        """The present time, for whoever takes a `kvtier.clock.Clock`."""
         return self.now
 
     def at(self, seconds: float, happens: Callable[[], None]) -> None:
-        """Calls `happens`, under the lock and in some thread, when so many seconds have passed."""
+        """Has `happens` called when so many seconds have passed, under the lock and in any thread."""
         with self.lock:
             heapq.heappush(self._due, (self.now + seconds, next(self._order), happens))
 
     def sleep(self, seconds: float) -> None:
-        """Lets others go on, for so long."""
+        """Blocks for so long, in which other threads go on."""
         done: list[None] = []
         with self.lock:
             self.at(seconds, lambda: done.append(None))
@@ -91,12 +91,12 @@ class Timeline:
 
     @property
     def is_actor(self) -> bool:
-        """Whether the calling thread is one."""
+        """Whether the calling thread is an actor."""
         return getattr(self._is_actor, "here", False)
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """The calling thread is an actor meanwhile."""
+        """The calling thread is an actor within the context."""
         self.begin_acting()
         self._is_actor.here = True
         try:
@@ -107,7 +107,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """The calling thread is the actor that `begin_acting` announced."""
+        """The calling thread is, within the context, the actor that `begin_acting` has announced."""
         self._is_actor.here = True
         try:
             yield
@@ -116,7 +116,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """The calling thread waits for other actors by other means, by a lock or for their end."""
+        """The calling thread is no actor within the context: it waits for other actors by a lock, or for their end."""
         was_actor = self.is_actor
         if was_actor:
             self._is_actor.here = False
@@ -129,18 +129,18 @@ class Timeline:
                 self._is_actor.here = True
 
     def begin_acting(self) -> None:
-        """One more actor, which may not have come here yet: time waits for it."""
+        """Counts one more actor. Time waits for it even if its thread has not started yet."""
         with self.lock:
             self._num_running += 1
 
     def end_acting(self) -> None:
-        """One actor is gone."""
+        """Counts one actor less."""
         with self.lock:
             self._num_running -= 1
             self.lock.notify_all()
 
     def _move(self) -> None:
-        """Lets one thread go on; where none can, the next thing happens. Caller holds the lock."""
+        """Lets one thread go on; where none can, the next thing happens. The caller holds the lock."""
         due = [waiter for waiter in self._waiters if not waiter.goes_on and waiter.is_due()]
         if due:
             chosen = self.random.choice(due)

@@ -9,34 +9,34 @@ LLAMA_8B = Model("8B", num_layers=32, page_bytes=64 << 10)
 LLAMA_70B_RANK = Model("70B, one rank of 8", num_layers=80, page_bytes=8 << 10)
 _TOKENS_PER_BLOCK = 16
 _BEFORE = 3
-"""Steps before anything is asked for."""
+"""How many steps the engine has queued before anything is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """Of one load beside steps."""
+    """The time of one load beside steps."""
 
     seconds: float
-    """From when it was handed over until everything was on the device."""
+    """From the request for the load until everything was on the device."""
     told_s: float
-    """That the tier took, as the planner heard."""
+    """What the planner hears that the tier took."""
     gb_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRate:
-    """Of saves beside steps."""
+    """The speed of saves beside steps."""
 
     gb_per_s: float
-    """While copies were under way."""
+    """The speed while copies were under way."""
     steps_behind: float | None = None
-    """How many steps' blocks were not saved when the last but one was over: those two at least."""
+    """How many steps' blocks were not saved when the last step but one was over: those of the last two, at least."""
     num_dropped: int = 0
-    """Blocks that there was no room for."""
+    """The number of blocks that there was no room for."""
 
 
 def load_from_host(model: Model, *, num_tokens: int, step_s: float, fences: Fences) -> LoadTime:
-    """All of a prompt is in the arena."""
+    """Loads a prompt that is in the arena."""
     num_blocks = num_tokens // _TOKENS_PER_BLOCK
     with worker(model, num_blocks=num_blocks, num_slots=2 * num_blocks, step_s=step_s, fences=fences) as engine:
         _fill_arena(engine, num_blocks)
@@ -44,14 +44,14 @@ def load_from_host(model: Model, *, num_tokens: int, step_s: float, fences: Fenc
 
 
 def load_from_pool(model: Model, *, num_tokens: int, step_s: float, fences: Fences) -> LoadTime:
-    """All of it is lent."""
+    """Loads a prompt that the pool lends."""
     num_blocks = num_tokens // _TOKENS_PER_BLOCK
     with worker(model, num_blocks=num_blocks, num_slots=64, step_s=step_s, fences=fences) as engine:
         return _load(engine, num_blocks)
 
 
 def save_prefill(model: Model, *, tokens_per_s: float, step_s: float, num_steps: int, fences: Fences) -> SaveRate:
-    """Each step computes new blocks, which are saved."""
+    """Saves what each step computes."""
     per_step = int(tokens_per_s * step_s) // _TOKENS_PER_BLOCK
     num_blocks = per_step * (num_steps + 1)
     with worker(model, num_blocks=num_blocks, num_slots=2 * num_blocks, step_s=step_s, fences=fences) as engine:
@@ -66,7 +66,7 @@ def save_prefill(model: Model, *, tokens_per_s: float, step_s: float, num_steps:
 
 
 def spill(model: Model, *, num_bytes: int, step_s: float, fences: Fences) -> SaveRate:
-    """Much is to be saved at once, which was computed long ago."""
+    """Saves much at once that was computed long ago."""
     num_blocks = num_bytes // model.block_bytes
     with worker(model, num_blocks=num_blocks, num_slots=2 * num_blocks, step_s=step_s, fences=fences) as engine:
         for _ in range(_BEFORE):

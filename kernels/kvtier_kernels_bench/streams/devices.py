@@ -19,15 +19,15 @@ _SLAB_BYTES = 64 << 20
 
 
 class Fences(Enum):
-    """When the event is recorded that copies wait for."""
+    """The moment at which the event is recorded that copies wait for."""
 
     AT_ITS_TURN = "when a batch's turn comes"
-    """As it was: by the mover's thread, behind all that the engine has queued meanwhile. Loads from host memory had one
-    thread."""
+    """The mover's thread records it, behind all that the engine has queued by then, as it was once. Loads from
+    host memory had one thread then."""
     AT_SUBMIT = "when it is submitted"
-    """By the engine's thread, behind what is queued then. So it is for saves in any case."""
+    """The engine's thread records it, behind what is queued then. For saves it is so in any case."""
     AT_PROCESSED_STEP = "after the last processed step"
-    """For loads: behind the last step that the engine has seen the end of."""
+    """Loads come after the last step that the engine has seen the end of, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Copy:
     """A copy that is over. Times are the timeline's."""
 
     begin_s: float
-    """When its thread asked for it; Python's time is before."""
+    """When its thread asked for it, after Python's time."""
     waited_s: float
-    """Of it, until the fence was passed. Known of loads."""
+    """How long the device waited for the fence, where that is known: of loads."""
     end_s: float
     num_blocks: int
 
@@ -48,7 +48,7 @@ class TimedKV:
     def __init__(self, inner: DeviceKV, timeline: Timeline, speeds: Speeds, fences: Fences) -> None:
         self._inner, self._timeline, self._speeds, self._fences = inner, timeline, speeds, fences
         self.copies: list[Copy] = []
-        """Written by movers' threads, one at a time."""
+        """All copies until now. The movers' threads add to it, one at a time."""
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +84,7 @@ class TimedKV:
         return self._note(lambda: self._inner.scatter_all(sources, after=self._fence(after)), num_blocks)
 
     def gb_per_s(self) -> float:
-        """Of all copies until now, from the first one's end on: what it waited for is not their speed."""
+        """The speed of all copies until now, from the first one's end on, since the first one waits for the engine."""
         first, *others = self.copies
         seconds = max(copy.end_s for copy in others) - first.end_s
         return sum(copy.num_blocks for copy in others) * self.block_bytes / seconds / 1e9
@@ -107,7 +107,7 @@ class TimedKV:
 
 
 class LendingPool:
-    """Stands for a `Borrower` of a pool that has every block, each rank's in slabs of their own."""
+    """A stand-in for a `Borrower`, of a pool that has every block. Any thread."""
 
     def __init__(self, num_blocks: int, block_bytes: int, device: DeviceKV, timeline: Timeline, speeds: Speeds) -> None:
         per_slab = max(1, _SLAB_BYTES // block_bytes)
@@ -117,7 +117,7 @@ class LendingPool:
         self._per_slab, self._timeline, self._speeds = per_slab, timeline, speeds
 
     def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed:
-        """A block's place is in its key."""
+        """See `Borrower.borrow`. A block's place is in its key."""
         self._timeline.sleep(self._speeds.ipc_s + len(keys) * nbytes / self._speeds.verified_bytes_per_s)
         lent: dict[int, LentBlocks] = {}
         for index, key in enumerate(keys):

@@ -7,28 +7,28 @@ from kvtier_kernels_bench.simulation.device import Engine, Stream, Work
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one rank."""
+    """The speeds of one rank's GPU and host."""
 
     bus_bytes_per_s: float = 55e9
-    """Each way: PCIe 5.0 x16, measured by others."""
+    """PCIe 5.0 x16, each way, as others have measured it."""
     device_bytes_per_s: float = 1e12
-    """That a copy on the device moves beside an engine's kernels: half of what it does alone."""
+    """Payload of a copy on the device beside an engine's kernels, at half the speed that it has alone."""
     batch_s: float = 0.8e-3
-    """Of Python for each copy that a mover asks for, beside an engine's thread."""
+    """Python's time for each copy that a mover asks for, beside an engine's thread."""
     engine_s: float = 5e-3
-    """Of the engine's Python for a step, before it is launched."""
+    """Python's time for a step of the engine, before it is launched."""
     launch_s: float = 40e-6
-    """For a kernel, a copy or a call of the driver."""
+    """The host's time for a kernel, a copy or a call of the driver."""
     transfer_s: float = 0.5e-6
-    """For each transfer of a batch that the driver is given."""
+    """The host's time for each transfer of a batch that the driver is given."""
     verified_bytes_per_s: float = 20e9
-    """Of blocks that are lent: their tier checks them before."""
+    """The speed at which a tier checks blocks before it lends them."""
     ipc_s: float = 0.3e-3
-    """To ask the tier for a loan, and hear of it."""
+    """The time to ask a tier for a loan and hear of it."""
 
 
 class BusPace:
-    """As a device runs that has these speeds."""
+    """The `Pace` of a device with these speeds."""
 
     waits_to_be_wanted = False
 

@@ -36,24 +36,24 @@ from kvtier_kernels_bench.streams.reserved import ReservedArena, reserved_pages
 
 POOL = "pool"
 _AHEAD = 2
-"""Steps that are queued: the one that runs, and the next."""
+"""How many steps are queued: the one that runs, and the next."""
 _LOAD_THREADS = 4
 _STAGING_BYTES = 192 << 20
 _START_S = 50e-6
-"""Until a thread of a pool has begun what it is given."""
+"""The time until a thread has begun what it is given."""
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
-"""Most of a message between device and host memory, as `kvtier.build` has it."""
+"""The most that a message moves between device and host memory, as in `kvtier.build`."""
 _NAMESPACE = NamespaceId(bytes(16))
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What one rank has of a block of 16 tokens."""
+    """A block of 16 tokens in one rank of a model."""
 
     name: str
     num_layers: int
     page_bytes: int
-    """Of a layer."""
+    """The size of a layer's page."""
 
     @property
     def block_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Model:
 
 
 class Worker:
-    """Queues steps of equal length, each as soon as the oldest is over; in between, it hands over and hears."""
+    """Queues steps of equal length, each when the oldest is over, and hands over messages in between. One thread."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Worker:
         self._cuda, self._mover, self._fences = cuda, mover, fences
         self._step_s, self._engine_s = step_s, engine_s
         self._steps: deque[tuple[Fence | None, Any]] = deque()
-        """Start and end of those that are queued."""
+        """The start and the end of each step that is queued."""
         self.told_s = 0.0
-        """That loads took, as the planner was told."""
+        """The seconds that loads took, as the planner was told."""
 
     @property
     def now(self) -> float:
@@ -101,7 +101,7 @@ class Worker:
         return self._poll()
 
     def idle_until_over(self, job: int) -> None:
-        """Without steps."""
+        """Queues no step until the job is over."""
         self._mover.submit(self.directory.take_messages())
         while not any(result.job_id == job for result in self._poll()):
             self._cuda.timeline.sleep(1e-3)
@@ -118,7 +118,7 @@ class Worker:
 def worker(
     model: Model, *, num_blocks: int, num_slots: int, step_s: float, fences: Fences, speeds: Speeds | None = None
 ) -> Iterator[Worker]:
-    """For the thread that is the engine's. The pool lends every block that has a key by `key_of`."""
+    """A worker for the calling thread. Its pool lends every block with a key of `keys_of`."""
     speeds = speeds or Speeds()
     timeline = Timeline()
     cuda = SimulatedCuda(timeline, BusPace(speeds), launch_s=lambda: speeds.launch_s)
@@ -171,5 +171,5 @@ def worker(
 
 
 def keys_of(numbers: Sequence[int]) -> list[BlockKey]:
-    """16 bytes of tenant, 32 of hash: the place of a block in the pool."""
+    """Block keys, which say where the pool has the blocks."""
     return [BlockKey(number.to_bytes(48, "big")) for number in numbers]
