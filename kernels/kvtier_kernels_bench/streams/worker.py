@@ -43,6 +43,10 @@ _START_S = 50e-6
 """The time until a thread has begun what it is given."""
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """The most that a message moves between device and host memory, as in `kvtier.build`."""
+_LOAN_BYTES = 64 << 20
+"""The same for what a pool lends."""
+_FORMER_LOAN_BLOCKS = 32
+"""The same at the time when fences were made at a batch's turn."""
 _NAMESPACE = NamespaceId(bytes(16))
 
 
@@ -124,7 +128,10 @@ def worker(
     cuda = SimulatedCuda(timeline, BusPace(speeds), launch_s=lambda: speeds.launch_s)
     block_bytes = model.block_bytes
     settings = DirectorySettings(
-        copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS), borrows=True, load_deadline_s=1e6
+        copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
+        loan_blocks=_FORMER_LOAN_BLOCKS if fences is Fences.AT_ITS_TURN else _LOAN_BYTES // block_bytes,
+        borrows=True,
+        load_deadline_s=1e6,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(acting_movers(timeline, lambda: _START_S))
