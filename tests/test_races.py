@@ -49,6 +49,8 @@ def test_nothing_is_wrong(name: str, way: Way) -> None:
         (Fault.NO_FLUSH, Way, ["blocks reused while copies fly", "several KV groups", WHOLE]),
         (Fault.SHARED_STAGING, STAGED, ["loads and saves at a time"]),
         (Fault.STALE_STREAM, Way, ["several engine streams"]),
+        (Fault.LAYERS_NOT_AWAITED, [Way.DIRECT], ["layer by layer"]),
+        (Fault.FENCE_BEFORE_LAYERS, [Way.DIRECT], ["layer by layer"]),
         (Fault.OLD_GENERATION, Way, ["loans whose places change hands"]),
     ],
     ids=lambda value: value.name if isinstance(value, Fault) else "",

@@ -16,6 +16,7 @@ from kvtier.hierarchy.messages import (
     Copied,
     LoadBatch,
     Loaded,
+    Queued,
     SaveBatch,
     decode,
     encode,
@@ -40,7 +41,9 @@ class Engine:
         """The fence at the start of each of the last steps."""
         self._batches: dict[int, SaveBatch | LoadBatch] = {}
         """Batches that may be at their device slots, by id."""
-        self._answers: dict[int, Loaded | Cancelled | Copied] = {}
+        self._arriving: set[int] = set()
+        """Loads by layer whose copies are queued, and not known to be done, by id."""
+        self._answers: dict[int, Loaded | Cancelled | Copied | Queued] = {}
         """The answer that frees a batch's device slots, by id."""
         self._last_batch = 0
 
@@ -77,6 +80,12 @@ class Engine:
         self._steps.process()
         self.poll()
 
+    def step_without_fence(self, *work: Queues) -> None:
+        """Queues a step that takes no blocks and sends no messages, as our own engine does."""
+        self._steps.queue(*work)
+        self._steps.process()
+        self.poll()
+
     def process_steps(self) -> None:
         """Waits for all steps that are queued."""
         self._steps.process(at_most_ahead=0)
@@ -95,10 +104,10 @@ class Engine:
         keys = [key_of(slot) for slot in arena_slots]
         return SaveBatch(self._new_batch(), [], keys, list(arena_slots), list(device_slots))
 
-    def load(self, arena_slots: Sequence[int], device_slots: Sequence[int]) -> LoadBatch:
+    def load(self, arena_slots: Sequence[int], device_slots: Sequence[int], *, by_layer: bool = False) -> LoadBatch:
         """A message that loads blocks from host memory, for the step that takes them."""
         keys = [key_of(slot) for slot in arena_slots]
-        return LoadBatch(self._new_batch(), HOST, keys, list(arena_slots), list(device_slots))
+        return LoadBatch(self._new_batch(), HOST, keys, list(arena_slots), list(device_slots), by_layer)
 
     def borrow(self, source: str, keys: Sequence[bytes], device_slots: Sequence[int]) -> LoadBatch:
         """A message that loads blocks from memory that a tier lends, for the step that takes them."""
@@ -109,9 +118,12 @@ class Engine:
         self._mover.submit([encode(CancelBatch(batch.batch_id))])
 
     def result(self, batch: SaveBatch | LoadBatch) -> bytes | None:
-        """Waits for a batch's end. Gives 1 or 0 for each of its blocks, or None if it was cancelled."""
+        """Waits for a batch's end, or until its layers are all queued. Gives 1 or 0 for each of its blocks, or None if
+        it was cancelled."""
         self._until(lambda: batch.batch_id not in self._batches)
         answer = self._answers.pop(batch.batch_id)
+        if isinstance(answer, Queued):
+            return b"\1" * len(batch.keys)
         return None if isinstance(answer, Cancelled) else answer.ok
 
     def is_over(self, batch: SaveBatch | LoadBatch) -> bool:
@@ -119,16 +131,24 @@ class Engine:
         self.poll()
         return batch.batch_id not in self._batches
 
+    def until_arrived(self) -> None:
+        """Waits until all layers have come, and their arena slots are not read any more."""
+        self._until(lambda: not self._arriving)
+
     def settle(self) -> None:
         """Waits until no batch and no step is under way."""
-        self._until(lambda: not self._batches)
+        self._until(lambda: not self._batches and not self._arriving)
         self.process_steps()
 
     def poll(self) -> None:
         """Takes in the mover's answers."""
         for data in self._mover.poll():
             message = decode(data)
-            if isinstance(message, Loaded | Cancelled | Copied) and message.batch_id in self._batches:
+            if isinstance(message, Queued):
+                self._arriving.add(message.batch_id)
+            elif isinstance(message, Loaded):
+                self._arriving.discard(message.batch_id)
+            if isinstance(message, Loaded | Cancelled | Copied | Queued) and message.batch_id in self._batches:
                 del self._batches[message.batch_id]
                 self._answers[message.batch_id] = message
 

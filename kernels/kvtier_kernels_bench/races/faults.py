@@ -1,9 +1,10 @@
 """Races that are planted, to see that a suite finds them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from kvtier.layered_loads import LayeredLoads
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks, DeviceKV, Fence, MemoryUse
 from kvtier.transfer_cuda import CudaKV
@@ -21,6 +22,8 @@ class Fault(Enum):
     NO_FLUSH = "blocks are handed out while saves still read them"
     SHARED_STAGING = "a staging buffer is used again before its copy is over"
     STALE_STREAM = "the fence is taken on a stream that the engine has left"
+    LAYERS_NOT_AWAITED = "layers are computed with before they have come"
+    FENCE_BEFORE_LAYERS = "a fence is made before the layers that are still on their way"
     OLD_GENERATION = "blocks that were lent count though their place was given to others meanwhile"
 
 
@@ -97,6 +100,30 @@ class _NotAwaited:
 
     def elapsed_time(self, _end: Any) -> float:
         return 0.0
+
+
+class FaultyLoads:
+    """`LayeredLoads` that nobody may have to wait for."""
+
+    def __init__(self, inner: LayeredLoads, fault: Fault) -> None:
+        self._inner, self._fault = inner, fault
+        self.num_layers = inner.num_layers
+
+    def scatter(self, blocks: Blocks, *, after: Fence | None, on_queued: Callable[[], None]) -> None:
+        fenced = None if self._fault in (Fault.LOADS_UNFENCED, Fault.NO_FENCE) else after
+        self._inner.scatter(blocks, after=fenced, on_queued=on_queued)
+
+    def wait(self, layer: int) -> None:
+        if self._fault is not Fault.LAYERS_NOT_AWAITED:
+            self._inner.wait(layer)
+
+
+def layered_loads(kv: CudaKV, num_layers: int, fault: Fault) -> FaultyLoads | None:
+    """Loads by layer of the KV, if it has any. Before the first copy."""
+    loads = kv.by_layer(num_layers)
+    if fault is Fault.FENCE_BEFORE_LAYERS:
+        kv._layered = None
+    return None if loads is None else FaultyLoads(loads, fault)
 
 
 def share_staging(kv: CudaKV) -> None:

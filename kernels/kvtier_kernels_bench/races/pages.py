@@ -43,6 +43,11 @@ class Pages:
         self.wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
         """How many blocks held something else, by round. int64 on the device."""
 
+    @property
+    def part_words(self) -> int:
+        """Of 8 bytes, in a part of a block."""
+        return self._ramp.numel()
+
     def index(self, numbers: Sequence[int]) -> Tensor:
         """The numbers as int64 on the device. It waits for nothing."""
         return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -68,13 +73,16 @@ class Pages:
             for words in self._words[where.group]:
                 words[where.blocks] = 0
 
-    def check(self, places: Sequence[Places], contents: Tensor, round_number: int) -> None:
-        """Counts the blocks that hold anything else."""
+    def check(self, places: Sequence[Places], contents: Tensor, round_number: int, layer: slice = slice(None)) -> None:
+        """Counts the blocks that hold anything else.
+
+        :param layer: the words of each part that are looked at.
+        """
         for where in places:
             wrong = torch.zeros(where.blocks.numel(), dtype=torch.bool, device=self.device)
             for number, words in enumerate(self._words[where.group]):
                 expected = self._expected(contents[where.indexes], number)
-                wrong |= (words[where.blocks] != expected).any(dim=1)
+                wrong |= (words[where.blocks] != expected)[:, layer].any(dim=1)
             self.wrong[round_number] += wrong.sum()
 
     def payload(self, content: int) -> npt.NDArray[np.uint8]:

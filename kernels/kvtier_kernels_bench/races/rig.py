@@ -16,13 +16,15 @@ from kvtier.transfer import Arena
 from kvtier.transfer_cuda import CudaKV
 from kvtier_kernels_bench.races.chip import Chip
 from kvtier_kernels_bench.races.engine import Engine, key_of
-from kvtier_kernels_bench.races.faults import Fault, FaultyCuda, FaultyKV, share_staging
+from kvtier_kernels_bench.races.faults import Fault, FaultyCuda, FaultyKV, FaultyLoads, layered_loads, share_staging
 from kvtier_kernels_bench.races.lender import POOL, Lender
 from kvtier_kernels_bench.races.pages import Pages
 from kvtier_kernels_bench.races.work import Queues, Work
 
 _MOST_STEPS = 10_000
 _LOAD_THREADS = 2
+_NUM_LAYERS = 4
+"""How many a block of one part has."""
 _NUM_LANES = _LOAD_THREADS + OTHER_COPIES
 """Every thread of the mover that copies has one."""
 
@@ -61,9 +63,17 @@ class Rig:
     """All that a scenario works with. One thread."""
 
     def __init__(
-        self, chip: Chip, pages: Pages, engine: Engine, lender: Lender, size: Size, numbers: random.Random
+        self,
+        chip: Chip,
+        pages: Pages,
+        engine: Engine,
+        lender: Lender,
+        size: Size,
+        numbers: random.Random,
+        layered: FaultyLoads | None,
     ) -> None:
-        self.chip, self.pages, self.engine = chip, pages, engine
+        """:param layered: loads by layer, where blocks have one part and no staging."""
+        self.chip, self.pages, self.engine, self.layered = chip, pages, engine, layered
         self.work, self.numbers = Work(chip, pages), numbers
         self._lender, self._size = lender, size
         self.streams = [chip.cuda.Stream(chip.device) for _ in range(3)]
@@ -155,6 +165,7 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
         device = FaultyKV(kv, fault)
         device.attach(arena)
         lender = stack.enter_context(Lender.over(size.num_slots, size.block_bytes, device, fault))
+        layered = layered_loads(kv, _NUM_LAYERS, fault) if size.parts == (1,) else None
         namespace = NamespaceId(bytes(16))
         mover = Mover(
             namespace=namespace,
@@ -164,10 +175,11 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
             borrowers={POOL: cast(Borrower, lender)},
             inventory=InventoryLog([], namespace),
             num_load_threads=_LOAD_THREADS,
+            layered=layered,
         )
         stack.callback(mover.close)
         engine = Engine(chip, mover, fault)
-        yield Rig(chip, pages, engine, lender, size, numbers)
+        yield Rig(chip, pages, engine, lender, size, numbers, layered)
         engine.settle()
         chip.cuda.synchronize(chip.device)
 

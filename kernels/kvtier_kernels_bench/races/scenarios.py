@@ -53,6 +53,30 @@ def freed_late(rig: Rig, number: int) -> None:
     rig.give_back(blocks=blocks, slots=slots)
 
 
+def layer_by_layer(rig: Rig, number: int) -> None:
+    """Blocks are computed with while their layers come, and given to others before all have come."""
+    blocks, slots = rig.blocks(), rig.slots()
+    contents, former, later = (rig.work.contents(blocks) for _ in range(3))
+    rig.until_over(rig.save(blocks, slots, rig.work.write(blocks, contents)))
+    rig.engine.step(rig.work.write(blocks, former))
+    rig.engine.step(rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, former))
+    if rig.layered is None:
+        rig.restore_into(number, blocks, slots, contents)
+    else:
+        load = rig.engine.load(slots, blocks, by_layer=True)
+        rig.engine.step(takes=blocks, messages=[load])
+        rig.engine.result(load)  # and no step, whose fence would wait for the layers
+        layers, wait = rig.layered.num_layers, rig.layered.wait
+        if number % 2:  # the other rounds do without, as when the request was cancelled: only the fence is left
+            rig.engine.step_without_fence(*rig.work.check_layers(number, blocks, contents, layers, wait))
+    others = rig.slots()
+    rig.until_over(rig.save(blocks, others, rig.work.write(blocks, later)))
+    rig.engine.step(rig.work.hold_up(_LONG_S), rig.work.check(number, blocks, later))
+    rig.engine.until_arrived()
+    rig.restore(number, others, later)
+    rig.give_back(blocks=blocks, slots=[*slots, *others])
+
+
 def zeroing(rig: Rig, number: int) -> None:
     """Blocks are zeroed when they are handed out, long after the load into them was handed over."""
     blocks, slots = rig.blocks(), rig.slots()
@@ -192,16 +216,19 @@ def lent(rig: Rig, number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a round does, and to how many KV groups."""
+    """What a round does, and to which KV."""
 
     round: Round
     num_groups: int = 1
+    in_one_part: bool = False
+    """Whether a block is one range of bytes, with its layers one after the other, as in our own engine."""
 
 
 SCENARIOS: Mapping[str, Scenario] = {
     "delay before store": Scenario(delayed_store),
     "delay before load": Scenario(delayed_load),
     "load beside queued steps": Scenario(freed_late),
+    "layer by layer": Scenario(layer_by_layer, in_one_part=True),
     "zeroing against loads": Scenario(zeroing),
     "blocks reused while copies fly": Scenario(reuse),
     "preemption": Scenario(preemption),

@@ -59,7 +59,10 @@ def play(
                 count = rounds_of(played.play)
             return _outcome(count, played.pages, played.num_restored, chip.clock() - begin)
         scenario = SCENARIOS[name]
-        size = replace(size, parts=size.parts[: scenario.num_groups])
+        if scenario.in_one_part:
+            size = replace(size, parts=(1,), part_bytes=size.block_bytes)
+        else:
+            size = replace(size, parts=size.parts[: scenario.num_groups])
         with rig(chip, size, rounds=rounds, fault=fault, seed=seed) as rigged:
             count = rounds_of(lambda number: scenario.round(rigged, number))
         return _outcome(count, rigged.pages, rigged.num_restored, chip.clock() - begin)

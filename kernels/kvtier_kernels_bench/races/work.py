@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -76,6 +77,20 @@ class Work:
         """Work that compares blocks with these contents, in the round of that number."""
         where, what = self._pages.places(blocks), self._pages.index(contents)
         return lambda: self._chip.launch(lambda: self._pages.check(where, what, number))
+
+    def check_layers(
+        self, number: int, blocks: Sequence[int], contents: Sequence[int], num_layers: int, wait: Callable[[int], None]
+    ) -> list[Queues]:
+        """`check` layer by layer. Before each, the current stream is made to wait for it."""
+        where, what = self._pages.places(blocks), self._pages.index(contents)
+        size = self._pages.part_words // num_layers
+
+        def check(layer: int) -> None:
+            words = slice(layer * size, (layer + 1) * size)
+            wait(layer)
+            self._chip.launch(lambda: self._pages.check(where, what, number, words))
+
+        return [partial(check, layer) for layer in range(num_layers)]
 
     def replay(self, blocks: Sequence[int], contents: Sequence[int]) -> Queues:
         """Work like that of `write`, for the first KV group, by a graph that is captured once.
