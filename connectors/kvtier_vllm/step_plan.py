@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has planned for a step: how far requests are computed, which device blocks are written to."""
+"""What vLLM's scheduler has planned for a step: which tokens it computes, and which device blocks were handed out."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
