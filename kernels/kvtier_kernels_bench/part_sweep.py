@@ -7,8 +7,8 @@ import torch
 
 from kvtier.bench.report import Case
 from kvtier_kernels.launching import capability, num_multiprocessors
-from kvtier_kernels.tiles import Tile, prefill_candidates
-from kvtier_kernels_bench.candidates import decode_candidates, label
+from kvtier_kernels.tiles import Tile
+from kvtier_kernels_bench.candidates import decode_candidates, label, prefill_candidates
 from kvtier_kernels_bench.rows import row
 from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.shapes import Heads, heads_of, paged
