@@ -79,7 +79,7 @@ def shared_prefix_decode(
         return out
     num_kv_heads, chip = kv_layer.size(3), capability(query.device)
     group = num_heads // num_kv_heads
-    own_tile = decode_tile(head_dim, query.element_size(), group, chip)
+    own_tile = decode_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     if tile is None:
         tile = shared_prefix_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     for one in (tile, own_tile):

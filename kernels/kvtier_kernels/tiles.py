@@ -173,17 +173,22 @@ def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -
     return next(splits for splits, needed in enumerate(times, 1) if needed <= 1.1 * min(times))
 
 
-def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
-    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead."""
+def decode_tile(
+    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
+) -> Tile:
+    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead.
+
+    Arguments as for `prefill_tile`.
+    """
     rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(rows, columns)
-    # Wide heads in 4 warps do not spill where one-byte keys are converted, but on chips with tcgen05 they would.
-    few_warps = rows <= 32 and (columns <= 128 or Chips.of(capability) is not Chips.BLACKWELL)
-    num_warps = 4 if few_warps else 8
-    tile = Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
-    return _fitted(tile, columns, element_bytes, capability)
+    wide, converts = columns > 128, kv_bytes is not None and kv_bytes != element_bytes
+    blackwell = Chips.of(capability) is Chips.BLACKWELL
+    keys = 16 if wide and converts and blackwell else 32 if wide else 64
+    num_warps = 4 if rows <= 32 and (converts or not wide or not blackwell) else 8
+    return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
 def shared_prefix_tile(

@@ -67,6 +67,7 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
     name, wide = f"heads {HEADS[-1][0]}/{HEADS[-1][1]}x{HEADS[-1][2]} float8_e4m3fn soft cap", HEADS[-1]
     kv_dtype, scoring = torch.float8_e4m3fn, _SCORINGS[0][2]
     yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, wide, kv_dtype=kv_dtype, scoring=scoring))
+    yield Configuration(f"paged_decode {name}", True, partial(_decode, wide, kv_dtype=kv_dtype, scoring=scoring))
     yield Configuration("merge_two_states", True, _merge_two_states)
     yield Configuration("kv_write", True, _write)
     for name, launch in copy_launches():
