@@ -7,6 +7,8 @@ kernels that put them into their places, nothing else looks at.
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.errors import InvalidInputError
@@ -18,6 +20,9 @@ from kvtier_kernels.part_copy import Parts
 DEFAULT_EVERY = 64
 """Of as many blocks, one. Host memory is read at 3.6 GB/s for that, by the thread that loads: a load of 64 blocks of
 2 MiB takes 2.4 ms over a bus of 55 GB/s, and its one checksum 0.6."""
+
+
+Slots = Sequence[int] | npt.NDArray[np.int64]
 
 
 class DeviceCheck:
@@ -41,7 +46,7 @@ class DeviceCheck:
         self._num_loaded = 0  # guarded by _lock: blocks of all loads so far
         block_checksum(self._parts, torch.full((1,), -1, dtype=torch.int64, device=self._device))
 
-    def wrong(self, rows: Bytes2D, slots: Sequence[int], device_slots: Sequence[int]) -> list[int]:
+    def wrong(self, rows: Bytes2D, slots: Slots, device_slots: Slots) -> list[int]:
         """Which of the blocks looked at differ: places in `slots`, in order. Empty when all are alike.
 
         Call it with the stream current that the copy was launched on. Waits until that stream is done, without the GIL,

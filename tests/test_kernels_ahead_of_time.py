@@ -27,8 +27,10 @@ from kvtier_kernels import slot_write as slot_write_module  # noqa: E402
 from kvtier_kernels.attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.scoring import PLAIN, Scoring  # noqa: E402
 from kvtier_kernels.shared_prefixes import SharedPrefixes  # noqa: E402
-from kvtier_kernels.tiles import prefill_candidates, shared_limit_bytes  # noqa: E402
-from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, usage_of  # noqa: E402
+from kvtier_kernels.tiles import Tile, shared_limit_bytes  # noqa: E402
+from kvtier_kernels_bench.candidates import prefill_candidates  # noqa: E402
+from kvtier_kernels_bench.compiling import resources_of  # noqa: E402
+from launch_rig import SHARED_LIMIT_BYTES, Launch, compile_launch, recorded, triton_cache, usage_of  # noqa: E402
 
 CHIPS = [80, 90]
 CHIP_IDS = ["sm_80", "sm_90"]
@@ -37,9 +39,8 @@ NUM_SEQS = 5
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with triton_cache(tmp_path_factory):
         yield
 
 
@@ -216,14 +217,26 @@ def test_prefills_with_changed_scores_spill_nothing(
     compiled(record_quantised_prefill(head_dim, kv_dtype, chip, window=window, scoring=scoring), chip, tmp_path)
 
 
-def test_some_of_the_candidates_compile() -> None:
+def record_candidate(head_dim: int, tile: Tile) -> Launch:
+    with recorded(prefix_prefill_module, (9, 0)) as launches:
+        prefix_prefill_module.prefix_prefill(*attention_arguments(head_dim, torch.bfloat16, 300), scale=0.1, tile=tile)
+    (launch,) = launches
+    return launch
+
+
+def test_one_of_the_candidates_compiles() -> None:
     """All of them take seconds each; `benchmarks` times them on a GPU."""
-    candidates = prefill_candidates(128, 2, 4, (9, 0))
-    for tile in random.Random(0).sample(candidates[1:], 3):
-        with recorded(prefix_prefill_module, (9, 0)) as launches:
-            arguments = attention_arguments(128, torch.bfloat16, 300)
-            prefix_prefill_module.prefix_prefill(*arguments, scale=0.1, tile=tile)
-        assert compile_launch(launches[0], 90).metadata.shared <= tile.shared_bytes(128, 2)
+    tile = random.Random(0).choice(prefill_candidates(128, 2, 4, (9, 0))[5:])
+    assert compile_launch(record_candidate(128, tile), 90).metadata.shared <= tile.shared_bytes(128, 2)
+
+
+@pytest.mark.parametrize(("head_dim", "place"), [(128, 1), (128, 2), (128, 3), (64, 1), (256, 1)])
+def test_first_candidates_leave_room_for_another_program(head_dim: int, place: int) -> None:
+    """Without spilling, and with products on the matrix units that run on their own."""
+    tile = prefill_candidates(head_dim, 2, 4, (9, 0))[place]
+    of = resources_of(record_candidate(head_dim, tile), 90, "", default=False)
+    assert of.programs_per_multiprocessor >= 2, of
+    assert (of.spilled_bytes, of.products.split()[1]) == (0, "wgmma"), of
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=CHIP_IDS)

@@ -16,13 +16,13 @@ from kvtier_kernels.tiles import (
     merge_rows,
     next_power_of_two,
     padded_head_dim,
-    prefill_candidates,
     prefill_splits,
     prefill_tile,
     shared_limit_bytes,
     shared_prefix_tile,
     worth_sharing,
 )
+from kvtier_kernels_bench.candidates import prefill_candidates
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -185,6 +185,28 @@ def test_prefill_candidates_fit_and_begin_with_the_choice() -> None:
         assert len(set(candidates)) == len(candidates) >= (1 if capability == (12, 0) else 4)
         assert all(tile.shared_bytes(columns, 2) <= limit and tile.rows >= group for tile in candidates)
     assert prefill_candidates(128, 4, 1, (9, 0)) == (prefill_tile(128, 4, 1, (9, 0)),)
+
+
+def test_sweeps_of_prefill_try_two_programs_on_a_multiprocessor_first() -> None:
+    """227 KiB of shared memory, and 1 KiB more for the system, are for two; that registers are is for the compiler."""
+    for head_dim, how_many in ((64, 2), (128, 3), (256, 1)):
+        first = prefill_candidates(head_dim, 2, 4, (9, 0))[1 : 1 + how_many]
+        assert all(2 * (tile.shared_bytes(head_dim, 2) + 1024) <= 228 * 1024 for tile in first)
+    assert prefill_candidates(128, 2, 4, (9, 0))[1] == Tile(128, 32, 4, 3)
+    assert prefill_candidates(128, 2, 128, (9, 0))[3].rows == 128, "a row for each head"
+    assert Tile(128, 32, 4, 3) not in prefill_candidates(128, 2, 4, (8, 0))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (11, 0), (12, 0)])
+def test_what_takes_registers_takes_fewer_keys_or_as_many(capability: tuple[int, int]) -> None:
+    for head_dim in (16, 64, 80, 128, 192, 256):
+        plain = prefill_tile(head_dim, 2, 4, capability)
+        windowed, scored = (
+            prefill_tile(head_dim, 2, 4, capability, **{which: True}) for which in ("windowed", "scored")
+        )
+        converting = prefill_tile(head_dim, 2, 4, capability, kv_bytes=1)
+        assert converting.keys <= scored.keys == windowed.keys <= plain.keys
+        assert converting == prefill_tile(head_dim, 2, 4, capability, kv_bytes=1, windowed=True, scored=True)
 
 
 def test_prefills_have_keys_on_their_way_for_a_whole_iteration() -> None:

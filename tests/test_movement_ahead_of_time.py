@@ -20,7 +20,7 @@ from kvtier_kernels.block_copy import block_copy  # noqa: E402
 from kvtier_kernels.copy_tiles import copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.part_copy import Parts, part_copy  # noqa: E402
 from kvtier_kernels.records import LossyCodec, RecordLayout  # noqa: E402
-from launch_rig import compile_launch, recorded, usage_of  # noqa: E402
+from launch_rig import compile_launch, recorded, triton_cache, usage_of  # noqa: E402
 
 CHIPS = [80, 90, 100]
 CHIP_IDS = ["sm_80", "sm_90", "sm_100"]
@@ -28,9 +28,8 @@ WIDE_LOAD, WIDE_STORE = r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with triton_cache(tmp_path_factory):
         yield
 
 

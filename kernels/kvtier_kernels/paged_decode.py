@@ -148,7 +148,7 @@ def plan_decode(
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
     group, chip = num_heads // num_kv_heads, capability(query.device)
     if tile is None:
-        tile = decode_tile(head_dim, query.element_size(), group, chip)
+        tile = decode_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     check_tile(tile, query, kv_layer, chip)
     return DecodePlan(block_tables, seq_lens, scale, window, scoring, num_splits, run_keys, tile)
 

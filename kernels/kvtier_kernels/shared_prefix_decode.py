@@ -140,7 +140,7 @@ def plan_shared_decode(
     check_block_ids(kv_layer, block_tables, seq_lens, None, None)
     num_kv_heads, chip = kv_layer.size(3), capability(query.device)
     group = num_heads // num_kv_heads
-    own_tile = decode_tile(head_dim, query.element_size(), group, chip)
+    own_tile = decode_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     if tile is None:
         tile = shared_prefix_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     for one in (tile, own_tile):

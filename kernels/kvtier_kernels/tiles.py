@@ -5,8 +5,9 @@ of time by the tests, which hold that it fits into the chip's shared memory.
 """
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 256
@@ -22,8 +23,6 @@ _KEYS_PER_PART = 256
 """What writing and reading the result of a run costs, a row of float32: some 256 keys' products on an H100."""
 _KEYS_PER_MERGE = 1024
 """What launching one more kernel costs, likewise."""
-_ROW_NUMBERS_PER_WARP = 2 * 32 * 160
-"""Twice the registers of a warp that may hold sums, scores and the weights made of them, which are half as wide."""
 _SHARING_BYTES = 32 * 2**20
 _LAUNCHING_BYTES = 2**30
 _MERGE_ELEMENTS = 4096
@@ -73,6 +72,51 @@ def shared_limit_bytes(capability: tuple[int, int]) -> int:
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
 
 
+class Chips(Enum):
+    """Chips whose matrix units and shared memory are alike."""
+
+    HOPPER = "9.0: wgmma, 227 KiB"
+    BLACKWELL = "10.x and 11.x: tcgen05, whose sums are not in registers, 227 KiB"
+    AMPERE = "8.0 and 8.7: mma.sync, 163 KiB"
+    SMALL = "all others: mma.sync, 99 KiB"
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> "Chips":
+        if capability == (9, 0):
+            return cls.HOPPER
+        if capability[0] in (10, 11):
+            return cls.BLACKWELL
+        return cls.AMPERE if capability in ((8, 0), (8, 7)) else cls.SMALL
+
+
+class _Prefill(NamedTuple):
+    """Rows, keys and warps of `prefix_prefill`; three stages always."""
+
+    plain: tuple[int, int, int]
+    more: tuple[int, int, int]
+    """With a window or changed scores, which take registers."""
+    converting: tuple[int, int, int]
+    """With keys of fewer bytes than the queries have, whatever else there is."""
+
+
+_PREFILL_TILES = {
+    # chips, columns up to:             plain          more           converting
+    (Chips.HOPPER, 64): _Prefill((128, 64, 8), (128, 64, 8), (128, 64, 8)),
+    (Chips.HOPPER, 128): _Prefill((128, 128, 8), (128, 64, 8), (128, 64, 8)),
+    (Chips.HOPPER, 256): _Prefill((128, 32, 8), (128, 32, 8), (64, 16, 4)),
+    (Chips.BLACKWELL, 64): _Prefill((128, 128, 8), (128, 64, 8), (128, 32, 8)),
+    (Chips.BLACKWELL, 128): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
+    (Chips.BLACKWELL, 256): _Prefill((64, 32, 8), (64, 32, 8), (64, 16, 8)),
+    (Chips.AMPERE, 64): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
+    (Chips.AMPERE, 128): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
+    (Chips.AMPERE, 256): _Prefill((64, 32, 8), (64, 32, 8), (64, 32, 8)),
+    (Chips.SMALL, 64): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
+    (Chips.SMALL, 128): _Prefill((128, 32, 8), (128, 32, 8), (128, 32, 8)),
+    (Chips.SMALL, 256): _Prefill((64, 16, 8), (64, 16, 8), (64, 16, 8)),
+}
+"""Keys are as many as leave registers unspilled under every supported Triton: `docs/kernel-resources.md`."""
+
+
 def prefill_tile(
     head_dim: int,
     element_bytes: int,
@@ -86,15 +130,14 @@ def prefill_tile(
     """For `prefix_prefill`.
 
     128 rows, where they fit, read each key once for as many products as its way from the L2 cache takes time. Three
-    stages are the least that has keys on their way during a whole iteration. Keys per iteration are as many as leave
-    registers unspilled.
+    stages are the least that has keys on their way during a whole iteration.
 
     :param element_bytes: of the queries.
     :param group: query heads per KV head; a tile has a row for each of them.
-    :param capability: of the chip, e.g. (9, 0). Those of 8.6, 8.9 and 12 have half the shared memory.
-    :param kv_bytes: of a stored key's element, `element_bytes` when None. Converting fewer bytes takes registers.
-    :param windowed: there is a sliding window, whose loop takes registers as well.
-    :param scored: scores are capped, or fall with distance, which does, too.
+    :param capability: of the chip, e.g. (9, 0).
+    :param kv_bytes: of a stored key's element, `element_bytes` when None.
+    :param windowed: there is a sliding window.
+    :param scored: scores are capped, or fall with distance.
     """
     least_rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
@@ -102,47 +145,12 @@ def prefill_tile(
         return _float32_tile(least_rows, columns)
     if element_bytes == 4:
         return _fitted(Tile(max(32, least_rows), 32, num_warps=8, num_stages=1), columns, element_bytes, capability)
-    converts = kv_bytes is not None and kv_bytes != element_bytes
-    hopper = capability == (9, 0)
-    asynchronous = hopper or capability[0] in (10, 11)
-    roomy = shared_limit_bytes(capability) > 99 * 1024
-    rows, num_warps = 128, 8
-    if columns <= 64 and asynchronous and not hopper:
-        keys = 32 if converts or scored else 64 if windowed else 128
-    elif columns <= 64:
-        keys = 64 if hopper or not converts else 32
-    elif columns <= 128 and hopper:
-        keys = 64 if converts or windowed or scored else 128
-    elif columns <= 128:
-        scarce = converts or (not asynchronous and (windowed or head_dim != columns))
-        keys = 64 if roomy and not scarce else 32
-    elif asynchronous and converts:
-        rows, keys, num_warps = 64, 16, 4 if hopper else 8
+    tiles = _PREFILL_TILES[Chips.of(capability), max(64, columns)]
+    if kv_bytes is not None and kv_bytes != element_bytes:
+        rows, keys, num_warps = tiles.converting
     else:
-        rows = 128 if hopper else 64
-        keys = 32 if roomy else 16
+        rows, keys, num_warps = tiles.more if windowed or scored else tiles.plain
     return _fitted(Tile(max(rows, least_rows), keys, num_warps, num_stages=3), columns, element_bytes, capability)
-
-
-def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Tiles for `prefix_prefill` that are worth timing on a chip of this capability, what `prefill_tile` takes first.
-
-    Those that fit into shared memory, and whose sums and scores fit into the registers of their threads.
-    """
-    chosen = prefill_tile(head_dim, element_bytes, group, capability)
-    if element_bytes == 4:
-        return (chosen,)
-    columns, least_rows = padded_head_dim(head_dim), max(MIN_DOT, next_power_of_two(group))
-    limit = shared_limit_bytes(capability)
-    # A warp has 16 rows, or half of their columns where those are many.
-    shapes = ((64, 4), (128, 8), (64, 8)) if columns > 128 else ((64, 4), (128, 8))
-    tiles = (
-        Tile(rows, keys, num_warps, num_stages)
-        for (rows, num_warps), keys, num_stages in itertools.product(shapes, (32, 64, 128), (2, 3, 4))
-        if rows >= least_rows and rows * (2 * columns + 3 * keys) <= _ROW_NUMBERS_PER_WARP * num_warps
-    )
-    others = (tile for tile in tiles if tile != chosen and tile.shared_bytes(columns, element_bytes) <= limit)
-    return (chosen, *others)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,15 +174,22 @@ def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -
     return next(splits for splits, needed in enumerate(times, 1) if needed <= 1.1 * min(times))
 
 
-def decode_tile(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> Tile:
-    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead."""
+def decode_tile(
+    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
+) -> Tile:
+    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead.
+
+    Arguments as for `prefill_tile`.
+    """
     rows = max(MIN_DOT, next_power_of_two(group))
     columns = padded_head_dim(head_dim)
     if element_bytes == 4:
         return _float32_tile(rows, columns)
-    num_warps = 4 if columns <= 128 and rows <= 32 else 8
-    tile = Tile(rows=rows, keys=64 if columns <= 128 else 32, num_warps=num_warps, num_stages=3)
-    return _fitted(tile, columns, element_bytes, capability)
+    wide, converts = columns > 128, kv_bytes is not None and kv_bytes != element_bytes
+    blackwell = Chips.of(capability) is Chips.BLACKWELL
+    keys = 16 if wide and converts and blackwell else 32 if wide else 64
+    num_warps = 4 if rows <= 32 and (converts or not wide or not blackwell) else 8
+    return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 
 
 def shared_prefix_tile(
@@ -191,13 +206,14 @@ def shared_prefix_tile(
     if element_bytes == 4:
         return _float32_tile(next_power_of_two(group), columns)
     converts = kv_bytes is not None and kv_bytes != element_bytes
-    asynchronous = capability == (9, 0) or capability[0] in (10, 11)
+    chips = Chips.of(capability)
+    asynchronous = chips in (Chips.HOPPER, Chips.BLACKWELL)
     if columns <= 128:
         keys = 64 if (asynchronous or columns <= 64) and not converts else 32
     else:
         keys = 16 if converts else 32
     num_warps = 4 if columns <= 128 and rows <= 64 else 8
-    if columns <= 64 and capability[0] in (10, 11) and not converts:
+    if columns <= 64 and chips is Chips.BLACKWELL and not converts:
         num_warps = 8
     return _fitted(Tile(rows, keys, num_warps, num_stages=3), columns, element_bytes, capability)
 

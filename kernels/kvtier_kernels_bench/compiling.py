@@ -24,10 +24,13 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 import kvtier_kernels as package
 from kvtier_kernels.tiles import Tile
+from kvtier_kernels_bench.candidates import label
+from kvtier_kernels_bench.occupancy import programs_per_multiprocessor
 
 _PREFIX = f"{package.__name__}."
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one block may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+_PRODUCTS = {"mma": r"\bmma\.sync", "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma\."}
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 
@@ -142,3 +145,69 @@ def usage_of(compiled: CompiledKernel, folder: Path | None = None) -> Usage:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", answer)}
     return Usage(numbers["REG"], numbers["STACK"], numbers["LOCAL"])
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one kernel takes."""
+
+    kernel: str
+    configuration: str
+    tile: str
+    """Of an attention kernel, as `candidates.label` has it; else empty."""
+    default: bool
+    chip: int
+    """Compute capability, e.g. 90."""
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread."""
+    shared_bytes: int
+    """Of a program."""
+    shared_limit_bytes: int
+    products: str
+    """Instructions of the tensor cores in the kernel, e.g. `32 wgmma`; empty where there are none."""
+    num_warps: int
+    programs_per_multiprocessor: int
+    """At a time."""
+
+    @property
+    def is_too_much(self) -> bool:
+        """Of registers, or of shared memory."""
+        return self.spilled_bytes > 0 or self.shared_bytes > self.shared_limit_bytes
+
+
+def resources_of(launch: Launch, chip: int, configuration: str, *, default: bool) -> Resources:
+    """Compiles it for this chip.
+
+    :param configuration: what to call the launch. `default`: its launcher chose the tile.
+    """
+    kernel = compile_launch(launch, chip)
+    usage, metadata = usage_of(kernel), kernel.metadata
+    programs = programs_per_multiprocessor(
+        chip,
+        registers=usage.registers,
+        num_warps=metadata.num_warps,
+        shared_bytes=metadata.shared,
+        tensor_columns=getattr(metadata, "tmem_size", 0) or 0,
+    )
+    return Resources(
+        kernel=launch.name,
+        configuration=configuration,
+        tile=label(launch.tile) if {"ROWS", "KEYS"} <= launch.arguments.keys() else "",
+        default=default,
+        chip=chip,
+        registers=usage.registers,
+        spilled_bytes=usage.spilled_bytes,
+        shared_bytes=metadata.shared,
+        shared_limit_bytes=SHARED_LIMIT_BYTES[chip],
+        products=_products(kernel.asm["ptx"]),
+        num_warps=metadata.num_warps,
+        programs_per_multiprocessor=programs,
+    )
+
+
+def _products(ptx: str) -> str:
+    """Each of these is one instruction of the machine code as well."""
+    counts = {name: len(re.findall(pattern, ptx)) for name, pattern in _PRODUCTS.items()}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

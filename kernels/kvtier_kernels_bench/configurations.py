@@ -15,8 +15,8 @@ from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.shared_prefix_decode import shared_prefix_decode
 from kvtier_kernels.shared_prefixes import SharedPrefixes
 from kvtier_kernels.slot_write import write_slots
-from kvtier_kernels.tiles import Tile, prefill_candidates
-from kvtier_kernels_bench.candidates import decode_candidates
+from kvtier_kernels.tiles import Tile
+from kvtier_kernels_bench.candidates import decode_candidates, prefill_candidates
 from kvtier_kernels_bench.compiling import Launch, kernel_modules, recorded
 from kvtier_kernels_bench.copy_launches import copy_launches
 from kvtier_kernels_bench.shapes import Batch
@@ -63,6 +63,11 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
         name = f"heads {heads[0]}/{heads[1]}x{heads[2]} {name}"
         yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, heads, scoring=scoring))
         yield Configuration(f"paged_decode {name}", True, partial(_decode, heads, scoring=scoring))
+    # What takes most registers: wide heads that are converted, with changed scores.
+    name, wide = f"heads {HEADS[-1][0]}/{HEADS[-1][1]}x{HEADS[-1][2]} float8_e4m3fn soft cap", HEADS[-1]
+    kv_dtype, scoring = torch.float8_e4m3fn, _SCORINGS[0][2]
+    yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, wide, kv_dtype=kv_dtype, scoring=scoring))
+    yield Configuration(f"paged_decode {name}", True, partial(_decode, wide, kv_dtype=kv_dtype, scoring=scoring))
     yield Configuration("merge_two_states", True, _merge_two_states)
     yield Configuration("kv_write", True, _write)
     for name, launch in copy_launches():

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvtier.bench.report import Case
 from kvtier_kernels.copy_tiles import host_copy_programs
 from kvtier_kernels.launching import capability, num_multiprocessors
-from kvtier_kernels.tiles import Tile, prefill_candidates
+from kvtier_kernels.tiles import Tile
 from kvtier_kernels_bench.attending import decoding, prefilling
-from kvtier_kernels_bench.candidates import decode_candidates, label
+from kvtier_kernels_bench.candidates import decode_candidates, label, prefill_candidates
 from kvtier_kernels_bench.comparing import WrongResultError, require_close, require_equal
 from kvtier_kernels_bench.part_copies import block_copy_of
 from kvtier_kernels_bench.rows import failure, row

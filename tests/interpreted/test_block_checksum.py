@@ -119,7 +119,7 @@ def test_blocks_are_compared_with_the_rows_that_they_came_from() -> None:
     host[slots, :60] = kv.flatten(1).numpy()[device_slots]
     check = DeviceCheck([Parts.of(kv.unbind(1))], every=1)
     assert check.wrong(host, slots, device_slots) == []
-    assert check.wrong(host, slots, [1, 0, 2]) == [1, 2]
+    assert check.wrong(host, np.array(slots), np.array([1, 0, 2])) == [1, 2]
     assert check.wrong(host, [], []) == []
 
 
