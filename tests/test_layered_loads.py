@@ -13,6 +13,7 @@ from cuda_rig import Driver, Notes
 from engine_rig import CONFIG, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from hierarchy_rig import Rig, chain, until
 from kvtier.errors import InvalidInputError
+from kvtier.hierarchy import OTHER_COPIES
 from kvtier.hierarchy.messages import LoadBatch, encode
 from kvtier.layered_loads import LayeredLoads
 from kvtier.transfer import Arena, Blocks, Fence
@@ -20,6 +21,8 @@ from kvtier.transfer_cuda import CudaKV
 from kvtier_engine.paged_kv import PagedKV
 
 LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 32 << 10, 6
+NUM_HOST_LOADS = OTHER_COPIES - 1
+"""Loads from host memory at a time: the other copy beside those of tiers is a save."""
 CPU = torch.device("cpu")
 
 make_rig = pytest.fixture(rigs)
@@ -130,12 +133,13 @@ class StandIn:
     """`CopiesByLayer` of a device that copies when it is told to."""
 
     def __init__(self) -> None:
-        self.begun, self.may_queue, self.may_end = threading.Event(), threading.Event(), threading.Event()
+        self.may_queue, self.may_end = threading.Event(), threading.Event()
         self.may_queue.set()
+        self.num_begun = 0
         self.blocks: list[Blocks] = []
 
     def scatter(self, blocks: Blocks, *, after: Fence | None, on_queued: Callable[[], None]) -> None:
-        self.begun.set()
+        self.num_begun += 1
         assert self.may_queue.wait(PATIENCE_S)
         self.blocks.append(blocks)
         on_queued()
@@ -171,17 +175,20 @@ def test_a_load_by_layer_may_be_cancelled_until_its_copies_begin() -> None:
     layered = StandIn()
     layered.may_queue.clear()
     rig, blocks = saved(2, layered=layered)
-    first = rig.hierarchy.start_load(blocks, by_layer=True)
-    assert layered.begun.wait(PATIENCE_S)
-    second = rig.hierarchy.start_load([(key, slot + 4) for key, slot in blocks], by_layer=True)
-    for job in (first, second):
+    *first, last = [
+        rig.hierarchy.start_load([(key, slot + 2 * load) for key, slot in blocks], by_layer=True)
+        for load in range(NUM_HOST_LOADS + 1)
+    ]
+    until(lambda: layered.num_begun == NUM_HOST_LOADS or None)
+    for job in (*first, last):
         rig.hierarchy.cancel(job)
-    assert rig.result(second).failed == {0, 1}, "it waits behind the first one"
+    assert rig.result(last).failed == {0, 1}, "it waits behind the others"
     layered.may_queue.set()
-    assert rig.result(first).failed == frozenset(), "its device slots were being written to"
+    results = [rig.result(job) for job in first]
+    assert all(result.failed == frozenset() for result in results), "their device slots were being written to"
     layered.may_end.set()
     rig.settle()
-    assert len(layered.blocks) == 1
+    assert len(layered.blocks) == NUM_HOST_LOADS
     rig.close()
 
 
