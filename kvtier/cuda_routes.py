@@ -80,7 +80,7 @@ class Direct:
 
 
 class Staged:
-    """By way of the lane's staging buffer: a kernel between there and the blocks, large transfers over the bus.
+    """Copies by way of the lane's staging buffer: a kernel between there and the blocks, large transfers over the bus.
 
     Runs of adjacent slots are a transfer each. Where these are short, a second kernel reaches host memory over the bus
     instead.
@@ -92,7 +92,7 @@ class Staged:
 
     @property
     def least_bytes(self) -> int:
-        """Of runs, on average, that are not left to a kernel."""
+        """The least average size of runs that are not left to a kernel."""
         return LEAST_DMA_BYTES if self._dma is None else LEAST_PART_BYTES
 
     def gather(self, lane: Lane, batch: SlotBatch, host: HostMemory) -> None:
@@ -124,7 +124,7 @@ class Staged:
             block_copy(lane.staging, no_block, host.rows, no_block)
 
     def _stage(self, piece: SlotBatch, lane: Lane, *, gather: bool) -> None:
-        """Between these blocks and the first rows of the lane's staging buffer."""
+        """Copies between these blocks and the first rows of the lane's staging buffer."""
         rows = np.argsort(piece.groups, kind="stable")
         on_device = lane.to_device(np.stack([piece.blocks[rows], rows]))
         ends = np.searchsorted(piece.groups[rows], np.arange(len(self._groups) + 1))

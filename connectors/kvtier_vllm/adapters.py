@@ -45,15 +45,15 @@ class Adapters:
         """
         self._digests, self._use = digests, use.encode()
         self._known: dict[int, _Adapter] = {}
-        """By vLLM's id, under which it keeps what it has loaded."""
+        """The adapters that requests have used, by the id under which vLLM keeps what it has loaded."""
         self._loaded: dict[int, AdapterFiles] = {}
-        """By vLLM's id, what a worker said last that it has loaded."""
+        """The files that a worker said last that it has loaded, by vLLM's id of the adapter."""
         self._unsent: dict[int, AdapterFiles] = {}
-        """Those in use that the workers were not told of."""
+        """The adapters in use that the workers were not told of, by vLLM's id."""
         self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
 
     def digest(self, request: LoRARequest) -> bytes | None:
-        """Of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
+        """The digest of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
 
         That is so for adapters that are not a local folder of safetensors files, for those whose files are others than
         vLLM has loaded, and for those whose files have changed since they were first used: which of both vLLM computes
@@ -99,7 +99,7 @@ class Adapters:
 
 
 def files_of(folder: Path) -> AdapterFiles:
-    """As they are now. Empty: not an adapter that can be told by its content."""
+    """The adapter's files as they are now. Empty: not an adapter that can be told by its content."""
     try:
         paths = sorted(folder.glob("*.safetensors"))
         stats = [(path, path.stat()) for path in [folder / _CONFIG, *paths]] if paths else []

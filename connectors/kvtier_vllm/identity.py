@@ -124,7 +124,7 @@ def model_digest(config: VllmConfig, digests: Path) -> bytes:
 
 
 def weight_files(model: str) -> list[Path]:
-    """Those with the weights of the model in this folder. `ConfigError`: there are none."""
+    """The files in this folder that hold the model's weights. `ConfigError`: there are none."""
     folder = Path(model)
     files = sorted(folder.glob("*.safetensors"))
     if not files:

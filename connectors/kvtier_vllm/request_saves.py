@@ -95,7 +95,7 @@ class RequestSaves:
         self.unsaved.clear()
 
     def _keep(self, blocks: Iterable[Block]) -> None:
-        """Those of these blocks that are seen, or may soon be, are saved by some later step."""
+        """Some later step saves these blocks, except any that are not seen and will not soon be."""
         for key, slot in blocks:
             if self._is_seen(slot) or self._is_awaited(slot):
                 self.unsaved[slot] = key

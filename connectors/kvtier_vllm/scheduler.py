@@ -108,7 +108,7 @@ class SchedulerSide:
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
         self._num_local: dict[str, int] = {}
-        """By request: tokens whose KV vLLM has found on the device, as of its latest `match` before a step."""
+        """The tokens of each request whose KV vLLM has found on the device, as of its latest `match` before a step."""
         self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:

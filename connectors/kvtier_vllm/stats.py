@@ -111,7 +111,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             multiprocess_mode="mostrecent",
         )
         self._taken_bytes: Counter[tuple[int, str]] = Counter()
-        """By engine and kind. Kept here: a gauge on Ray can be set only."""
+        """The bytes taken, by engine and kind. They are kept here since a gauge on Ray can only be set."""
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""

@@ -50,22 +50,22 @@ class WorkerSide:
         self._mover: Mover | None = None
         self._memory_use: Callable[[], RankMemory] | None = None
         self._told_bytes: dict[str, int] = {}
-        """By kind of memory: what the last statistics have told of."""
+        """The bytes of each kind of memory that the last statistics have told of."""
         self._tell_at_s = 0.0
         self._weights: Weights | None = None
         """None until `register`, and so are adapters."""
         self._adapters: LoadedAdapters | None = None
         self._told_generation = 0
-        """Of the weights, that the scheduler knows."""
+        """The generation of the weights that the scheduler knows."""
         self._identity: WorkerIdentity | None = None
         self._rank = 0
         self._outbox: list[bytes] = []
-        """Of the mover, for the scheduler."""
+        """Messages of the mover for the scheduler."""
         self._starts = StepStarts()
         self._step = 0
         """Number of the present step, until the scheduler is told of it."""
         self._loading: dict[int, int] = {}
-        """By id, load batches without an answer: the generation of the weights that they are of."""
+        """The generation of the weights that each load batch without an answer is of, by id of the batch."""
         self._results = KVConnectorTransferResults()
         self._invalid: set[int] = set()
 
@@ -193,7 +193,7 @@ class WorkerSide:
         self._stack.close()
 
     def _namespace(self, groups: Sequence[Mapping[str, Tensor]]) -> NamespaceId:
-        """Of the weights that the model's folder has at this moment."""
+        """The namespace of the weights that the model's folder has at this moment."""
         return namespace_of(
             self._vllm_config,
             groups,

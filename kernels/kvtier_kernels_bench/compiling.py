@@ -154,26 +154,26 @@ class Resources:
     kernel: str
     configuration: str
     tile: str
-    """Of an attention kernel, as `candidates.label` has it; else empty."""
+    """The tile of an attention kernel, as `candidates.label` writes it; empty for other kernels."""
     default: bool
     chip: int
     """Compute capability, e.g. 90."""
     registers: int
-    """Of a thread."""
+    """The number of registers that a thread takes."""
     spilled_bytes: int
-    """Of a thread."""
+    """The number of bytes that a thread spills."""
     shared_bytes: int
-    """Of a program."""
+    """The shared memory that a program takes."""
     shared_limit_bytes: int
     products: str
     """Instructions of the tensor cores in the kernel, e.g. `32 wgmma`; empty where there are none."""
     num_warps: int
     programs_per_multiprocessor: int
-    """At a time."""
+    """The number of programs that run at a time on a multiprocessor."""
 
     @property
     def is_too_much(self) -> bool:
-        """Of registers, or of shared memory."""
+        """Whether the kernel takes too many registers or too much shared memory."""
         return self.spilled_bytes > 0 or self.shared_bytes > self.shared_limit_bytes
 
 

@@ -15,7 +15,7 @@ from kvtier_kernels_bench.shapes import heads_of, paged
 _QUEUED = 2
 """The step that runs, and the next one: what an engine has queued that schedules without waiting for results."""
 _BUSY = 0.5
-"""Of a step, that the engine's thread spends in Python. The rest it waits, without the GIL."""
+"""The share of a step that the engine's thread spends in Python. It waits for the rest of the step, without the GIL."""
 _CALIBRATED = 8
 """Layers that are timed to know how many a step takes."""
 

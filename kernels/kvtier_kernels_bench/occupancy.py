@@ -27,7 +27,7 @@ MULTIPROCESSORS = {
     100: Multiprocessor(228 * 1024, 64, 32),
     120: Multiprocessor(100 * 1024, 48, 24),
 }
-"""By compute capability."""
+"""The resources of a multiprocessor, by compute capability."""
 
 
 def programs_per_multiprocessor(

@@ -20,15 +20,15 @@ _MARGIN_S = 2.0
 _SHARES = 8
 """Processes that check kernels. These take a second each to compile, 165 of them in all."""
 _SHARE_THREADS = 2
-"""Of torch, in each of them: references are computed on the CPU, and all cores for each would only wait for another."""
+"""The threads of torch in each process: references are computed on the CPU, and more threads would only wait."""
 _LONGEST_CHECK_S = 20.0
-"""Of one check: compiling it, and what a tool makes of it."""
+"""The longest time that one check takes, with compiling it and with what a tool makes of it."""
 _SMOKE_KEYS, _ALL_KEYS = 1000, 3000
-"""Of the longest sequence."""
+"""The number of keys of the longest sequence."""
 _TINY_CHECKS = ["--most", "7", "--longest", "20"]
 """As much as the interpreter does in three seconds."""
 _TAIL_CHARACTERS = 2000
-"""Of what a check has said that failed otherwise than by a result."""
+"""The most that is shown of the output of a check that failed otherwise than by a result."""
 _SANITIZER = "compute-sanitizer"
 _CUDA_HOMES = (Path("/usr/local"), Path("/opt"))
 _TESTS = Path(__file__).parents[2] / "tests"

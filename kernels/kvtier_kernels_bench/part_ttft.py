@@ -89,7 +89,7 @@ class _WatchedModel(LlamaModel):
     table: Sequence[int] = ()
 
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV, *arguments: Any, **options: Any) -> Tensor:
-        """See `LlamaModel`."""
+        """Computes as `LlamaModel.forward` does, and remembers the last chunk's blocks."""
         self.table = list(chunks[-1].block_table)
         return super().forward(chunks, kv, *arguments, **options)
 
@@ -103,7 +103,7 @@ class _Documents:
         self.cached, self.new = setting.size(16_384, 1024), setting.size(64, 8)
         self.cached_bytes = self.cached * bytes_per_block(config, 1, setting.dtype)
         self.lent: list[float] = []
-        """Of each load from the pool, the share that was copied from where it lies in the pool's memory."""
+        """The share of each load from the pool that was copied from where it lies in the pool's memory."""
         self._setting, self._model, self._kv, self._first_token = setting, model, kv, first_token
         self._clock, self._copy = DeviceClock(setting), _plain_copy(setting, self.cached_bytes)
         length = self.cached + self.new
@@ -144,7 +144,7 @@ class _Documents:
         return {**taken, "one pinned copy": self._clock.wall_s(self._copy)}
 
     def _ask(self, document: Prompts, tier: str | None) -> float:
-        """Of a follow-up, whose document must be in this tier; of a new document if None.
+        """The time to first token of a follow-up, whose document must be in this tier; of a new document if None.
 
         :raises WrongResultError: what was loaded is not what was computed.
         """
@@ -159,7 +159,7 @@ class _Documents:
         return seconds
 
     def _sums(self) -> Tensor:
-        """Of the bytes of each block that the last prompt had, in its order: others have other sums."""
+        """A sum of the bytes of each block of the last prompt, in its order: other bytes have other sums."""
         words = self._kv.byte_rows().view(torch.int64)
         factors = torch.arange(words.size(1), device=words.device) * 2 + 1  # odd: a number elsewhere counts otherwise
         num_full = (self.cached + self.new) // _TOKENS_PER_BLOCK

@@ -51,7 +51,7 @@ def _on_devices(method: str, alter: Callable[[Any], Any]) -> None:
 
 
 def _altered_byte(gather: Any) -> Any:
-    """Of the first block that was copied to host memory."""
+    """The first block that was copied to host memory has one byte altered."""
 
     def wrong(self: Any, device_slots: Any, arena: Any, arena_slots: Any, **options: Any) -> Any:
         result = gather(self, device_slots, arena, arena_slots, **options)

@@ -59,6 +59,6 @@ def with_section(page: str, triton_version: str, found: Sequence[Resources]) -> 
 
 
 def _sections(page: str) -> dict[str, str]:
-    """By Triton's version."""
+    """The sections of the page, by Triton's version."""
     texts = re.split(r"^(?=## triton )", page, flags=re.MULTILINE)[1:]
     return {text.split()[2]: text for text in texts}

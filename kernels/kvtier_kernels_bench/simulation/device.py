@@ -63,7 +63,7 @@ class Stream:
     device: "Device"
     name: str
     held: "deque[Work | Marker | _Wait]" = field(default_factory=deque)
-    """All that is queued, in order. Guarded by the timeline's lock."""
+    """Everything that is queued, in order. Guarded by the timeline's lock."""
     ready: int | None = None
     """The turn of the work that is first now, among all first works of streams; None while there is none to begin.
     Guarded by the timeline's lock."""

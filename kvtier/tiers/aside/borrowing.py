@@ -122,7 +122,7 @@ class Borrower:
 
     @property
     def mapped_bytes(self) -> int:
-        """Of slots in slabs that are mapped at the moment."""
+        """The number of bytes of the slots in slabs that are mapped at the moment."""
         with self._lock:
             return self._mapped_bytes()
 
