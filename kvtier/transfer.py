@@ -26,7 +26,7 @@ Bytes2D = npt.NDArray[np.uint8]
 Bytes3D = npt.NDArray[np.uint8]
 _Places = slice | npt.NDArray[np.int64]
 _FEW_PIECES, _MOST_PIECES = 2, 8
-"""Of a batch. Every copy gives up the GIL, and has to wait for it afterwards: 5 ms, where the engine is busy."""
+"""Pieces of a batch. Every copy gives up the GIL and must wait for it afterwards: 5 ms, where the engine is busy."""
 _LARGE_BYTES = 128 << 10
 """From here on it is worth while to have the kernel pin what it copies: numpy holds the GIL for longer."""
 
@@ -83,7 +83,7 @@ class Arena:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, slot after slot; writable."""
+        """The whole memory, slot after slot; writable."""
         return self.rows.reshape(-1).data
 
     @property
@@ -225,7 +225,7 @@ class HostMemoryKV:
                 f"KV in {len(parts)} parts of {[len(p) for p in parts]} blocks: need the same of each"
             )
         self._parts: list[Bytes2D] = list(parts)
-        """All of them: the views below hold on to some only."""
+        """The parts, all of them: the views below hold on to some only."""
         self._layers = list(_alike(self._parts))
         self._copies_ranges = True
         """Whether the system copies many ranges at once, as far as is known."""

@@ -30,7 +30,7 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     namespace: bytes
     block_bytes: int
     messages: list[bytes]
-    """Of its mover, for the directory: what the tiers hold that are its own."""
+    """The messages of its mover for the directory: what the tiers hold that are its own."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every worker, with each step."""
 
     messages: list[bytes] = field(default_factory=list)
-    """Of the directory, to be submitted to the mover when the step's forward pass has been launched."""
+    """Messages of the directory that the mover is to get when the step's forward pass has been launched."""
     flush: list[int] = field(default_factory=list)
     """Save batches whose device blocks are written anew by this step: they must be copied before."""
     ended: dict[str, list[int]] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class RequestSaves:
         self._save_answers, self._clock = save_answers, clock
         self._kv: KVCacheManager | None = None
         self.unsaved: dict[int, BlockKey] = {}
-        """By device slot, blocks of requests that have ended, and states: saved by a step with room for them, unless
+        """Blocks of requests that have ended, and states, by device slot. A step with room for them saves them, unless
         one writes to them before. Never more than there are slots, however often the same blocks are computed and
         hit."""
         self._last_saved_at = clock()
@@ -149,7 +149,7 @@ class RequestSaves:
         return span
 
     def _states(self, known: KnownRequest, states: Iterable[BoundaryState]) -> Iterator[Block]:
-        """Those at the end of a block that is to be saved."""
+        """The states at the end of a block that is to be saved."""
         if known.params.no_store:
             return
         for state in states:

@@ -24,7 +24,7 @@ _LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
 _GAINED = "gained_bytes"
 _CHANGES = "weight_changes"
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-"""Of our tiers, as vLLM calls them; the pool is none that it knows."""
+"""The names that vLLM has for our tiers. It has none for the pool."""
 
 
 def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSource, int]:

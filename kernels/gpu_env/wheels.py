@@ -26,7 +26,7 @@ THERE = ("numpy", "torch", "triton")
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil")
 """What the tests for machines with a GPU take beside it."""
 MOST_BYTES = 64 << 20
-"""Of all wheels together."""
+"""The most bytes of all wheels together."""
 
 _ROOT = Path(__file__).parents[2]
 

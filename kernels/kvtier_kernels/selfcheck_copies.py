@@ -156,7 +156,7 @@ def _check_write(kv_dtype: torch.dtype, device: torch.device, *, given: bool) ->
 
 
 def _vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of all magnitudes, some zero, some with an infinity or a NaN."""
+    """Random vectors of all magnitudes, some zero, some with an infinity or a NaN."""
     vectors = torch.randn(num_vectors, head_dim) * torch.logspace(-6, 4, num_vectors)[:, None]
     vectors[::17], vectors[1::19, 0], vectors[2::23, -1] = 0.0, torch.inf, torch.nan
     return vectors.to(dtype)

@@ -66,7 +66,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def shared_limit_bytes(capability: tuple[int, int]) -> int:
-    """Of one program, by the CUDA C++ programming guide; of chips that it does not name, the least."""
+    """What one program may take, by the CUDA C++ programming guide; on chips that it does not name, the least."""
     if capability == (9, 0) or capability[0] in (10, 11):
         return 227 * 1024
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024

@@ -50,7 +50,7 @@ class Launch:
 
     @property
     def tile(self) -> Tile:
-        """Of an attention kernel."""
+        """The tile of an attention kernel."""
         arguments, options = self.arguments, self.options
         return Tile(arguments["ROWS"], arguments["KEYS"], options["num_warps"], options["num_stages"])
 
@@ -79,7 +79,7 @@ def kernels_of(module: ModuleType) -> dict[str, JITFunction[Any]]:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All modules of `kvtier_kernels` that have kernels."""
+    """The modules of `kvtier_kernels` that have kernels."""
     modules = (importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, _PREFIX))
     return [module for module in modules if kernels_of(module)]
 

@@ -81,7 +81,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 def main() -> None:
-    """See the module's first lines."""
+    """Does what the module's first lines say."""
     setting, launches, ended = Setting.here(_PATIENCE_S, tiny="--tiny" in sys.argv), Launches(), threading.Event()
     launch_until(lambda: bool(launches), setting, launches)  # the first sets up the device
     launches.clear()

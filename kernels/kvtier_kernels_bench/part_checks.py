@@ -71,7 +71,7 @@ def smoke(setting: Setting) -> Iterator[Case]:
 
 
 def measure(setting: Setting) -> Iterator[Case]:
-    """All three side by side, as they end: most of it is compiling, each process on a core of its own."""
+    """The three checks side by side, as they end: most of it is compiling, each process on a core of its own."""
     with ThreadPoolExecutor(3) as executor:
         for done in as_completed([executor.submit(check, setting) for check in (selfcheck, tests, memcheck)]):
             yield done.result()

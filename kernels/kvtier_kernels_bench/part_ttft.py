@@ -30,13 +30,13 @@ from kvtier_kernels_bench.timing import DeviceClock, note
 
 _TOKENS_PER_BLOCK = 16
 _SPARE_BLOCKS = 2
-"""Of the device, beyond one prompt: asking for one document evicts the other."""
+"""The blocks that the device has beyond one prompt: asking for one document evicts the other."""
 _WARM_UP = 2
 """Loads from the pool, so that its memory is mapped and pinned, as it is in an engine that has been running."""
 _DOCUMENTS_IN_HOST = 4
-"""Both, the one that was forgotten last, and room for copies on their way."""
+"""The room of host memory, in documents: for both, the one that was forgotten last, and copies on their way."""
 _LEAST_SHARE = 0.95
-"""Of the cached tokens, that must come from where they are meant to."""
+"""The share of the cached tokens that must come from where they are meant to."""
 _MOST_COPIES = {"host": 1.3, "pool": 1.6}
 """What a load is held to: one plain copy of its bytes, so many times, beyond a hit on the device."""
 _SWITCHES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -172,7 +172,7 @@ class _Documents:
 
 
 def _rows(setting: Setting, samples: dict[str, Samples], documents: _Documents) -> Iterator[Case]:
-    """Of all whole rounds."""
+    """The rows of all whole rounds."""
     if not samples:
         return
     op = f"time to first token, {documents.new} new after {documents.cached:,} cached"
@@ -237,7 +237,7 @@ def _config(pool: PoolProcess, host_bytes: int, changes: Mapping[str, Mapping[st
 
 
 def _plain_copy(setting: Setting, nbytes: int) -> Run:
-    """All of the document's bytes from pinned memory to the device at once."""
+    """Copies the document's bytes from pinned memory to the device at once."""
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=setting.on_cuda)
     there = torch.empty(nbytes, dtype=torch.uint8, device=setting.device)
     return lambda: there.copy_(pinned, non_blocking=True)

@@ -91,7 +91,7 @@ def case_of(fields: Mapping[str, Any]) -> Case:
 
 
 def prefill_flops(num_heads: int, head_dim: int, new: int, cached: int) -> float:
-    """Of causal attention of `new` tokens over `cached` ones and themselves: two products, two operations each."""
+    """The operations of causal attention of `new` tokens to `cached` ones and themselves: two products, two each."""
     pairs = new * cached + new * (new + 1) / 2
     return 4.0 * num_heads * head_dim * pairs
 

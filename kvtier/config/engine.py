@@ -203,7 +203,7 @@ class PoolConfig(Section):
     """This engine's certificate, for a pool with `tls_client_ca`. One in its tenant's `certificate_names` stands for
     the token."""
     tls_key: Path | None = None
-    """Of that certificate."""
+    """The private key of that certificate."""
     tls_server_name: str | None = None
     """What the pool's certificate must be for; without, the host in `address`."""
     connect_timeout_s: Seconds = 1.0

@@ -121,7 +121,7 @@ class Mover:
         self._saving: set[int] = set()
         """Save batches that may still read the device, by id. Guarded by _lock."""
         self._loaded_s: dict[str, float] = {}
-        """By tier: when its last batch was there. Guarded by _lock."""
+        """The time when the last batch of each tier was there, by tier. Guarded by _lock."""
         self._outbox: list[bytes] = []  # guarded by _lock
         self._changes: list[Inventory] = []  # taken from the inventory for the next poll; guarded by _lock
         self._nudged = False  # guarded by _lock
