@@ -61,7 +61,7 @@ class MoverHalf:
     tiers: Mapping[str, Tier]
     """The tiers below the arena, by name."""
     memory_use: Callable[[], RankMemory]
-    """Any thread, also when the half is closed."""
+    """Says what memory the rank takes. Any thread, also when the half is closed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 30
 """Memory that is registered by one call. NVIDIA's driver refuses 512 GiB at once from R580 on, and 2 GiB on Linux 6.11
 to 6.13; and while it works, calls to CUDA wait for it in this process and in others."""
 _PAUSE_S = 0.001
-"""Between two chunks, for calls to CUDA that wait."""
+"""The pause between two chunks, for calls to CUDA that wait."""
 _HOST_REGISTER_PORTABLE = 1
 """The memory counts as pinned in every CUDA context of this process (CUDA runtime, cudaHostRegisterPortable)."""
 _HOST_REGISTER_READ_ONLY = 8

@@ -122,7 +122,7 @@ class MemoryUse(NamedTuple):
     """What copies between device and host memory take."""
 
     staging_bytes: int = 0
-    """On the device, beside the KV."""
+    """Memory on the device, beside the KV."""
     pinned_bytes: int = 0
     """Host memory that is page-locked: the arena, and what a pool lends."""
     pinning_s: float = 0.0
@@ -170,7 +170,7 @@ class DeviceKV(Protocol):
 
     @property
     def memory_use(self) -> MemoryUse:
-        """At the moment. Any thread."""
+        """The memory that copies take at the moment. Any thread."""
 
     def attach(self, memory: SlotMemory) -> bool:
         """Gets ready to copy from and to an arena, or from lent memory, read-only maybe. Any thread, beside copies.

@@ -99,7 +99,7 @@ class CudaKV:
         return self._block_bytes
 
     def fence(self) -> Fence:
-        """Behind what the calling thread's current stream of the device holds: call it in the engine's thread.
+        """A fence behind what the calling thread's current stream of the device holds: call it in the engine's thread.
 
         The stream then also waits for all loads by layer, for their device slots may be somebody else's by now.
         """

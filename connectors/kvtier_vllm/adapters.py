@@ -27,12 +27,12 @@ AdapterFiles = tuple[tuple[str, int, int, int], ...]
 @dataclass(slots=True)
 class _Adapter:
     files: AdapterFiles
-    """As they were when it was first asked for. The workers compare them with what they load."""
+    """The files as they were when the adapter was first asked for. The workers compare them with what they load."""
     digest: "Future[bytes | str]"
-    """Or why there is none: an exception would keep what its frames hold, such as a mapped file."""
+    """The digest, or why there is none: an exception would keep what its frames hold, such as a mapped file."""
     is_trusted: bool = True
     is_unsent: bool = True
-    """No key was made from it."""
+    """Whether no key was made from the digest."""
 
 
 class Adapters:
@@ -90,7 +90,7 @@ class Adapters:
                 del self._known[number]
 
     def take_unsent(self) -> dict[int, AdapterFiles]:
-        """From which files keys were made for the first time since the last call: the workers compare them."""
+        """The files from which keys were made for the first time since the last call: the workers compare them."""
         unsent, self._unsent = self._unsent, {}
         return unsent
 

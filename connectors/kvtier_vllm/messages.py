@@ -20,7 +20,7 @@ class WeightsState:
     namespace: bytes | None
     """None: nobody knows the weights."""
     why: str
-    """They are unknown; empty if they are not."""
+    """The reason why the weights are unknown; empty if they are known."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
+    """Counts since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
     `weight_changes.known` or `.unknown`; and `gained_bytes.KIND`, how much more memory all ranks take for the tiers,
     which may be less than nothing."""
 
@@ -77,7 +77,7 @@ class KvtierStats(KVConnectorStats):
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """The same as counters, and memory as a gauge.
+    """The numbers of `KvtierStats` as counters, and memory as a gauge.
 
     Names begin with `vllm:`, or vLLM would not take them back with an engine.
     """

@@ -17,7 +17,7 @@ class ComputedSpan(NamedTuple):
 
 
 def computed_spans(output: SchedulerOutput) -> Iterator[ComputedSpan]:
-    """One for each request of this step."""
+    """The span of each request of this step."""
     for new in output.scheduled_new_reqs:
         stop = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
         yield ComputedSpan(new.req_id, new.num_computed_tokens, stop, new.block_ids)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
 _TELL_S = 1.0
-"""Between two looks at the memory that is taken."""
+"""The time between two looks at the memory that is taken."""
 _EMPTY_STEP_S = 0.002
 """How long an empty step waits for transfers, unless a request goes on after it: a loop of empty steps would take the
 interpreter from them."""
@@ -118,7 +118,7 @@ class WorkerSide:
         return self._identity
 
     def begin(self, step: StepMetadata) -> None:
-        """Before the forward pass is launched, when blocks have been cleared for it."""
+        """Begins a step. It is called before the forward pass is launched, when blocks have been cleared for it."""
         if self._mover is not None:
             self._starts.begin(step.number, self._mover.fence())
             self._step = step.number
@@ -205,7 +205,7 @@ class WorkerSide:
         ).id
 
     def _watch_weights(self, namespace: Callable[[], NamespaceId]) -> NamespaceId:
-        """From now on until `close`; gives the namespace of those that vLLM has loaded."""
+        """Watches the weights from now on until `close`; gives the namespace of those that vLLM has loaded."""
         model = self._vllm_config.model_config
         self._weights = Weights(namespace, lambda path: weight_files(path or model.model))
         self._adapters = LoadedAdapters(self._weights.forget_device)
@@ -234,7 +234,7 @@ class WorkerSide:
         return accepted
 
     def _wait_for_copies(self) -> None:
-        """Until none that was submitted touches the device."""
+        """Waits until no copy that was submitted touches the device."""
         while self._mover is not None and self._mover.is_at_device:
             self._mover.wait(_LOOK_S)
             self._poll()

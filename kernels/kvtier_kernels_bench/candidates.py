@@ -53,8 +53,8 @@ def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability
 
 
 def decode_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """As `prefill_candidates`, for `paged_decode`: what `decode_tile` takes first, then tiles of
-    as many rows that fit the chip's shared memory, those that differ from it in the least first.
+    """Does what `prefill_candidates` does, for `paged_decode`: gives what `decode_tile` takes first, then tiles of as
+    many rows that fit the chip's shared memory, those that differ from it in the least first.
 
     Rows are as few as hold a group: more would compute, not read.
     """

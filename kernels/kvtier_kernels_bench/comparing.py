@@ -17,7 +17,7 @@ class WrongResultError(KvtierError):
 
 
 def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
-    """Bit for bit; compared where `got` is.
+    """Requires tensors that are equal bit for bit; they are compared where `got` is.
 
     :raises WrongResultError: a byte differs.
     """

@@ -208,6 +208,6 @@ def resources_of(launch: Launch, chip: int, configuration: str, *, default: bool
 
 
 def _products(ptx: str) -> str:
-    """Each of these is one instruction of the machine code as well."""
+    """The products in this PTX, by name. Each is one instruction of the machine code as well."""
     counts = {name: len(re.findall(pattern, ptx)) for name, pattern in _PRODUCTS.items()}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -48,7 +48,7 @@ class Journal:
         self._append({"begin": part, "facts": dict(facts)})
 
     def row(self, part: str, case: Case) -> None:
-        """Kept as soon as this returns."""
+        """Adds a row, which is kept as soon as this returns."""
         self._append({"row": part, "case": asdict(case)})
 
     def end(self, part: str, *, seconds: float, problem: str, said: str) -> None:

@@ -56,7 +56,7 @@ class DeviceBlocks:
 
     @property
     def num_slots(self) -> int:
-        """Device slots, those of the first group first."""
+        """The number of device slots, those of the first group first."""
         return self.layout.num_groups * self.num_blocks
 
     def fill(self) -> None:

@@ -130,7 +130,7 @@ class _Prefix:
         return ArrivingKV(self.kv.tensor, self._layered)
 
     def load_all_layers(self) -> None:
-        """The same; all is there on return."""
+        """Loads by layer; everything is there on return."""
         self.load_by_layer()
         self._wait_for_load()
 

@@ -45,7 +45,7 @@ def measure(setting: Setting) -> Iterator[Case]:
 
 
 class _Memory:
-    """Is touched, pinned, copied from, unpinned and given back, again and again. One thread."""
+    """Memory that is touched, pinned, copied from, unpinned and given back, again and again. One thread."""
 
     def __init__(self, setting: Setting, blocks: DeviceBlocks, device: DeviceKV) -> None:
         self._setting, self._blocks, self._device = setting, blocks, device

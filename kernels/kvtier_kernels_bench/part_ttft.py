@@ -114,7 +114,7 @@ class _Documents:
         """Blocks of each document as they were computed, by their sums."""
 
     def get_ready(self, registry: CollectorRegistry) -> None:
-        """Both are computed and saved, and the pool's memory is pinned."""
+        """The documents are computed and saved, and the pool's memory is pinned."""
         self._registry = registry
         for document in self._prompts:
             self._first_token.ask(document.fresh())
@@ -203,7 +203,7 @@ def _watched(setting: Setting) -> tuple[_WatchedModel, ModelConfig]:
 def _documents(
     setting: Setting, model: _WatchedModel, config: ModelConfig, changes: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[_Documents]:
-    """In an engine and a pool of their own.
+    """The documents, in an engine and a pool of their own.
 
     :param changes: to the engine's configuration, by section.
     """

@@ -8,7 +8,7 @@ from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples, Spread
 
 SHORT = "SHORT"
-"""In the detail of a row that misses its bar."""
+"""The word in the detail of a row that misses its bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Bar:
 
     what: str
     value: float
-    """That was measured."""
+    """The value that was measured."""
     bound: float
     at_most: bool = False
 

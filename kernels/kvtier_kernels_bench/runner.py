@@ -31,7 +31,7 @@ class Run:
     facts: Mapping[str, Any]
     """What figures depend on: noted with every part."""
     total_s: float
-    """For all parts: later ones have less than their budgets, or are left out."""
+    """The time for all parts: later ones have less than their budgets, or are left out."""
     tiny: bool = False
     plant: str = ""
     """The part that is to fail, since what it measures is made wrong on purpose."""

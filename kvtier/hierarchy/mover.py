@@ -238,7 +238,7 @@ class Mover:
         self._post(Loaded(batch.batch_id, ok, seconds))
 
     def _fetch_from(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
-        """Which blocks are on the device, and the seconds that the copy waited for the engine."""
+        """Returns which blocks are on the device, and the seconds that the copy waited for the engine."""
         if batch.by_layer:
             return self._fetch_by_layer(batch, after), 0.0
         return self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)

@@ -53,7 +53,7 @@ class Pages:
         return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def places(self, slots: Sequence[int]) -> list[Places]:
-        """Where these device slots are, by KV group."""
+        """The places of these device slots, by KV group."""
         found = []
         for group in range(len(self.groups)):
             indexes = [index for index, slot in enumerate(slots) if slot // self._num_blocks == group]

@@ -131,7 +131,7 @@ class Device:
     def __init__(self, timeline: Timeline, pace: Pace) -> None:
         self.timeline, self.pace = timeline, pace
         self.streams: list[Stream] = []
-        """Changed under the timeline's lock."""
+        """The streams of the device. Changed under the timeline's lock."""
         self._busy: set[Engine] = set()
         """The copy engines that have work. Guarded by the timeline's lock."""
         self._turns = itertools.count()

@@ -35,7 +35,7 @@ class Copy:
     """A copy that is over. Times are the timeline's."""
 
     begin_s: float
-    """When its thread asked for it, after Python's time."""
+    """The time when the copy's thread asked for it, after Python's time."""
     waited_s: float
     """How long the device waited for the fence, where that is known: of loads."""
     end_s: float

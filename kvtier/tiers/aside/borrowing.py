@@ -76,7 +76,7 @@ class _Slab:
 
     memory: MappedSlab
     borrowed_s: float
-    """When somebody last wanted something of it, by the monotonic clock."""
+    """The time when somebody last wanted something of the slab, by the monotonic clock."""
     num_loans: int = 0
     has_ended: bool = False
     """Unmapped with its last loan."""
@@ -109,7 +109,7 @@ class Borrower:
         self._slabs: dict[int, _Slab] = {}
         """The mapped slabs, by serial. Changed by the thread alone, under _lock."""
         self._full_until_s = 0.0
-        """Until then no slab is wanted: there was no room for one. Changed by the thread alone."""
+        """The time until which no slab is wanted: there was no room for one. Changed by the thread alone."""
         self._settled: list[int] = []
         """Ids of loans that are over, as the tier does not know yet. Guarded by _lock."""
         self._is_over = False
