@@ -59,9 +59,9 @@ class MoverHalf:
 
     mover: Mover
     tiers: Mapping[str, Tier]
-    """Those below the arena, by name."""
+    """The tiers below the arena, by name."""
     memory_use: Callable[[], RankMemory]
-    """Any thread, also when the half is closed."""
+    """Says what memory the rank takes. Any thread, also when the half is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class DirectoryHalf:
 
     directory: Directory
     hashers: Mapping[str, BlockHasher]
-    """By name of the tenant: all that the engine serves."""
+    """The hasher of each tenant that the engine serves, by the tenant's name."""
     metrics: HierarchyMetrics
     num_slots: int
-    """Of each mover's arena."""
+    """The number of slots of each mover's arena."""
 
 
 @contextlib.contextmanager
@@ -230,7 +230,7 @@ def planner(config: Config, directory: Directory) -> Planner:
 
 
 def _hasher(config: Config, name: str) -> BlockHasher:
-    """Of one of the engine's tenants."""
+    """The hasher of one of the engine's tenants."""
     chain = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, config.cache.tokens_per_block)
     return BlockHasher(tenant_id(name), chain)
 

@@ -88,7 +88,7 @@ class SharedTier:
 
     tier: TierOf[Payload, Target]
     pin: Callable[[Sequence[StoreKey], float], int]
-    """See `PoolTier.pin`; keys of several tenants are several calls."""
+    """Calls `PoolTier.pin`; keys of several tenants are several calls."""
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
 
 
 def _named_variables(value: object) -> frozenset[str]:
-    """All NAMEs of `env:NAME` in a configuration."""
+    """The NAMEs of every `env:NAME` in a configuration."""
     if isinstance(value, str):
         return frozenset([value.removeprefix("env:")] if value.startswith("env:") else [])
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -136,7 +136,7 @@ def _named_variables(value: object) -> frozenset[str]:
 
 
 def _names(config: Config) -> list[str]:
-    """Of the tiers that `_open_tiers` opens."""
+    """The names of the tiers that `_open_tiers` opens."""
     disk = [DISK] if config.disk.directory is not None else []
     return disk + ([POOL] if config.pool.address else [])
 

@@ -61,7 +61,7 @@ class Lane:
         return self._stalled.elapsed_time(self._resumed) / 1000 if self._has_waited else 0.0
 
     def to_device(self, numbers: npt.NDArray[np.int64]) -> Tensor:
-        """The same int64 numbers on the device, for the present copy."""
+        """Copies these int64 numbers to the device, for the present copy."""
         if self._num_used + numbers.size > self._on_host.numel():
             self.end()  # what was queued has read its numbers
             self._num_used = 0
@@ -84,7 +84,7 @@ class Lanes:
                 self._free.put(Lane(device, rows, row_bytes, cuda))
 
     def fence(self) -> CudaFence:
-        """Behind what the calling thread's current stream of the device holds."""
+        """A fence behind what the calling thread's current stream of the device holds."""
         with self._cuda.device(self._device):
             event = self._cuda.Event()
             event.record(self._cuda.current_stream(self._device))

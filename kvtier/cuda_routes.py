@@ -15,11 +15,15 @@ from kvtier_kernels.block_copy import block_copy
 LEAST_PART_BYTES = 32 << 10
 """A transfer in a batch of them is worth while from here on. Below, a kernel is faster: vLLM 0.32 changes at 28 KiB."""
 LEAST_DMA_BYTES = 1 << 20
-"""The same for one that is asked for alone: that takes 5 to 8 us of Python, in which PCIe 5.0 x16 moves 0.4 MB."""
+"""A transfer asked for alone is worth while from here on: it takes 5 to 8 us of Python, in which PCIe 5.0 x16 moves
+0.4 MB."""
 
 
 class Route(Protocol):
-    """Any lane's user; nothing is done before the lane's stream gets there. `HostMemory.rows` are of blocks' size."""
+    """A way to copy. Any lane's user may call it; nothing is done before the lane's stream gets there.
+
+    `HostMemory.rows` are of blocks' size.
+    """
 
     def gather(self, lane: Lane, batch: SlotBatch, host: HostMemory) -> None:
         """Blocks of the device to their slots in host memory."""
@@ -31,7 +35,7 @@ class Route(Protocol):
         """Gets ready for copies on this lane, without a byte copied: the memory may be in use."""
 
     def warm_for(self, lane: Lane, host: HostMemory) -> None:
-        """The same for memory that has just been pinned."""
+        """Gets ready for copies on this lane with memory that has just been pinned."""
 
 
 class Direct:
@@ -80,7 +84,7 @@ class Direct:
 
 
 class Staged:
-    """By way of the lane's staging buffer: a kernel between there and the blocks, large transfers over the bus.
+    """Copies by way of the lane's staging buffer: a kernel between there and the blocks, large transfers over the bus.
 
     Runs of adjacent slots are a transfer each. Where these are short, a second kernel reaches host memory over the bus
     instead.
@@ -92,7 +96,7 @@ class Staged:
 
     @property
     def least_bytes(self) -> int:
-        """Of runs, on average, that are not left to a kernel."""
+        """The least average size of runs that are not left to a kernel."""
         return LEAST_DMA_BYTES if self._dma is None else LEAST_PART_BYTES
 
     def gather(self, lane: Lane, batch: SlotBatch, host: HostMemory) -> None:
@@ -115,7 +119,7 @@ class Staged:
                 group.copy(no_block, lane.staging, no_block, gather=gather)
 
     def warm_for(self, lane: Lane, host: HostMemory) -> None:
-        """Beside the time that pinning takes, a second is little; later a load would wait for it."""
+        """Compiles the kernels now: beside pinning, a second is little, and later a load would wait for it."""
         if lane.staging.size(1) >= self.least_bytes:  # a run is no shorter than a block
             return
         no_block = lane.to_device(np.array([-1]))
@@ -124,7 +128,7 @@ class Staged:
             block_copy(lane.staging, no_block, host.rows, no_block)
 
     def _stage(self, piece: SlotBatch, lane: Lane, *, gather: bool) -> None:
-        """Between these blocks and the first rows of the lane's staging buffer."""
+        """Copies between these blocks and the first rows of the lane's staging buffer."""
         rows = np.argsort(piece.groups, kind="stable")
         on_device = lane.to_device(np.stack([piece.blocks[rows], rows]))
         ends = np.searchsorted(piece.groups[rows], np.arange(len(self._groups) + 1))
@@ -134,7 +138,7 @@ class Staged:
                 group.copy(blocks, lane.staging, their_rows, gather=gather)
 
     def _cross(self, piece: SlotBatch, lane: Lane, host: HostMemory, *, gather: bool) -> None:
-        """Between the first rows of the lane's staging buffer and these slots."""
+        """Copies between the first rows of the lane's staging buffer and these slots."""
         starts, lengths = piece.runs(host.chunk_slots, adjacent=host.rows.is_contiguous())
         row_bytes = lane.staging.size(1)
         if host.is_pinned and len(piece) * row_bytes < len(starts) * self.least_bytes:

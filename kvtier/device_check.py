@@ -18,8 +18,8 @@ from kvtier_kernels.checksums import host_checksum
 from kvtier_kernels.part_copy import Parts
 
 DEFAULT_EVERY = 64
-"""Of as many blocks, one. Host memory is read at 3.6 GB/s for that, by the thread that loads: a load of 64 blocks of
-2 MiB takes 2.4 ms over a bus of 55 GB/s, and its one checksum 0.6."""
+"""The number of blocks of which one is checked. Host memory is read at 3.6 GB/s for that, by the thread that loads: a
+load of 64 blocks of 2 MiB takes 2.4 ms over a bus of 55 GB/s, and its one checksum takes 0.6 ms."""
 
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class DeviceCheck:
         return [place for place, here, there in zip(sample, expected, found, strict=True) if here != there]
 
     def _sample(self, num_blocks: int) -> list[int]:
-        """By count, not by key: the same block of a prompt is not looked at each time, nor never."""
+        """Blocks are chosen by count, not by key: the same block of a prompt is not looked at each time, nor never."""
         if num_blocks == 0:
             return []
         with self._lock:

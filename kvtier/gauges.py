@@ -36,7 +36,7 @@ class TierGauges(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Implements `Collector`."""
         held = GaugeMetricFamily("kvtier_tier_held_blocks", "Blocks that a tier holds", labels=["tier"])
         used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes that a tier's blocks take", labels=["tier"])
         capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes that a tier may take", labels=["tier"])
@@ -59,7 +59,7 @@ class RankMemory:
     arena_bytes: int
     """Host memory, `host.capacity_bytes`."""
     lent_bytes: int
-    """Of the pool, mapped here."""
+    """Memory of the pool that is mapped here."""
     copies: MemoryUse
 
     def by_kind(self) -> dict[str, int]:
@@ -84,7 +84,7 @@ class MemoryGauges(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Implements `Collector`."""
         use = self._memory_use()
         memory = GaugeMetricFamily(
             "kvtier_memory_bytes",

@@ -62,12 +62,12 @@ class KVGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block where it is staged, and in host memory."""
+        """The size of a block where it is staged, and in host memory."""
         return sum(map(self._staged_bytes, self.parts))
 
     @property
     def least_part_bytes(self) -> int:
-        """Of the smallest part of a block on the device."""
+        """The size of the smallest part of a block on the device."""
         return int(self.places[2].min())
 
     def transfers(self, blocks: Numbers, slots: Numbers) -> tuple[Numbers, Numbers, Numbers]:

@@ -76,5 +76,5 @@ class LayeredLoads:
                 stream.wait_event(event)
 
     def wait_for_all(self) -> None:
-        """The same for all layers."""
+        """What the engine's current stream does next sees all layers of all loads whose copies are queued."""
         self.wait(self.num_layers - 1)

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 30
 """Memory that is registered by one call. NVIDIA's driver refuses 512 GiB at once from R580 on, and 2 GiB on Linux 6.11
 to 6.13; and while it works, calls to CUDA wait for it in this process and in others."""
 _PAUSE_S = 0.001
-"""Between two chunks, for calls to CUDA that wait."""
+"""The pause between two chunks, for calls to CUDA that wait."""
 _HOST_REGISTER_PORTABLE = 1
 """The memory counts as pinned in every CUDA context of this process (CUDA runtime, cudaHostRegisterPortable)."""
 _HOST_REGISTER_READ_ONLY = 8
@@ -41,13 +41,13 @@ class HostMemory:
     """Slots per registered chunk: chunks begin at its multiples, and one DMA stays within one of them."""
     is_writable: bool
     is_pinned: bool
-    """All of it is. Otherwise nothing is."""
+    """Whether the whole memory is pinned. Otherwise nothing of it is."""
     chunks: tuple[tuple[int, int], ...]
     """Address and bytes of what is registered, piece by piece."""
 
 
 class PinnedMemory:
-    """All host memory that one `CudaKV` copies from and to. Any thread."""
+    """The host memory that one `CudaKV` copies from and to. Any thread."""
 
     def __init__(self, device: torch.device, cuda: Any, *, on_pinned: Callable[[HostMemory], None]) -> None:
         """
@@ -63,7 +63,7 @@ class PinnedMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of all that is attached at the moment."""
+        """The number of bytes that are pinned of everything attached at the moment."""
         with self._lock:
             return sum(nbytes for host in self._hosts.values() for _, nbytes in host.chunks)
 
@@ -140,7 +140,7 @@ class PinnedMemory:
         return host
 
     def _register(self, parts: Sequence[Tensor], is_writable: bool) -> tuple[list[tuple[int, int]], str]:
-        """Those of the parts that were pinned here, and the error that ended it, if any."""
+        """The address and size of each part that was pinned here, and the error that ended it, if any."""
         flags = _HOST_REGISTER_PORTABLE | (0 if is_writable else _HOST_REGISTER_READ_ONLY)
         chunks: list[tuple[int, int]] = []
         error = ""

@@ -17,10 +17,11 @@ class SlotBatch:
     """Blocks of a copy, by slot in host memory. All arrays are int64 `[num_blocks]`."""
 
     slots: Slots
-    """In host memory, ascending."""
+    """The slots in host memory, ascending."""
     groups: Slots
-    """Of each block on the device: its KV group, and its number there."""
+    """The KV group of each block on the device."""
     blocks: Slots
+    """The number of each block in its KV group."""
 
     @classmethod
     def of(cls, blocks: Blocks, *, num_groups: int, blocks_per_group: int) -> "SlotBatch":

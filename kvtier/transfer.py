@@ -26,7 +26,7 @@ Bytes2D = npt.NDArray[np.uint8]
 Bytes3D = npt.NDArray[np.uint8]
 _Places = slice | npt.NDArray[np.int64]
 _FEW_PIECES, _MOST_PIECES = 2, 8
-"""Of a batch. Every copy gives up the GIL, and has to wait for it afterwards: 5 ms, where the engine is busy."""
+"""Pieces of a batch. Every copy gives up the GIL and must wait for it afterwards: 5 ms, where the engine is busy."""
 _LARGE_BYTES = 128 << 10
 """From here on it is worth while to have the kernel pin what it copies: numpy holds the GIL for longer."""
 
@@ -83,7 +83,7 @@ class Arena:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, slot after slot; writable."""
+        """The whole memory, slot after slot; writable."""
         return self.rows.reshape(-1).data
 
     @property
@@ -122,7 +122,7 @@ class MemoryUse(NamedTuple):
     """What copies between device and host memory take."""
 
     staging_bytes: int = 0
-    """On the device, beside the KV."""
+    """Memory on the device, beside the KV."""
     pinned_bytes: int = 0
     """Host memory that is page-locked: the arena, and what a pool lends."""
     pinning_s: float = 0.0
@@ -170,7 +170,7 @@ class DeviceKV(Protocol):
 
     @property
     def memory_use(self) -> MemoryUse:
-        """At the moment. Any thread."""
+        """The memory that copies take at the moment. Any thread."""
 
     def attach(self, memory: SlotMemory) -> bool:
         """Gets ready to copy from and to an arena, or from lent memory, read-only maybe. Any thread, beside copies.
@@ -225,7 +225,7 @@ class HostMemoryKV:
                 f"KV in {len(parts)} parts of {[len(p) for p in parts]} blocks: need the same of each"
             )
         self._parts: list[Bytes2D] = list(parts)
-        """All of them: the views below hold on to some only."""
+        """The parts, all of them: the views below hold on to some only."""
         self._layers = list(_alike(self._parts))
         self._copies_ranges = True
         """Whether the system copies many ranges at once, as far as is known."""

@@ -80,7 +80,7 @@ class CudaKV:
         self._layered: LayeredLoads | None = None  # set once, by the engine's thread before the first copy
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
         self._checks: list[DeviceCheck] = []
-        """Of each group; none where nothing is checked."""
+        """The check of each group; none where nothing is checked."""
         for _ in range(num_lanes):  # each has its turn
             self._lanes.run(self._route.warm, after=None)
         if checks_loads:
@@ -90,16 +90,16 @@ class CudaKV:
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups together."""
+        """The number of blocks of all groups together."""
         return len(self._groups) * self._groups[0].num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in the arena."""
+        """The size of a block in the arena."""
         return self._block_bytes
 
     def fence(self) -> Fence:
-        """Behind what the calling thread's current stream of the device holds: call it in the engine's thread.
+        """A fence behind what the calling thread's current stream of the device holds: call it in the engine's thread.
 
         The stream then also waits for all loads by layer, for their device slots may be somebody else's by now.
         """

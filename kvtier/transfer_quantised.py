@@ -45,7 +45,7 @@ class QuantisedHostKV:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in the arena."""
+        """The size of a block in the arena."""
         return self._layout.record_bytes
 
     def fence(self) -> None:

@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 _log = logging.getLogger(__name__)
 _LABEL = b"kvtier.weights.v2"
 _MAX_HEADER_BYTES = 100 << 20
-"""Of the format."""
+"""The largest header that the format allows."""
 _WAIT_S, _WAIT_S_PER_GIB = 10.0, 5.0
 """For another process to hash the same files: several times what it takes. Whoever waits in vain does it, too."""
 _POLL_S = 0.05

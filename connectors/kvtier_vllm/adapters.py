@@ -27,12 +27,12 @@ AdapterFiles = tuple[tuple[str, int, int, int], ...]
 @dataclass(slots=True)
 class _Adapter:
     files: AdapterFiles
-    """As they were when it was first asked for. The workers compare them with what they load."""
+    """The files as they were when the adapter was first asked for. The workers compare them with what they load."""
     digest: "Future[bytes | str]"
-    """Or why there is none: an exception would keep what its frames hold, such as a mapped file."""
+    """The digest, or why there is none: an exception would keep what its frames hold, such as a mapped file."""
     is_trusted: bool = True
     is_unsent: bool = True
-    """No key was made from it."""
+    """Whether no key was made from the digest."""
 
 
 class Adapters:
@@ -45,15 +45,15 @@ class Adapters:
         """
         self._digests, self._use = digests, use.encode()
         self._known: dict[int, _Adapter] = {}
-        """By vLLM's id, under which it keeps what it has loaded."""
+        """The adapters that requests have used, by the id under which vLLM keeps what it has loaded."""
         self._loaded: dict[int, AdapterFiles] = {}
-        """By vLLM's id, what a worker said last that it has loaded."""
+        """The files that a worker said last that it has loaded, by vLLM's id of the adapter."""
         self._unsent: dict[int, AdapterFiles] = {}
-        """Those in use that the workers were not told of."""
+        """The adapters in use that the workers were not told of, by vLLM's id."""
         self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
 
     def digest(self, request: LoRARequest) -> bytes | None:
-        """Of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
+        """The digest of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
 
         That is so for adapters that are not a local folder of safetensors files, for those whose files are others than
         vLLM has loaded, and for those whose files have changed since they were first used: which of both vLLM computes
@@ -90,7 +90,7 @@ class Adapters:
                 del self._known[number]
 
     def take_unsent(self) -> dict[int, AdapterFiles]:
-        """From which files keys were made for the first time since the last call: the workers compare them."""
+        """The files from which keys were made for the first time since the last call: the workers compare them."""
         unsent, self._unsent = self._unsent, {}
         return unsent
 
@@ -99,7 +99,7 @@ class Adapters:
 
 
 def files_of(folder: Path) -> AdapterFiles:
-    """As they are now. Empty: not an adapter that can be told by its content."""
+    """The adapter's files as they are now. Empty: not an adapter that can be told by its content."""
     try:
         paths = sorted(folder.glob("*.safetensors"))
         stats = [(path, path.stat()) for path in [folder / _CONFIG, *paths]] if paths else []

@@ -41,16 +41,16 @@ _RECOMPUTE = "recompute"
 _ALIGNED = "align"
 """How vLLM says that it keeps states at the ends of blocks."""
 _TRIED_STATES = MambaAttentionBackendEnum.GDN_ATTN
-"""Of layers that have a state instead of KV: gated delta nets."""
+"""The backend of layers that have a state instead of KV: gated delta nets."""
 _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 """Exactly: KV of some of their subclasses depends on more than the tokens before it."""
 MEDIA = frozenset(("image", "video", "audio", "vision_chunk"))
 """What vLLM calls them; it also carries `prompt_embeds` in their way."""
 _TRIED = frozenset((KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR))
 _DRAFTERS = frozenset(("draft_model", "eagle", "eagle3", "mtp"))
-"""Of speculative decoding, what keeps KV of its own beside the model's."""
+"""The methods of speculative decoding that keep KV of their own beside the model's."""
 _GUESSERS = frozenset(("ngram",))
-"""What keeps none."""
+"""The methods of speculative decoding that keep no KV of their own."""
 
 
 def log_as_vllm_does() -> None:
@@ -331,7 +331,7 @@ def publishes_events(config: VllmConfig) -> bool:
 
 
 def attention_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | None]]:
-    """Of each KV group, as events name it, and the tokens that its window sees."""
+    """The kind of each KV group's attention, as events name it, and the tokens that its window sees."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
@@ -362,5 +362,5 @@ def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
 
 
 def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """Of the layers, where they differ in size."""
+    """The spec of each layer where layers differ in size; else the one that they share."""
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

@@ -100,7 +100,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._on_worker().identity()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Also marks the step's start: both of vLLM's runners call it right before they launch the forward pass."""
+        """Marks the step's start, too: both of vLLM's runners call it right before they launch the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         self._on_worker().begin(connector_metadata)

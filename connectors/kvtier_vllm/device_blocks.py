@@ -46,7 +46,7 @@ class _Computed:
     partly: Sequence[int] = ()
     """Blocks whose first tokens the request was given."""
     prefix: Sequence[int] | None = None
-    """All blocks before the run, where it begins with this step."""
+    """Every block before the run, where the run begins with this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Step:
     filled: set[int] = field(default_factory=set)
     """Blocks that kvtier's own loads have filled since."""
     awaited: set[int] = field(default_factory=set)
-    """All blocks that are seen if the results are good, and may be if they are not."""
+    """Blocks that are seen if the results are good, and may be seen if they are not."""
 
 
 class DeviceBlocks:
@@ -76,7 +76,7 @@ class DeviceBlocks:
         self._seen: set[int] = set()
         self._sound: set[int] = {NULL_BLOCK}
         self._runs: dict[str, _Run] = {}
-        """By request id: requests that have computed something and have not ended."""
+        """The runs of requests that have computed something and have not ended, by request id."""
         self._steps: deque[_Step | None] = deque()
         """Steps without results, in their order. None stands for one that has been counted."""
         self._invalid: set[int] = set()
@@ -131,7 +131,7 @@ class DeviceBlocks:
             self._count(step)
 
     def note_invalid(self, blocks: Iterable[int]) -> None:
-        """By the results of the step that ends next, loads have not filled these, of whichever connector they were."""
+        """The step that ends next has results which say that loads of any connector have not filled these blocks."""
         self._invalid.update(blocks)
 
     def end_step(self) -> None:

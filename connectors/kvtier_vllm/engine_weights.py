@@ -11,7 +11,7 @@ _LABEL = b"kvtier.vllm.weights.v1"
 
 
 class EngineWeights:
-    """Of all ranks. Scheduler thread only."""
+    """The state of the weights on all ranks. Scheduler thread only."""
 
     def __init__(self, namespaces: Sequence[bytes]) -> None:
         """:param namespaces: of the weights that vLLM has started with, in rank order."""
@@ -20,7 +20,7 @@ class EngineWeights:
 
     @property
     def generations(self) -> list[int]:
-        """Of each rank, as far as was heard."""
+        """The generation of each rank's weights, as far as was heard."""
         return [state.generation for state in self._states]
 
     @property
@@ -30,7 +30,7 @@ class EngineWeights:
 
     @property
     def digest(self) -> bytes | None:
-        """Of the namespaces of all ranks: what keys depend on beside the namespaces that the engine has started with.
+        """The digest of all ranks' namespaces: keys depend on it beside the namespaces that the engine started with.
 
         None: they are the same. The namespaces of movers and directory stay what they were: an engine that has loaded
         other weights in place is not known to compute the same as one that starts with these.

@@ -26,7 +26,7 @@ class KVGroups:
     num_groups: int
     num_blocks: int
     of_states: frozenset[int] = frozenset()
-    """Those that have states instead of KV: never all of them."""
+    """The groups that have states instead of KV: never all groups."""
 
     @property
     def of_tokens(self) -> list[int]:
@@ -34,7 +34,7 @@ class KVGroups:
         return [group for group in range(self.num_groups) if group not in self.of_states]
 
     def keys(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Of all groups, block by block. One group's are the request's own."""
+        """The keys of all groups, block by block. Where there is one group, they are the request's own keys."""
         if self.num_groups == 1:
             return list(keys)
         return [self._key(key, group) for key in keys for group in range(self.num_groups)]

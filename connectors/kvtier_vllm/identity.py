@@ -29,7 +29,7 @@ _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_imple
 """Fields of a model's configuration that change with the folder or the library, not with the arithmetic. They are also
 in configurations within it: vLLM makes one around that of an Eagle drafter."""
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-"""Of an attention layer whose KV is quantised."""
+"""The scales of an attention layer whose KV is quantised."""
 
 
 def namespace_of(
@@ -104,7 +104,7 @@ def _quantisation(attention: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def _layout(groups: Sequence[Mapping[str, Tensor]], states: Sequence[str], num_blocks: int) -> str:
-    """Of a block of each group: which layers are in it, and how."""
+    """The digest of which layers are in a block of each group, and how they lie there."""
     pages = [
         f"{number} {name} {pages_of(layer, num_blocks).layout}"
         for number, group in enumerate(groups)
@@ -114,7 +114,7 @@ def _layout(groups: Sequence[Mapping[str, Tensor]], states: Sequence[str], num_b
 
 
 def model_digest(config: VllmConfig, digests: Path) -> bytes:
-    """Of the weights' content, and of all that says how they are used. With those of a model that drafts tokens."""
+    """The digest of the weights and of everything that says how they are used, a model that drafts tokens included."""
     digest = _model_digest(config.model_config, config.load_config, digests)
     drafting = drafter(config)
     if drafting is None:
@@ -124,7 +124,7 @@ def model_digest(config: VllmConfig, digests: Path) -> bytes:
 
 
 def weight_files(model: str) -> list[Path]:
-    """Those with the weights of the model in this folder. `ConfigError`: there are none."""
+    """The files in this folder that hold the model's weights. `ConfigError`: there are none."""
     folder = Path(model)
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -16,11 +16,11 @@ class WeightsState:
     """Which weights a worker computes with, since its last change of them."""
 
     generation: int
-    """Of this worker: one more with everything that may change its weights, an adapter of its own or its device."""
+    """The worker adds one with everything that may change its weights, an adapter of its own or its device."""
     namespace: bytes | None
     """None: nobody knows the weights."""
     why: str
-    """They are unknown; empty if they are not."""
+    """The reason why the weights are unknown; empty if they are known."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     namespace: bytes
     block_bytes: int
     messages: list[bytes]
-    """Of its mover, for the directory: what the tiers hold that are its own."""
+    """The messages of its mover for the directory: what the tiers hold that are its own."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every worker, with each step."""
 
     messages: list[bytes] = field(default_factory=list)
-    """Of the directory, to be submitted to the mover when the step's forward pass has been launched."""
+    """Messages of the directory that the mover is to get when the step's forward pass has been launched."""
     flush: list[int] = field(default_factory=list)
     """Save batches whose device blocks are written anew by this step: they must be copied before."""
     ended: dict[str, list[int]] = field(default_factory=dict)
@@ -47,13 +47,13 @@ class StepMetadata(KVConnectorMetadata):
     is_empty: bool = False
     """No forward pass in this step."""
     number: int = 0
-    """Of the step, among those with a forward pass; 0 without one."""
+    """The step's number among those with a forward pass; 0 without one."""
     loads_after: int = 0
     """The step by whose start the device blocks to load to are not used any more; if unknown, it is this one."""
     generations: list[int] = field(default_factory=list)
-    """Of each rank: the latest that the scheduler has heard of. What it sends belongs to these."""
+    """The latest generation of each rank that the scheduler has heard of. What it sends belongs to these."""
     adapters: dict[int, AdapterFiles] = field(default_factory=dict)
-    """By vLLM's id: adapters that the scheduler makes keys from since this step, and from which files."""
+    """The files of adapters that the scheduler makes keys from since this step, by vLLM's id of the adapter."""
 
 
 @dataclass
@@ -61,13 +61,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """From workers to the scheduler, with each step."""
 
     messages: dict[int, list[bytes]]
-    """By rank, of its mover."""
+    """The messages of each rank's mover, by rank."""
     step: int = 0
     """Number of the step that this comes with; 0 if it had no forward pass."""
     weights: dict[int, WeightsState] = field(default_factory=dict)
-    """By rank, if they have changed since it has last said so."""
+    """The state of weights that have changed since the rank last said so, by rank."""
     adapters: dict[int, AdapterFiles] = field(default_factory=dict)
-    """By vLLM's id, those that were loaded since."""
+    """The files of adapters that were loaded since, by vLLM's id of the adapter."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Ranks differ, so nothing is added up: the directory waits for all of them itself."""

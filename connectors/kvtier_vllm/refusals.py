@@ -21,5 +21,5 @@ def refusal(message: ToMover) -> list[bytes] | None:
 
 
 def without_blocks(loaded: Loaded) -> Loaded:
-    """The same answer, of a load that has brought nothing."""
+    """The answer that `loaded` would be if its load had brought nothing."""
     return replace(loaded, ok=bytes(len(loaded.ok)))

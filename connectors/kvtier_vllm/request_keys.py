@@ -64,7 +64,7 @@ class RequestKeys:
         return True
 
     def first(self, num_blocks: int) -> list[BlockKey]:
-        """Of the first so many blocks, as far as their tokens are known."""
+        """The keys of the first so many blocks, as far as their tokens are known."""
         size = self._hasher.tokens_per_block
         num_known = len(self._keys)
         num_wanted = min(num_blocks, self._request.num_tokens // size)
@@ -76,7 +76,7 @@ class RequestKeys:
         return self._keys[:num_blocks]
 
     def _extras(self, span: range) -> dict[int, list[Extra]]:
-        """By block, counted from the first of `span`. What a block depends on is in the hashes of all that follow."""
+        """The extras by block, counted from the first of `span`. They are in the hashes of all later blocks, too."""
         extras: defaultdict[int, list[Extra]] = defaultdict(list)
         if not span.start:
             salt = None if self._salt is None else self._salt.encode()

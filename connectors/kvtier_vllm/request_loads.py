@@ -14,7 +14,7 @@ class _Load:
     blocks: list[Block]
     device_blocks: list[int]
     epoch: int
-    """Of `DeviceBlocks`, when it began."""
+    """The epoch of `DeviceBlocks` when the load began."""
 
 
 class RequestLoads:
@@ -24,9 +24,9 @@ class RequestLoads:
         """:param device: is told which device blocks loads have filled."""
         self._directory, self._groups, self._device = directory, groups, device
         self._loads: dict[int, _Load] = {}
-        """Under way, by job."""
+        """Loads that are under way, by job."""
         self.ended: dict[str, list[int]] = {}
-        """Those that nobody has taken: device blocks that were not filled, by request."""
+        """Device blocks that ended loads have not filled, by request, of the requests that nobody has taken."""
 
     def start(self, request_id: str, blocks: list[Block]) -> None:
         """Begins to load these."""
@@ -72,5 +72,5 @@ class RequestLoads:
         return ended
 
     def blocks(self) -> Iterator[Block]:
-        """All that are being loaded."""
+        """The blocks that are being loaded."""
         return (block for load in self._loads.values() for block in load.blocks)

@@ -25,7 +25,7 @@ class RequestMedia:
         """:param patience_s: how long a request waits for what its media are."""
         self._media, self._patience_s, self._clock = media, patience_s, clock
         self._unnamed: dict[str, _Unnamed] = {}
-        """By request."""
+        """The requests whose media have no names yet, by id."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unnamed

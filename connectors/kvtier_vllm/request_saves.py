@@ -40,7 +40,7 @@ class RequestSaves:
         self._save_answers, self._clock = save_answers, clock
         self._kv: KVCacheManager | None = None
         self.unsaved: dict[int, BlockKey] = {}
-        """By device slot, blocks of requests that have ended, and states: saved by a step with room for them, unless
+        """Blocks of requests that have ended, and states, by device slot. A step with room for them saves them, unless
         one writes to them before. Never more than there are slots, however often the same blocks are computed and
         hit."""
         self._last_saved_at = clock()
@@ -95,7 +95,7 @@ class RequestSaves:
         self.unsaved.clear()
 
     def _keep(self, blocks: Iterable[Block]) -> None:
-        """Those of these blocks that are seen, or may soon be, are saved by some later step."""
+        """Some later step saves these blocks, except any that are not seen and will not soon be."""
         for key, slot in blocks:
             if self._is_seen(slot) or self._is_awaited(slot):
                 self.unsaved[slot] = key
@@ -149,7 +149,7 @@ class RequestSaves:
         return span
 
     def _states(self, known: KnownRequest, states: Iterable[BoundaryState]) -> Iterator[Block]:
-        """Those at the end of a block that is to be saved."""
+        """The states at the end of a block that is to be saved."""
         if known.params.no_store:
             return
         for state in states:

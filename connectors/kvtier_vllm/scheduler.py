@@ -53,7 +53,7 @@ class _Work:
 
     directory: Directory
     hashers: Mapping[str, BlockHasher]
-    """By name of the tenant."""
+    """The hasher of each tenant, by its name."""
     lookups: RequestLookups
     loads: RequestLoads
     pins: Pins | None
@@ -90,7 +90,7 @@ class SchedulerSide:
         """None until `connect`."""
         self._is_warned = False
         self._requests: dict[str, KnownRequest] = {}
-        """By id: none before `connect`."""
+        """The requests by id; there are none before `connect`."""
         self._blocks = RequestBlocks(groups, events)
         self.device = DeviceBlocks(groups, tokens_per_block)
         """What of the device may be saved."""
@@ -108,7 +108,7 @@ class SchedulerSide:
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
         self._num_local: dict[str, int] = {}
-        """By request: tokens whose KV vLLM has found on the device, as of its latest `match` before a step."""
+        """The tokens of each request whose KV vLLM has found on the device, as of its latest `match` before a step."""
         self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:

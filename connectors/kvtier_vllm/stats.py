@@ -24,7 +24,7 @@ _LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
 _GAINED = "gained_bytes"
 _CHANGES = "weight_changes"
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-"""Of our tiers, as vLLM calls them; the pool is none that it knows."""
+"""The names that vLLM has for our tiers. It has none for the pool."""
 
 
 def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSource, int]:
@@ -35,7 +35,7 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
+    """Counts since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
     `weight_changes.known` or `.unknown`; and `gained_bytes.KIND`, how much more memory all ranks take for the tiers,
     which may be less than nothing."""
 
@@ -77,7 +77,7 @@ class KvtierStats(KVConnectorStats):
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """The same as counters, and memory as a gauge.
+    """The numbers of `KvtierStats` as counters, and memory as a gauge.
 
     Names begin with `vllm:`, or vLLM would not take them back with an engine.
     """
@@ -111,7 +111,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             multiprocess_mode="mostrecent",
         )
         self._taken_bytes: Counter[tuple[int, str]] = Counter()
-        """By engine and kind. Kept here: a gauge on Ray can be set only."""
+        """The bytes taken, by engine and kind. They are kept here since a gauge on Ray can only be set."""
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""

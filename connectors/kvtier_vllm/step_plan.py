@@ -13,11 +13,11 @@ class ComputedSpan(NamedTuple):
     start: int
     stop: int
     tables: Sequence[Sequence[int]] | None
-    """All device blocks of the request, by KV group, if vLLM admits it with this step, anew or again."""
+    """The device blocks of the request, by KV group, if vLLM admits it with this step, anew or again."""
 
 
 def computed_spans(output: SchedulerOutput) -> Iterator[ComputedSpan]:
-    """One for each request of this step."""
+    """The span of each request of this step."""
     for new in output.scheduled_new_reqs:
         stop = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
         yield ComputedSpan(new.req_id, new.num_computed_tokens, stop, new.block_ids)
@@ -57,9 +57,9 @@ class HandedOut:
     def __init__(self, tokens_per_block: int) -> None:
         self._size = tokens_per_block
         self._num_local: dict[str, int] = {}
-        """By request: tokens whose KV vLLM has found on the device, for an allocation before the next step."""
+        """The tokens of each request whose KV vLLM has found on the device, for an allocation before the next step."""
         self._blocks: set[int] = set()
-        """Of allocations since the last step."""
+        """Device blocks that were allocated since the last step."""
 
     def note_hit(self, request_id: str, num_tokens: int) -> None:
         """vLLM has found KV of so many tokens on the device, for a request that waits."""
@@ -74,7 +74,7 @@ class HandedOut:
             self._blocks.update(table[num_local // self._size :])
 
     def take(self, output: SchedulerOutput) -> set[int]:
-        """All that were handed out since the last call, now that the step after that is planned."""
+        """The device blocks that were handed out since the last call, now that the step after that is planned."""
         blocks, self._blocks = self._blocks, set()
         self._num_local.clear()
         return blocks | written_blocks(output, self._size)

@@ -11,7 +11,7 @@ _MAX_KEPT = 64
 
 
 class StepNumbers:
-    """In the scheduler: numbers steps, and knows which have been processed. Scheduler thread only.
+    """The scheduler's half: it numbers steps, and knows which have been processed. Scheduler thread only.
 
     Where vLLM gives a device block to a request only when it has processed the last step that used it, what is left of
     that step is over when the next one starts.
@@ -42,7 +42,7 @@ class StepNumbers:
 
 
 class StepStarts:
-    """In a worker: fences at the starts of the last steps. One thread."""
+    """The worker's half: it has fences at the starts of the last steps. One thread."""
 
     def __init__(self) -> None:
         self._starts: deque[tuple[int, Fence | None]] = deque(maxlen=_MAX_KEPT)
@@ -58,5 +58,5 @@ class StepStarts:
             self._starts.append((number, fence))
 
     def fence(self, number: int) -> Fence | None:
-        """At the start of the step with this number; of the present one, where that is not known (any more)."""
+        """The fence at the start of the step with this number; of the present step if that is unknown (any more)."""
         return next((fence for known, fence in self._starts if known == number), self._present)

@@ -20,7 +20,7 @@ class Change(enum.Enum):
     NONE = enum.auto()
     """They stay as they are, and KV on the device is lost or is of something else."""
     FROM_FILES = enum.auto()
-    """All of them are read from the model's folder."""
+    """The weights are all read from the model's folder."""
     UNKNOWN = enum.auto()
 
 
@@ -43,7 +43,7 @@ class Weights:
         """Something within the outermost change has changed weights in another way. Guarded by _lock."""
         self.state = WeightsState(0, namespace(), "")
         self._outline = tensors_outline(files(""))
-        """Of the weights that vLLM has started with, which it requires to be complete."""
+        """The outline of the weights that vLLM has started with, which it requires to be complete."""
 
     @contextlib.contextmanager
     def changing(self, what: str, change: Change, path: str = "") -> Iterator[None]:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
 _TELL_S = 1.0
-"""Between two looks at the memory that is taken."""
+"""The time between two looks at the memory that is taken."""
 _EMPTY_STEP_S = 0.002
 """How long an empty step waits for transfers, unless a request goes on after it: a loop of empty steps would take the
 interpreter from them."""
@@ -50,22 +50,22 @@ class WorkerSide:
         self._mover: Mover | None = None
         self._memory_use: Callable[[], RankMemory] | None = None
         self._told_bytes: dict[str, int] = {}
-        """By kind of memory: what the last statistics have told of."""
+        """The bytes of each kind of memory that the last statistics have told of."""
         self._tell_at_s = 0.0
         self._weights: Weights | None = None
         """None until `register`, and so are adapters."""
         self._adapters: LoadedAdapters | None = None
         self._told_generation = 0
-        """Of the weights, that the scheduler knows."""
+        """The generation of the weights that the scheduler knows."""
         self._identity: WorkerIdentity | None = None
         self._rank = 0
         self._outbox: list[bytes] = []
-        """Of the mover, for the scheduler."""
+        """Messages of the mover for the scheduler."""
         self._starts = StepStarts()
         self._step = 0
         """Number of the present step, until the scheduler is told of it."""
         self._loading: dict[int, int] = {}
-        """By id, load batches without an answer: the generation of the weights that they are of."""
+        """The generation of the weights that each load batch without an answer is of, by id of the batch."""
         self._results = KVConnectorTransferResults()
         self._invalid: set[int] = set()
 
@@ -118,7 +118,7 @@ class WorkerSide:
         return self._identity
 
     def begin(self, step: StepMetadata) -> None:
-        """Before the forward pass is launched, when blocks have been cleared for it."""
+        """Begins a step. It is called before the forward pass is launched, when blocks have been cleared for it."""
         if self._mover is not None:
             self._starts.begin(step.number, self._mover.fence())
             self._step = step.number
@@ -193,7 +193,7 @@ class WorkerSide:
         self._stack.close()
 
     def _namespace(self, groups: Sequence[Mapping[str, Tensor]]) -> NamespaceId:
-        """Of the weights that the model's folder has at this moment."""
+        """The namespace of the weights that the model's folder has at this moment."""
         return namespace_of(
             self._vllm_config,
             groups,
@@ -205,7 +205,7 @@ class WorkerSide:
         ).id
 
     def _watch_weights(self, namespace: Callable[[], NamespaceId]) -> NamespaceId:
-        """From now on until `close`; gives the namespace of those that vLLM has loaded."""
+        """Watches the weights from now on until `close`; gives the namespace of those that vLLM has loaded."""
         model = self._vllm_config.model_config
         self._weights = Weights(namespace, lambda path: weight_files(path or model.model))
         self._adapters = LoadedAdapters(self._weights.forget_device)
@@ -234,7 +234,7 @@ class WorkerSide:
         return accepted
 
     def _wait_for_copies(self) -> None:
-        """Until none that was submitted touches the device."""
+        """Waits until no copy that was submitted touches the device."""
         while self._mover is not None and self._mover.is_at_device:
             self._mover.wait(_LOOK_S)
             self._poll()

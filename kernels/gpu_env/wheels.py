@@ -26,7 +26,7 @@ THERE = ("numpy", "torch", "triton")
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil")
 """What the tests for machines with a GPU take beside it."""
 MOST_BYTES = 64 << 20
-"""Of all wheels together."""
+"""The most bytes of all wheels together."""
 
 _ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ def unpack(wheels: Path, into: Path) -> int:
 
 
 def lacking_here(wanted: Sequence[str]) -> list[str]:
-    """Those of the requirements of which this Python has no version."""
+    """The requirements of which this Python has no version."""
     names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in wanted]
     return [name for name in names if not list(distributions(name=name))]
 

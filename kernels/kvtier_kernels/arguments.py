@@ -13,7 +13,7 @@ from kvtier_kernels.scoring import PLAIN, Scoring
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-"""Of KV whose values are what is stored times a scale."""
+"""The dtypes of KV whose values are what is stored times a scale."""
 KV_DTYPES = FLOAT_DTYPES + QUANTISED_DTYPES
 INDEX_DTYPES = (torch.int32, torch.int64)
 _MAX_WINDOW = 2**30

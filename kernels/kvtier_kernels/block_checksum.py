@@ -21,7 +21,7 @@ from kvtier_kernels.launching import check_launchable, on_device_of
 from kvtier_kernels.part_copy import Parts
 
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes: as what words are read."""
+"""The type as which words are read, by the number of bytes that one load takes."""
 _MIXER, _KEY_STEP, _KEY_FACTOR, _HALF = map(tl.constexpr, (MIXER, KEY_STEP, KEY_FACTOR, HALF))
 _WORD_BYTES = tl.constexpr(WORD_BYTES)
 

@@ -62,7 +62,7 @@ def host_checksum(block: npt.NDArray[np.uint8], part_sizes: Sequence[int]) -> in
 
 
 def as_signed(number: int) -> int:
-    """Modulo 2**64, as a signed integer of 64 bits."""
+    """The number modulo 2**64, as a signed integer of 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -80,7 +80,7 @@ def _words(block: npt.NDArray[np.uint8], part_sizes: Sequence[int]) -> Words:
 
 @functools.lru_cache(maxsize=4)
 def _keys(num_words: int) -> Words:
-    """As many bytes as a block has, kept for the next one of its size."""
+    """The keys of so many words. They take as many bytes as a block, and are kept for the next block of its size."""
     keys = np.arange(1, num_words + 1, dtype=np.uint64)
     keys *= np.uint64(KEY_STEP)
     keys ^= keys >> np.uint64(HALF)

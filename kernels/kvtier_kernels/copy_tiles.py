@@ -69,6 +69,6 @@ def slot_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def checksum_tile(part_words: int) -> tuple[int, int]:
-    """For `block_checksum`: how many words of 8 bytes a program takes, and its warps. Half as much as of a copy: each
-    word has a key to be made, in registers."""
+    """The words of 8 bytes that a program of `block_checksum` takes, and its warps. They are half as much as of a copy:
+    each word has a key to be made, in registers."""
     return min(_COPY_BYTES // 16, next_power_of_two(part_words)), _COPY_WARPS

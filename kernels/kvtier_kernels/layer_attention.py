@@ -112,7 +112,7 @@ class TritonStep:
         self._plan: AttentionPlan | None = None
         """None before the first layer."""
         self._forms: tuple[_Form, ...] = ()
-        """Of the first layer's arguments."""
+        """The forms of the first layer's arguments."""
 
     def __call__(self, kv_layer: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         forms = _form(kv_layer), _form(query), _form(key), _form(value)
@@ -140,7 +140,7 @@ def _form(tensor: Tensor) -> _Form:
 
 
 def _difference(forms: tuple[_Form, ...], first: tuple[_Form, ...]) -> str:
-    """Of the first argument that is of another form than in the first layer."""
+    """Says how the first argument differs that is of another form than in the first layer."""
     named = zip(("kv_layer", "query", "key", "value"), forms, first, strict=True)
     name, form, before = next(each for each in named if each[1] != each[2])
     return f"{name} is {list(form[0])}, {form[1:]}, in the first layer {list(before[0])}, {before[1:]}: must be equal"

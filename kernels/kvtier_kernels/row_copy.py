@@ -17,7 +17,7 @@ from kvtier_kernels.copy_tiles import copy_tile
 from kvtier_kernels.launching import check_launchable, on_device_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes: as what a copy moves them."""
+"""The type as which a copy moves words, by their number of bytes."""
 
 
 def check_can_copy(name: str, tensor: Tensor) -> None:

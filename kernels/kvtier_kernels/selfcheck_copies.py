@@ -72,7 +72,7 @@ def _check_parts(part_bytes: int, device: torch.device) -> str:
 
 
 def _check_layers(part_bytes: int, device: torch.device) -> str:
-    """Layer after layer, to host memory and from it."""
+    """Copies layer after layer, to host memory and from it, and compares."""
     from kvtier_kernels.part_copy import Parts, part_copy
 
     kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
@@ -106,7 +106,7 @@ def _check_planes(part_bytes: int, device: torch.device) -> str:
 
 
 def _check_checksums(part_bytes: int, device: torch.device) -> str:
-    """Beside the checksum of the same bytes in host memory: the parts of a block in two allocations."""
+    """Compares checksums of blocks, whose parts are in two allocations, with those of the same bytes in host memory."""
     from kvtier_kernels.block_checksum import block_checksum
     from kvtier_kernels.part_copy import Parts
 
@@ -156,7 +156,7 @@ def _check_write(kv_dtype: torch.dtype, device: torch.device, *, given: bool) ->
 
 
 def _vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of all magnitudes, some zero, some with an infinity or a NaN."""
+    """Random vectors of all magnitudes, some zero, some with an infinity or a NaN."""
     vectors = torch.randn(num_vectors, head_dim) * torch.logspace(-6, 4, num_vectors)[:, None]
     vectors[::17], vectors[1::19, 0], vectors[2::23, -1] = 0.0, torch.inf, torch.nan
     return vectors.to(dtype)

@@ -78,7 +78,7 @@ class SharedDecodePlan:
     scale: float
     scoring: Scoring
     num_splits: tuple[int, int]
-    """Into how many runs shared keys are cut, and a sequence's own."""
+    """The numbers of runs into which shared keys are cut, and a sequence's own."""
     run_keys: tuple[int, int]
     tile: Tile
     own_tile: Tile

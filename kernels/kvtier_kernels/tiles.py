@@ -66,7 +66,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def shared_limit_bytes(capability: tuple[int, int]) -> int:
-    """Of one program, by the CUDA C++ programming guide; of chips that it does not name, the least."""
+    """What one program may take, by the CUDA C++ programming guide; on chips that it does not name, the least."""
     if capability == (9, 0) or capability[0] in (10, 11):
         return 227 * 1024
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
@@ -94,9 +94,9 @@ class _Prefill(NamedTuple):
 
     plain: tuple[int, int, int]
     more: tuple[int, int, int]
-    """With a window or changed scores, which take registers."""
+    """The tile with a window or changed scores, which take registers."""
     converting: tuple[int, int, int]
-    """With keys of fewer bytes than the queries have, whatever else there is."""
+    """The tile with keys of fewer bytes than the queries have, whatever else there is."""
 
 
 _PREFILL_TILES = {
@@ -177,7 +177,7 @@ def prefill_splits(num_programs: int, max_keys: int, num_multiprocessors: int) -
 def decode_tile(
     head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
 ) -> Tile:
-    """For `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead.
+    """The tile of `paged_decode`: few rows, so that the time goes into reading keys, several iterations ahead.
 
     Arguments as for `prefill_tile`.
     """
@@ -273,7 +273,7 @@ def decode_runs(num_programs: int, mean_keys: int, max_keys: int, num_multiproce
 def decode_runs_of_any_length(
     num_seqs: int, num_kv_heads: int, max_keys: int, num_multiprocessors: int
 ) -> tuple[int, int]:
-    """As `decode_runs`, for sequences of any lengths up to `max_keys`: a CUDA graph keeps its runs for all steps.
+    """Does as `decode_runs` for sequences of any lengths up to `max_keys`: a CUDA graph keeps its runs for all steps.
 
     As many runs as let one long sequence, beside others that are short, fill the chip. A run has no fewer keys than is
     worth merging, and more where the sequences fill the chip without being cut. Short sequences have fewer runs: the

@@ -21,7 +21,7 @@ from kvtier_kernels_bench.rows import SHORT
 from kvtier_kernels_bench.runner import Run, run_parts
 
 _FILE_COLUMNS = "140"
-"""Of the table where it goes to no terminal."""
+"""The width of the table where it goes to no terminal."""
 _OUTPUT_FOLDER = "OUT"
 """An environment variable that names a folder for results, where a machine keeps nothing else."""
 

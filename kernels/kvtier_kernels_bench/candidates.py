@@ -20,9 +20,9 @@ _PREFILL_FIRST = {
     128: (Tile(128, 32, 4, 3), Tile(128, 32, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
     256: (Tile(64, 32, 4, 2),),
 }
-"""By columns: what a sweep tries first on a chip with wgmma. Of all but the last of 128, two or three programs fit a
-multiprocessor without spilling: while one computes weights, the other's products run. `docs/gpu.md` has what speaks
-for them and against them."""
+"""The tiles that a sweep tries first on a chip with wgmma, by columns. Two or three programs of each of them, except
+the last one of 128, fit a multiprocessor without spilling: while one computes weights, the other's products run.
+`docs/gpu.md` has what speaks for them and against them."""
 
 
 def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -53,8 +53,8 @@ def prefill_candidates(head_dim: int, element_bytes: int, group: int, capability
 
 
 def decode_candidates(head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """As `prefill_candidates`, for `paged_decode`: what `decode_tile` takes first, then tiles of
-    as many rows that fit the chip's shared memory, those that differ from it in the least first.
+    """Does what `prefill_candidates` does, for `paged_decode`: gives what `decode_tile` takes first, then tiles of as
+    many rows that fit the chip's shared memory, those that differ from it in the least first.
 
     Rows are as few as hold a group: more would compute, not read.
     """

@@ -6,7 +6,10 @@ from torch import Tensor
 from kvtier.errors import KvtierError
 
 _MOST_RELATIVE_DIFFERENCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-"""Of the largest number of a result, between two ways to compute it: several times what rounding makes."""
+"""The most that two ways to compute a result may differ by, as a share of its largest number, by dtype.
+
+This is several times what rounding makes.
+"""
 
 
 class WrongResultError(KvtierError):
@@ -14,7 +17,7 @@ class WrongResultError(KvtierError):
 
 
 def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
-    """Bit for bit; compared where `got` is.
+    """Requires tensors that are equal bit for bit; they are compared where `got` is.
 
     :raises WrongResultError: a byte differs.
     """
@@ -35,7 +38,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 def require_close(what: str, got: Tensor, expected: Tensor, *, most: float | None = None) -> float:
     """`difference`, which is no more than rounding makes.
 
-    :param most: of the largest number that is expected. None: what computing in the dtype of `got` makes of it.
+    :param most: the share of the largest expected number. None: what computing in the dtype of `got` makes of it.
 
     :raises WrongResultError: it is more, or there is a NaN.
     """

@@ -50,7 +50,7 @@ class Launch:
 
     @property
     def tile(self) -> Tile:
-        """Of an attention kernel."""
+        """The tile of an attention kernel."""
         arguments, options = self.arguments, self.options
         return Tile(arguments["ROWS"], arguments["KEYS"], options["num_warps"], options["num_stages"])
 
@@ -79,7 +79,7 @@ def kernels_of(module: ModuleType) -> dict[str, JITFunction[Any]]:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All modules of `kvtier_kernels` that have kernels."""
+    """The modules of `kvtier_kernels` that have kernels."""
     modules = (importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, _PREFIX))
     return [module for module in modules if kernels_of(module)]
 
@@ -154,26 +154,26 @@ class Resources:
     kernel: str
     configuration: str
     tile: str
-    """Of an attention kernel, as `candidates.label` has it; else empty."""
+    """The tile of an attention kernel, as `candidates.label` writes it; empty for other kernels."""
     default: bool
     chip: int
     """Compute capability, e.g. 90."""
     registers: int
-    """Of a thread."""
+    """The number of registers that a thread takes."""
     spilled_bytes: int
-    """Of a thread."""
+    """The number of bytes that a thread spills."""
     shared_bytes: int
-    """Of a program."""
+    """The shared memory that a program takes."""
     shared_limit_bytes: int
     products: str
     """Instructions of the tensor cores in the kernel, e.g. `32 wgmma`; empty where there are none."""
     num_warps: int
     programs_per_multiprocessor: int
-    """At a time."""
+    """The number of programs that run at a time on a multiprocessor."""
 
     @property
     def is_too_much(self) -> bool:
-        """Of registers, or of shared memory."""
+        """Whether the kernel takes too many registers or too much shared memory."""
         return self.spilled_bytes > 0 or self.shared_bytes > self.shared_limit_bytes
 
 
@@ -208,6 +208,6 @@ def resources_of(launch: Launch, chip: int, configuration: str, *, default: bool
 
 
 def _products(ptx: str) -> str:
-    """Each of these is one instruction of the machine code as well."""
+    """The products in this PTX, by name. Each is one instruction of the machine code as well."""
     counts = {name: len(re.findall(pattern, ptx)) for name, pattern in _PRODUCTS.items()}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

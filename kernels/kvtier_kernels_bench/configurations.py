@@ -45,7 +45,7 @@ class Configuration:
 
 
 def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
-    """All launchers, in bf16 unless said, and beside each attention tile so many of its candidates."""
+    """Every launcher, in bf16 unless said, and beside each attention tile so many of its candidates."""
     for heads in HEADS:
         name = f"heads {heads[0]}/{heads[1]}x{heads[2]}"
         yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, heads))

@@ -15,7 +15,7 @@ from kvtier_kernels_bench.shapes import heads_of, paged
 _QUEUED = 2
 """The step that runs, and the next one: what an engine has queued that schedules without waiting for results."""
 _BUSY = 0.5
-"""Of a step, that the engine's thread spends in Python. The rest it waits, without the GIL."""
+"""The share of a step that the engine's thread spends in Python. It waits for the rest of the step, without the GIL."""
 _CALIBRATED = 8
 """Layers that are timed to know how many a step takes."""
 
@@ -38,7 +38,7 @@ def prefill_work(setting: Setting) -> Callable[[int], None]:
 
 
 def step_of(setting: Setting, work: Callable[[int], None], seconds: float) -> Run:
-    """As many layers as take about so long on this device, at least one."""
+    """A step of as many layers as take about so long on this device, at least one."""
     work(_CALIBRATED)  # kernels are compiled
     setting.synchronize()
     begin = time.perf_counter()
@@ -62,12 +62,12 @@ class NeverIdle:
         self._ends: deque[tuple[Any, Fence | None]] = deque()
         self._last_end: Any = None
         self.processed: Fence | None = None
-        """Behind the last step that has ended. An engine's loads wait for it: no later step uses their device slots."""
+        """The fence behind the last step that has ended. Loads wait for it: no later step uses their device slots."""
         self.steps_s: list[float] = []
         """How long each step took on the device, from the end of the one before."""
 
     def queue_ahead(self) -> None:
-        """Two steps are queued."""
+        """Queues steps until two are queued."""
         while len(self._ends) < _QUEUED:
             self._step()
             self._ends.append((_event(self._setting), self._fence()))
@@ -79,7 +79,7 @@ class NeverIdle:
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Steps as long as it is wanted, at least one.
+        """Runs steps as long as it is wanted, at least one.
 
         :param before: called before a step is queued, as an engine asks for loads.
         :param after: called when a step has been queued, as an engine asks for saves of what it writes.
@@ -110,7 +110,7 @@ class NeverIdle:
 
 
 class _HostEvent:
-    """Where there is no device, work is done when it has been called."""
+    """An event where there is no device: work is done when it has been called."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -126,7 +126,7 @@ class _HostEvent:
 
 
 def _event(setting: Setting) -> Any:
-    """Recorded on the current stream. Waiting for it does not spin."""
+    """An event that is recorded on the current stream. Waiting for it does not spin."""
     if not setting.on_cuda:
         return _HostEvent()
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

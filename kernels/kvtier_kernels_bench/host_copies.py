@@ -75,7 +75,7 @@ class _Copies:
         self._copy_up: Run = lambda: there.copy_(pinned, non_blocking=True)
 
     def down(self) -> dict[str, Run]:
-        """By what is timed."""
+        """The copies to host memory that are timed, by name."""
         return {
             "one copy": self._copy_down,
             "gather, adjacent slots": lambda: self._gather(self._adjacent),
@@ -83,7 +83,7 @@ class _Copies:
         }
 
     def up(self) -> dict[str, Run]:
-        """Likewise."""
+        """The copies to the device that are timed, by name."""
         return {
             "one copy": self._copy_up,
             "scatter, adjacent slots": lambda: self._scatter(self._arena, self._adjacent),

@@ -24,13 +24,13 @@ class Outcome:
     part: str
     seconds: float
     cases: tuple[Case, ...]
-    """All that it had given when it ended, however it did."""
+    """The cases that the part had given when it ended, however it ended."""
     problem: str = ""
     """Empty when it ended well."""
     said: str = ""
     """The end of what it wrote, warnings say: one without a problem may have something to tell as well."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the run: what figures depend on."""
+    """The facts of the run on which its figures depend."""
 
     @property
     def failed(self) -> bool:
@@ -48,14 +48,14 @@ class Journal:
         self._append({"begin": part, "facts": dict(facts)})
 
     def row(self, part: str, case: Case) -> None:
-        """Kept as soon as this returns."""
+        """Adds a row, which is kept as soon as this returns."""
         self._append({"row": part, "case": asdict(case)})
 
     def end(self, part: str, *, seconds: float, problem: str, said: str) -> None:
         self._append({"end": part, "seconds": seconds, "problem": problem, "said": said})
 
     def outcomes(self) -> list[Outcome]:
-        """Of every part the last time, in the order in which they first ran."""
+        """The last outcome of every part, in the order in which the parts first ran."""
         found: dict[str, Outcome] = {}
         for record in self._records():
             match record:

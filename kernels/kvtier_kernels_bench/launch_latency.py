@@ -21,14 +21,14 @@ from kvtier.errors import KvtierError
 from kvtier_kernels_bench.setting import Setting
 
 Launches = list[tuple[float, float]]
-"""When each began, and its seconds."""
+"""The time when each launch began, and its seconds."""
 _PAUSE_S = 1e-4
-"""Between two launches: a process that does nothing else would hold the interpreter, and remember too many."""
+"""The pause between launches: without it, a process would hold the interpreter, and remember too many."""
 _PATIENCE_S = 60.0
 
 
 def launch_until(stop: Callable[[], bool], setting: Setting, into: Launches) -> None:
-    """One after the other, the end of each waited for."""
+    """Launches one after the other, and waits for the end of each."""
     numbers = torch.zeros(256, device=setting.device)
     while not stop():
         begin = MONOTONIC()
@@ -39,7 +39,7 @@ def launch_until(stop: Callable[[], bool], setting: Setting, into: Launches) -> 
 
 
 def during(launches: Launches, begin_s: float, end_s: float) -> list[float]:
-    """Seconds of those that were under way then."""
+    """The seconds of each launch that was under way between these times."""
     return [seconds for at, seconds in launches if at < end_s and at + seconds > begin_s]
 
 
@@ -81,7 +81,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 def main() -> None:
-    """See the module's first lines."""
+    """Does what the module's first lines say."""
     setting, launches, ended = Setting.here(_PATIENCE_S, tiny="--tiny" in sys.argv), Launches(), threading.Event()
     launch_until(lambda: bool(launches), setting, launches)  # the first sets up the device
     launches.clear()

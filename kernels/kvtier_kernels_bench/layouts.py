@@ -27,18 +27,18 @@ class Layout:
     num_groups: int = 1
     """KV groups: each has as many parts of its own, and blocks of its own."""
     codec: LossyCodec | None = None
-    """In whose records blocks are in host memory."""
+    """The codec in whose records blocks lie in host memory."""
 
     @property
     def records(self) -> RecordLayout | None:
-        """Of each part. None: they are in host memory as they are."""
+        """The layout of each part's records. None: parts lie in host memory as they are."""
         if self.codec is None:
             return None
         return RecordLayout(self.codec, torch.bfloat16, _HEAD_DIM, self.part_bytes // 2 // _HEAD_DIM)
 
     @property
     def block_bytes(self) -> int:
-        """In host memory."""
+        """The number of bytes that a block takes in host memory."""
         return self.num_parts * (self.part_bytes if self.records is None else self.records.record_bytes)
 
 
@@ -56,7 +56,7 @@ class DeviceBlocks:
 
     @property
     def num_slots(self) -> int:
-        """Device slots, those of the first group first."""
+        """The number of device slots, those of the first group first."""
         return self.layout.num_groups * self.num_blocks
 
     def fill(self) -> None:

@@ -61,7 +61,7 @@ def tiny_llama() -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Of a size that keeps activations near 1."""
+    """Random weights of a size that keeps activations near 1."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)

@@ -12,7 +12,7 @@ from kvtier_kernels_bench.comparing import WrongResultError
 
 LOAD, SAVE = "load", "save"
 _BATCH_BYTES = 128 << 20
-"""As the directory has it."""
+"""The most bytes of a batch, as the directory has it."""
 _KEY_BYTES = 48
 _PATIENCE_S, _LOOK_S = 60.0, 0.2
 
@@ -29,7 +29,7 @@ class MoverJobs:
         self.batch_bytes = self._batch_blocks * arena.slot_bytes
 
     def submit(self, kind: str, answers: "Answers", *, loads_after: Fence | None = None) -> float:
-        """When all of it was handed over. `loads_after` is as `Mover.submit` has it."""
+        """Submits a round and returns the time when it was handed over. `loads_after` is as `Mover.submit` has it."""
         messages = []
         for start in range(0, self._arena.num_slots, self._batch_blocks):
             slots = list(range(start, min(start + self._batch_blocks, self._arena.num_slots)))
@@ -64,12 +64,12 @@ class Answers:
             return len(self._open)
 
     def expect(self, batch_id: int) -> None:
-        """Before the batch is submitted."""
+        """Expects an answer. It is called before the batch is submitted."""
         with self._ready:
             self._open.add(batch_id)
 
     def wait(self) -> float:
-        """When the last answer came.
+        """Returns the time when the last answer came.
 
         :raises WrongResultError: a batch failed, or there was no answer within a minute.
         """
@@ -81,7 +81,7 @@ class Answers:
             return self._ended_s[-1]
 
     def batches_per_s(self) -> float:
-        """From the first answer to the last."""
+        """The rate of batches from the first answer to the last."""
         with self._ready:
             return (len(self._ended_s) - 1) / max(self._ended_s[-1] - self._ended_s[0], 1e-9)
 

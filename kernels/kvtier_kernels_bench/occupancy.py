@@ -6,7 +6,7 @@ _REGISTERS = 65_536
 _REGISTERS_AT_A_TIME = 256
 """A warp gets a multiple of so many."""
 _SYSTEM_SHARED_BYTES = 1024
-"""That every program takes beside its own."""
+"""The shared memory that every program takes beside its own."""
 _TENSOR_COLUMNS = 512
 
 
@@ -27,7 +27,7 @@ MULTIPROCESSORS = {
     100: Multiprocessor(228 * 1024, 64, 32),
     120: Multiprocessor(100 * 1024, 48, 24),
 }
-"""By compute capability."""
+"""The resources of a multiprocessor, by compute capability."""
 
 
 def programs_per_multiprocessor(

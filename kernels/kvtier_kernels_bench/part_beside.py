@@ -37,7 +37,7 @@ _LINK_BYTES_PER_S = 50e9
 """Enough is asked for to keep a bus of this speed busy."""
 _ROUNDS = 3
 _WINDOW_S = 2.0
-"""In which copies go on and on."""
+"""The time in which copies go on and on."""
 _IDLE_JOBS = 3
 _STEPS_TIMED = 8
 _LEAST_SHARE, _MOST_LATENCY_S = 0.5, 0.35
@@ -71,7 +71,7 @@ def measure(setting: Setting) -> Iterator[Case]:
 
 
 def _beside(setting: Setting, copies: "_Copies", engine: NeverIdle, step_s: float) -> Iterator[Case]:
-    """One job alone, then as many as the bus takes."""
+    """Times one job alone, then as many as the bus takes."""
     op = f"beside steps of {step_s * 1e3:.0f} ms"
     for kind in (LOAD, SAVE):
         nbytes = copies.job_bytes
@@ -126,7 +126,7 @@ def _crossing(setting: Setting, engine: NeverIdle, step_s: float) -> Iterator[Ca
 
 
 def _on_own_stream(setting: Setting, copy: Run, nbytes: int) -> Callable[[], int]:
-    """One copy and its end, for a thread of its own; gives its bytes."""
+    """A function for a thread of its own: it copies, waits for the end, and gives the bytes of the copy."""
     if not setting.on_cuda:
         return lambda: (copy(), nbytes)[1]
     stream = torch.cuda.Stream(setting.device)  # type: ignore[no-untyped-call]
@@ -144,14 +144,14 @@ def _on_own_stream(setting: Setting, copy: Run, nbytes: int) -> Callable[[], int
 
 
 def _steps(setting: Setting, engine: NeverIdle) -> list[float]:
-    """Seconds of each of some steps."""
+    """The seconds of each of some steps."""
     engine.steps_s.clear()
     engine.run_while(_for_steps(setting.size(_STEPS_TIMED, 2)))
     return list(engine.steps_s)
 
 
 def _for_steps(number: int) -> Callable[[], bool]:
-    """True so many times."""
+    """A function that is true so many times."""
     left = itertools.count(number, -1)
     return lambda: next(left) > 0
 

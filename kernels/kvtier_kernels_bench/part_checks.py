@@ -20,20 +20,20 @@ _MARGIN_S = 2.0
 _SHARES = 8
 """Processes that check kernels. These take a second each to compile, 165 of them in all."""
 _SHARE_THREADS = 2
-"""Of torch, in each of them: references are computed on the CPU, and all cores for each would only wait for another."""
+"""The threads of torch in each process: references are computed on the CPU, and more threads would only wait."""
 _LONGEST_CHECK_S = 20.0
-"""Of one check: compiling it, and what a tool makes of it."""
+"""The longest time that one check takes, with compiling it and with what a tool makes of it."""
 _SMOKE_KEYS, _ALL_KEYS = 1000, 3000
-"""Of the longest sequence."""
+"""The number of keys of the longest sequence."""
 _TINY_CHECKS = ["--most", "7", "--longest", "20"]
-"""As much as the interpreter does in three seconds."""
+"""The checks that the interpreter does in three seconds."""
 _TAIL_CHARACTERS = 2000
-"""Of what a check has said that failed otherwise than by a result."""
+"""The most that is shown of the output of a check that failed otherwise than by a result."""
 _SANITIZER = "compute-sanitizer"
 _CUDA_HOMES = (Path("/usr/local"), Path("/opt"))
 _TESTS = Path(__file__).parents[2] / "tests"
 _TIME_WAS_OVER = 124
-"""As the exit status of what was stopped."""
+"""The exit status of what was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Found:
     passed: int
     failed: int
     failures: Sequence[str]
-    """In words, as far as there are any."""
+    """The failures in words, as far as there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Answer:
     output: str
 
     def count(self, word: str) -> int:
-        """Lines that begin with it."""
+        """The number of lines that begin with this word."""
         return len(re.findall(rf"^{word} ", self.output, re.M))
 
     @property
@@ -71,7 +71,7 @@ def smoke(setting: Setting) -> Iterator[Case]:
 
 
 def measure(setting: Setting) -> Iterator[Case]:
-    """All three side by side, as they end: most of it is compiling, each process on a core of its own."""
+    """The three checks side by side, as they end: most of it is compiling, each process on a core of its own."""
     with ThreadPoolExecutor(3) as executor:
         for done in as_completed([executor.submit(check, setting) for check in (selfcheck, tests, memcheck)]):
             yield done.result()
@@ -165,7 +165,7 @@ def _case(
 
 
 def _deadline(left_s: float) -> str:
-    """After which no check begins, as a time of the monotonic clock."""
+    """The time after which no check begins, by the monotonic clock."""
     return str(MONOTONIC() + left_s - min(_LONGEST_CHECK_S, left_s / 3))
 
 

@@ -17,7 +17,7 @@ from kvtier_kernels_bench.setting import Run, Setting
 from kvtier_kernels_bench.timing import DeviceClock, in_turns
 
 _BLOCK_BYTES = {2 << 20: 0.9, 256 << 10: 0.8}
-"""And what copies to and from the host are held to: a share of one large copy's speed."""
+"""The sizes of blocks, and what their copies to and from the host are held to: a share of one large copy's speed."""
 _TINY_BLOCK_BYTES = {4096: 0.0, 1024: 0.0}
 _LEAST_ON_DEVICE = 0.85
 
@@ -81,7 +81,7 @@ def _copy(setting: Setting, source: Tensor, source_rows: Tensor, target: Tensor,
 
 
 def block_copy_of(setting: Setting) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """On CPU its reference, since Triton's interpreter does not take its masks as they are."""
+    """The block copy; on CPU its reference, since Triton's interpreter does not take its masks as they are."""
     if not setting.on_cuda:
         return block_copy_reference
     from kvtier_kernels.block_copy import block_copy

@@ -19,7 +19,7 @@ _SHAPES = ((1, 65_536), (8, 16_384), (32, 4_096), (128, 4_096))
 _LEAST_OF_BANDWIDTH, _LEAST_BY_SHARING, _SHARING_BAR_OWN = 0.85, 3.0, 64
 """The last: own keys of each sequence, where what is shared is nearly all."""
 _COMPARED = 2
-"""Sequences at either end."""
+"""The number of sequences that are compared at either end of the batch."""
 
 
 def plain(setting: Setting) -> Iterator[Case]:
@@ -76,7 +76,7 @@ def _shared(setting: Setting, op: str, num_seqs: int, num_shared: int, own: int)
 
 
 def _sharing(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Tensor]:
-    """Where no kernel can be launched, what the engine has on CPU in its place."""
+    """The kernel for shared prefixes; what the engine has on CPU in its place, where no kernel can be launched."""
     if not setting.launches:
         return decoding(setting, batch, heads)
     from kvtier_kernels.shared_prefix_decode import shared_prefix_decode

@@ -110,7 +110,7 @@ class _Prefix:
         """The load of the last call of `load_by_layer`, until it was waited for."""
 
     def load(self) -> None:
-        """By what the engine loads with: all is there on return."""
+        """Loads by what the engine loads with: everything is there on return."""
         self._mover.scatter(self._arena, self._slots, self._blocks, after=self._mover.fence())
 
     def load_by_layer(self) -> PagedKV:
@@ -130,7 +130,7 @@ class _Prefix:
         return ArrivingKV(self.kv.tensor, self._layered)
 
     def load_all_layers(self) -> None:
-        """The same; all is there on return."""
+        """Loads by layer; everything is there on return."""
         self.load_by_layer()
         self._wait_for_load()
 

@@ -22,7 +22,7 @@ from kvtier_kernels_bench.timing import note
 _BLOCK_BYTES, _TINY_BLOCK_BYTES = 2 << 20, 4096
 _ROUNDS = 3
 _LONGEST_S = 8.0
-"""Of what one kind of memory takes, once. Rows come when all is over, since launches elsewhere are known then."""
+"""The longest time that one round takes. Rows come when all is over, since launches elsewhere are known then."""
 _BLOCKS = [0, 1, 2, 3]
 
 
@@ -45,14 +45,14 @@ def measure(setting: Setting) -> Iterator[Case]:
 
 
 class _Memory:
-    """Is touched, pinned, copied from, unpinned and given back, again and again. One thread."""
+    """Memory that is touched, pinned, copied from, unpinned and given back, again and again. One thread."""
 
     def __init__(self, setting: Setting, blocks: DeviceBlocks, device: DeviceKV) -> None:
         self._setting, self._blocks, self._device = setting, blocks, device
         self.took: Mapping[str, Samples] = defaultdict(Samples)
-        """By what was done with which kind of memory."""
+        """The samples of each operation, by what was done with which kind of memory."""
         self.windows: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        """When that was, by the monotonic clock."""
+        """The begin and end of each operation by the monotonic clock, under the same names."""
 
     def leave_alone(self, seconds: float) -> None:
         """Does nothing: what launches take otherwise."""
@@ -101,7 +101,7 @@ class _Memory:
 
 
 def _latencies(place: str, launches: Launches, windows: Mapping[str, list[tuple[float, float]]]) -> Iterator[Case]:
-    """Of launches that were under way in each kind of window."""
+    """A case for the launches that were under way in each kind of window."""
     for name, ofs in windows.items():
         seconds = [took_s for begin_s, end_s in ofs for took_s in during(launches, begin_s, end_s)]
         if seconds:

@@ -20,7 +20,7 @@ from kvtier_kernels_bench.timing import DeviceClock, note
 
 _BATCH_BLOCKS = 64
 _MOST_SLOWER = 5.0
-"""Per cent."""
+"""The most that a prefill may be slower, in per cent."""
 
 
 def measure(setting: Setting) -> Iterator[Case]:
@@ -68,7 +68,7 @@ class _Spill:
         self._mover, self._arena = mover, arena
         self._starts = itertools.cycle(range(0, arena.num_slots, _BATCH_BLOCKS))
         self.fence: Fence | None = None
-        """Behind what has written the blocks; of the engine's thread."""
+        """The fence behind what has written the blocks; of the engine's thread."""
 
     def once(self) -> None:
         """Everything, once: what the first copy costs besides is over then."""
@@ -77,7 +77,7 @@ class _Spill:
             self.next_batch()
 
     def next_batch(self) -> int:
-        """Its bytes."""
+        """Copies the next batch and gives its bytes."""
         start = next(self._starts)
         slots = range(start, min(start + _BATCH_BLOCKS, self._arena.num_slots))
         self._mover.gather(slots, self._arena, slots, after=self.fence)

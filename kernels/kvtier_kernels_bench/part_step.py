@@ -22,7 +22,7 @@ _TOKENS_PER_BLOCK = 16
 _Forward = Callable[[Sequence[Chunk], PagedKV], Tensor]
 _LAUNCHED, _REPLAYED = "launched", "replayed"
 _MOST_IN_16_BITS = 0.1
-"""Of the largest logit, between sequences alone and together."""
+"""The most that logits of sequences alone and together may differ by, as a share of the largest logit."""
 
 
 def measure(setting: Setting) -> Iterator[Case]:

@@ -25,9 +25,9 @@ from kvtier_kernels_bench.timing import DeviceClock, in_turns
 
 _ROUNDS = 5
 _PROGRAMS = (2, 8, 16, 32, 66, 132)
-"""That reach host memory over the bus at a time."""
+"""The numbers of programs that reach host memory over the bus at a time."""
 _SHARES = {"programs beside host memory": 0.15, "tiles of prefill": 0.55, "tiles of decode": 0.3}
-"""Of the part's time: a prefill tile takes longest to compile, and there are most that may be better."""
+"""The shares of the part's time: a prefill tile takes longest to compile, and more of these may be better."""
 
 
 @dataclass(frozen=True, slots=True)

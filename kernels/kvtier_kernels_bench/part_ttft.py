@@ -30,13 +30,13 @@ from kvtier_kernels_bench.timing import DeviceClock, note
 
 _TOKENS_PER_BLOCK = 16
 _SPARE_BLOCKS = 2
-"""Of the device, beyond one prompt: asking for one document evicts the other."""
+"""The blocks that the device has beyond one prompt: asking for one document evicts the other."""
 _WARM_UP = 2
 """Loads from the pool, so that its memory is mapped and pinned, as it is in an engine that has been running."""
 _DOCUMENTS_IN_HOST = 4
-"""Both, the one that was forgotten last, and room for copies on their way."""
+"""The room of host memory, in documents: for both, the one that was forgotten last, and copies on their way."""
 _LEAST_SHARE = 0.95
-"""Of the cached tokens, that must come from where they are meant to."""
+"""The share of the cached tokens that must come from where they are meant to."""
 _MOST_COPIES = {"host": 1.3, "pool": 1.6}
 """What a load is held to: one plain copy of its bytes, so many times, beyond a hit on the device."""
 _SWITCHES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -89,7 +89,7 @@ class _WatchedModel(LlamaModel):
     table: Sequence[int] = ()
 
     def forward(self, chunks: Sequence[Chunk], kv: PagedKV, *arguments: Any, **options: Any) -> Tensor:
-        """See `LlamaModel`."""
+        """Computes as `LlamaModel.forward` does, and remembers the last chunk's blocks."""
         self.table = list(chunks[-1].block_table)
         return super().forward(chunks, kv, *arguments, **options)
 
@@ -103,7 +103,7 @@ class _Documents:
         self.cached, self.new = setting.size(16_384, 1024), setting.size(64, 8)
         self.cached_bytes = self.cached * bytes_per_block(config, 1, setting.dtype)
         self.lent: list[float] = []
-        """Of each load from the pool, the share that was copied from where it lies in the pool's memory."""
+        """The share of each load from the pool that was copied from where it lies in the pool's memory."""
         self._setting, self._model, self._kv, self._first_token = setting, model, kv, first_token
         self._clock, self._copy = DeviceClock(setting), _plain_copy(setting, self.cached_bytes)
         length = self.cached + self.new
@@ -114,7 +114,7 @@ class _Documents:
         """Blocks of each document as they were computed, by their sums."""
 
     def get_ready(self, registry: CollectorRegistry) -> None:
-        """Both are computed and saved, and the pool's memory is pinned."""
+        """The documents are computed and saved, and the pool's memory is pinned."""
         self._registry = registry
         for document in self._prompts:
             self._first_token.ask(document.fresh())
@@ -144,7 +144,7 @@ class _Documents:
         return {**taken, "one pinned copy": self._clock.wall_s(self._copy)}
 
     def _ask(self, document: Prompts, tier: str | None) -> float:
-        """Of a follow-up, whose document must be in this tier; of a new document if None.
+        """The time to first token of a follow-up, whose document must be in this tier; of a new document if None.
 
         :raises WrongResultError: what was loaded is not what was computed.
         """
@@ -159,7 +159,7 @@ class _Documents:
         return seconds
 
     def _sums(self) -> Tensor:
-        """Of the bytes of each block that the last prompt had, in its order: others have other sums."""
+        """A sum of the bytes of each block of the last prompt, in its order: other bytes have other sums."""
         words = self._kv.byte_rows().view(torch.int64)
         factors = torch.arange(words.size(1), device=words.device) * 2 + 1  # odd: a number elsewhere counts otherwise
         num_full = (self.cached + self.new) // _TOKENS_PER_BLOCK
@@ -172,7 +172,7 @@ class _Documents:
 
 
 def _rows(setting: Setting, samples: dict[str, Samples], documents: _Documents) -> Iterator[Case]:
-    """Of all whole rounds."""
+    """The rows of all whole rounds."""
     if not samples:
         return
     op = f"time to first token, {documents.new} new after {documents.cached:,} cached"
@@ -203,7 +203,7 @@ def _watched(setting: Setting) -> tuple[_WatchedModel, ModelConfig]:
 def _documents(
     setting: Setting, model: _WatchedModel, config: ModelConfig, changes: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[_Documents]:
-    """In an engine and a pool of their own.
+    """The documents, in an engine and a pool of their own.
 
     :param changes: to the engine's configuration, by section.
     """
@@ -237,7 +237,7 @@ def _config(pool: PoolProcess, host_bytes: int, changes: Mapping[str, Mapping[st
 
 
 def _plain_copy(setting: Setting, nbytes: int) -> Run:
-    """All of the document's bytes from pinned memory to the device at once."""
+    """Copies the document's bytes from pinned memory to the device at once."""
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=setting.on_cuda)
     there = torch.empty(nbytes, dtype=torch.uint8, device=setting.device)
     return lambda: there.copy_(pinned, non_blocking=True)

@@ -11,9 +11,9 @@ class Part:
     budget_s: float
     """The most it may take, beginning to end; killed some seconds later."""
     module: str = ""
-    """Of this package."""
+    """The name of the module in this package."""
     function: str = "measure"
-    """Of it: takes a `Setting` and gives rows."""
+    """The function of the module, which takes a `Setting` and gives rows."""
 
 
 _CHECKS = Part("checks", 200, "part_checks")
@@ -40,7 +40,7 @@ SECOND = (_CHECKS, Part("switches", 90, "part_ttft", "switches"), Part("sweep", 
 """The second one: more checks, what may be switched off, and tuning."""
 ALL = tuple(dict.fromkeys((*PARTS, *SECOND)))
 TOTAL_S = 520.0
-"""Of everything: with 20 s for unpacking wheels before, nine minutes of the ten that a command may have."""
+"""The time for all parts: with 20 s for unpacking wheels before, nine of the ten minutes that a command may have."""
 GRACE_S = 8.0
 """After its budget, for a part to end by itself."""
 

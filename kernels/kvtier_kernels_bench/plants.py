@@ -19,7 +19,7 @@ _planted: list[str] = []
 
 
 def plant(part: str) -> None:
-    """For the whole process."""
+    """Plants the fault of this part in the whole process."""
     _planted.append(part)
     _FAULTS[part]()
 
@@ -51,7 +51,7 @@ def _on_devices(method: str, alter: Callable[[Any], Any]) -> None:
 
 
 def _altered_byte(gather: Any) -> Any:
-    """Of the first block that was copied to host memory."""
+    """The first block that was copied to host memory has one byte altered."""
 
     def wrong(self: Any, device_slots: Any, arena: Any, arena_slots: Any, **options: Any) -> Any:
         result = gather(self, device_slots, arena, arena_slots, **options)
@@ -92,7 +92,7 @@ def _wrong_block(scatter_all: Any) -> Any:
 
 
 def _altered_target(copy: Any) -> Any:
-    """One byte of the first block that was copied."""
+    """The first block that was copied has one byte altered."""
 
     def wrong(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor, **options: Any) -> Any:
         result = copy(source, source_rows, target, target_rows, **options)
@@ -129,7 +129,7 @@ def _dropped_by_layer(scatter: Any) -> Any:
 
 
 def _refused(_attach: Any) -> Any:
-    """As where the system lets nobody pin."""
+    """The answer is as where the system lets nobody pin."""
     return lambda _self, _memory: False
 
 

@@ -11,7 +11,7 @@ _HEADING = "| case | GB/s | median | beside | notes |\n| --- | ---: | ---: | ---
 
 
 def load(path: Path) -> list[Outcome]:
-    """Of gpu.json; or of gpu.jsonl, which is all that a run has left that was killed."""
+    """The outcomes in gpu.json, or in gpu.jsonl, which is all that a killed run has left."""
     return Journal(path).outcomes() if path.suffix == ".jsonl" else outcomes_of(json.loads(path.read_text()))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvtier_kernels_bench.compiling import Resources
 
 PATH = Path("docs/kernel-resources.md")
-"""In the repository."""
+"""The page's path in the repository."""
 COMMAND = f"python -m kvtier_kernels_bench.resources --write {PATH}"
 """What renews the section of the Triton that is installed."""
 _HEAD = f"""# What every kernel takes of a chip
@@ -28,7 +28,7 @@ _COLUMNS = ("kernel", "configuration", "tile", "warps", "registers", "spilled", 
 
 
 def row(of: Resources) -> str:
-    """Its line of the table."""
+    """The line of the table for this kernel."""
     cells = (
         of.kernel, of.configuration, of.tile, of.num_warps, of.registers, of.spilled_bytes, f"{of.shared_bytes:,}",
         of.products, of.programs_per_multiprocessor,
@@ -59,6 +59,6 @@ def with_section(page: str, triton_version: str, found: Sequence[Resources]) -> 
 
 
 def _sections(page: str) -> dict[str, str]:
-    """By Triton's version."""
+    """The sections of the page, by Triton's version."""
     texts = re.split(r"^(?=## triton )", page, flags=re.MULTILINE)[1:]
     return {text.split()[2]: text for text in texts}

@@ -8,7 +8,7 @@ from kvtier.bench.report import Case
 from kvtier.bench.rounds import Samples, Spread
 
 SHORT = "SHORT"
-"""In the detail of a row that misses its bar."""
+"""The word in the detail of a row that misses its bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Bar:
 
     what: str
     value: float
-    """That was measured."""
+    """The value that was measured."""
     bound: float
     at_most: bool = False
 
@@ -91,7 +91,7 @@ def case_of(fields: Mapping[str, Any]) -> Case:
 
 
 def prefill_flops(num_heads: int, head_dim: int, new: int, cached: int) -> float:
-    """Of causal attention of `new` tokens over `cached` ones and themselves: two products, two operations each."""
+    """The operations of causal attention of `new` tokens to `cached` ones and themselves: two products, two each."""
     pairs = new * cached + new * (new + 1) / 2
     return 4.0 * num_heads * head_dim * pairs
 

@@ -16,11 +16,11 @@ from kvtier_kernels_bench.parts import GRACE_S, Part
 from kvtier_kernels_bench.tied import command_tied_to
 
 _LEAST_S = 8.0
-"""Below, a part would only start."""
+"""The least time for a part: with less, it would only start."""
 _TAIL_CHARACTERS = 4000
-"""Of what a part has said: enough for a traceback of each of its threads."""
+"""The end of a part's output that is kept: enough for a traceback of each of its threads."""
 _SAID_LINES = 8
-"""Of it that are shown at once."""
+"""The lines of it that are shown at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Run:
     facts: Mapping[str, Any]
     """What figures depend on: noted with every part."""
     total_s: float
-    """For all parts: later ones have less than their budgets, or are left out."""
+    """The time for all parts: later ones have less than their budgets, or are left out."""
     tiny: bool = False
     plant: str = ""
     """The part that is to fail, since what it measures is made wrong on purpose."""

@@ -41,7 +41,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """All results, case by case, with each kind of fence that makes a difference to the case."""
+    """The results, case by case, with each kind of fence that makes a difference to the case."""
     for name, step_s, load in _loads():
         for fences in Fences:
             yield Row(name, step_s * 1e3, fences.value, load(step_s, fences))

@@ -48,7 +48,7 @@ class Config(Section):
     _environ: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     def engine_tenants(self) -> list[str]:
-        """All that this engine serves: its own one first, if it has one, then those that a gateway may name."""
+        """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name."""
         names = list(dict.fromkeys([*([self.tenant] if self.tenant is not None else []), *self.gateway_tenants]))
         if not names:
             raise self._error("tenant", 'missing; name one of [tenants.*], e.g. tenant = "default"')

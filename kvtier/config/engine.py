@@ -140,12 +140,12 @@ class HostConfig(Section):
     """Host memory of an engine."""
 
     capacity_bytes: Bytes | None = None
-    """Of all ranks that an engine has on this host (in vLLM, those of tensor and pipeline parallelism): each takes its
-    part. Also the staging area of every transfer: at least a few hundred blocks of each rank. Touched at start, and
-    pinned for a device on CUDA. Small holds little, and what is not saved in time is dropped; more than the host can
-    spare ends in its out-of-memory killer. Left out, each rank takes 1 GiB, or 512 MiB, for staging, where a pool on
-    the same host (a Unix address) keeps the blocks for all its engines: none need be held twice. In SGLang, see
-    `docs/sglang.md`."""
+    """The bytes that all ranks of an engine on this host (in vLLM, those of tensor and pipeline parallelism) take
+    together: each takes its part. Also the staging area of every transfer: at least a few hundred blocks of each rank.
+    Touched at start, and pinned for a device on CUDA. Small holds little, and what is not saved in time is dropped;
+    more than the host can spare ends in its out-of-memory killer. Left out, each rank takes 1 GiB, or 512 MiB, for
+    staging, where a pool on the same host (a Unix address) keeps the blocks for all its engines: none need be held
+    twice. In SGLang, see `docs/sglang.md`."""
     write_policy: WritePolicyName = "write_through"
     """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
 
@@ -203,7 +203,7 @@ class PoolConfig(Section):
     """This engine's certificate, for a pool with `tls_client_ca`. One in its tenant's `certificate_names` stands for
     the token."""
     tls_key: Path | None = None
-    """Of that certificate."""
+    """The private key of that certificate."""
     tls_server_name: str | None = None
     """What the pool's certificate must be for; without, the host in `address`."""
     connect_timeout_s: Seconds = 1.0

@@ -56,7 +56,7 @@ class _Discard:
 
 
 class Directory:
-    """See the module's docstring."""
+    """The directory that the module's docstring describes."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class Directory:
         self._max_saving = max(1, int(num_slots * settings.saving_fraction))
         """Arena slots that saves and stores may hold together."""
         self._discards: dict[int, _Discard] = {}
-        """By batch."""
+        """The discards under way, by batch."""
         self._results: list[JobResult] = []
-        """Since the last poll."""
+        """The results since the last poll."""
         self.speeds = self._loads.speeds
         """What fetching takes; told by whoever computes what that takes."""
 

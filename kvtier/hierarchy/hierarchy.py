@@ -33,16 +33,16 @@ class Hierarchy:
         self._pump()
 
     def start_lookup(self, keys: Sequence[BlockKey]) -> int:
-        """See `Directory.start_lookup`."""
+        """Calls `Directory.start_lookup`."""
         self._pump()
         return self._directory.start_lookup(keys)
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
-        """See `Directory.poll_lookup`."""
+        """Calls `Directory.poll_lookup`."""
         return self._directory.poll_lookup(ticket)
 
     def cancel_lookup(self, ticket: int) -> None:
-        """See `Directory.cancel_lookup`."""
+        """Calls `Directory.cancel_lookup`."""
         self._directory.cancel_lookup(ticket)
 
     def plan_fetch(self, statuses: Sequence[BlockStatus]) -> int:
@@ -54,39 +54,39 @@ class Hierarchy:
         self._directory.speeds.note_computed(num_blocks, seconds)
 
     def start_load(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
-        """See `Directory.start_load`."""
+        """Calls `Directory.start_load`."""
         job_id = self._directory.start_load(blocks, by_layer=by_layer)
         self._pump()
         return job_id
 
     def start_save(self, blocks: Sequence[Block]) -> int | None:
-        """See `Directory.start_save`."""
+        """Calls `Directory.start_save`."""
         job_id = self._directory.start_save(blocks)
         self._pump()
         return job_id
 
     def save_full(self, blocks: Sequence[Block]) -> int | None:
-        """See `Directory.save_full`."""
+        """Calls `Directory.save_full`."""
         job_id = self._directory.save_full(blocks)
         self._pump()
         return job_id
 
     def note_hits(self, blocks: Sequence[Block]) -> int | None:
-        """See `Directory.note_hits`."""
+        """Calls `Directory.note_hits`."""
         return self._directory.note_hits(blocks)
 
     def worth_saving(self, key: BlockKey) -> bool:
-        """See `Directory.worth_saving`."""
+        """Calls `Directory.worth_saving`."""
         return self._directory.worth_saving(key)
 
     def reset(self) -> None:
-        """See `Directory.reset`."""
+        """Calls `Directory.reset`."""
         self._pump()
         self._directory.reset()
         self._pump()
 
     def cancel(self, job_id: int) -> None:
-        """See `Directory.cancel`."""
+        """Calls `Directory.cancel`."""
         self._directory.cancel(job_id)
         self._pump()
 

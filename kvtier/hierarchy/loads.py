@@ -88,9 +88,9 @@ class Loads:
         self._metrics, self._clock, self._on_end = metrics, clock, on_end
         self.speeds = Speeds(clock)
         self._jobs: dict[int, _Job] = {}
-        """By id."""
+        """The loads under way, by id."""
         self._batches: dict[int, _Batch] = {}
-        """By id."""
+        """The batches under way, by id."""
 
     def __contains__(self, batch_id: int) -> bool:
         return batch_id in self._batches
@@ -100,7 +100,7 @@ class Loads:
         return len(self._batches)
 
     def start(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
-        """See `Directory.start_load`."""
+        """Does the work of `Directory.start_load`."""
         deadline = self._clock() + self._settings.load_deadline_s
         # What is in the arena first: pinned, before another block of this very job takes its slot.
         queued = sorted(range(len(blocks)), key=lambda index: not self._index.has(HOST, blocks[index][0]))
@@ -113,7 +113,7 @@ class Loads:
         return job.job_id
 
     def cancel(self, job_id: int) -> None:
-        """See `Directory.cancel`. Ignores jobs that are over, or none of these."""
+        """Does the work of `Directory.cancel`. It ignores jobs that are over, and jobs that are no loads."""
         job = self._jobs.get(job_id)
         if job is None:
             return

@@ -29,7 +29,7 @@ class LoadBatch:
     arena_slots: list[int]
     device_slots: list[int]
     by_layer: bool = False
-    """All blocks are in host memory, and are copied layer after layer: `Queued` comes before `Loaded`."""
+    """The blocks are all in host memory, and are copied layer after layer: `Queued` comes before `Loaded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class Loaded:
     batch_id: int
     ok: bytes
     seconds: float
-    """That the mover took, beside what it took for batches from the same tier."""
+    """The time that the mover took, beside what it took for batches from the same tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """All copies of a load by layer are queued on the device, where whoever computes waits for each layer.
+    """Every copy of a load by layer is queued on the device, where whoever computes waits for each layer.
 
     Its device slots are the caller's. Its arena slots are read until `Loaded`.
     """

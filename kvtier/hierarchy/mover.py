@@ -121,14 +121,14 @@ class Mover:
         self._saving: set[int] = set()
         """Save batches that may still read the device, by id. Guarded by _lock."""
         self._loaded_s: dict[str, float] = {}
-        """By tier: when its last batch was there. Guarded by _lock."""
+        """The time when the last batch of each tier was there, by tier. Guarded by _lock."""
         self._outbox: list[bytes] = []  # guarded by _lock
         self._changes: list[Inventory] = []  # taken from the inventory for the next poll; guarded by _lock
         self._nudged = False  # guarded by _lock
         self._closed = False  # guarded by _lock
 
     def fence(self) -> Fence | None:
-        """See `DeviceKV.fence`."""
+        """The device's `DeviceKV.fence`."""
         return self._device.fence()
 
     def submit(self, messages: Sequence[bytes], *, loads_after: Fence | None = None) -> None:
@@ -142,7 +142,7 @@ class Mover:
             self._start(message, saves_after=until_now, loads_after=loads_after or until_now)
 
     def copying(self, batch_ids: Iterable[int]) -> set[int]:
-        """Those of these save batches that may still read the device. One that `Copied` tells of does not."""
+        """The save batches among these that may still read the device. One that `Copied` tells of does not."""
         with self._lock:
             return self._saving.intersection(batch_ids)
 
@@ -238,7 +238,7 @@ class Mover:
         self._post(Loaded(batch.batch_id, ok, seconds))
 
     def _fetch_from(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
-        """Which blocks are on the device, and the seconds that the copy waited for the engine."""
+        """Returns which blocks are on the device, and the seconds that the copy waited for the engine."""
         if batch.by_layer:
             return self._fetch_by_layer(batch, after), 0.0
         return self._fetch(batch, after) if batch.arena_slots else self._fetch_lent(batch, after)
@@ -256,7 +256,7 @@ class Mover:
         return b"\1" * len(batch.keys)
 
     def _fetch(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
-        """By way of the arena. Which blocks are there, and the seconds that the copy waited for the engine."""
+        """Loads by way of the arena. Returns which blocks are there, and how long the copy waited for the engine."""
         ok, waited_s = self._read(batch), 0.0
         if self._begin_copy(batch):
             present = [i for i, good in enumerate(ok) if good]
@@ -265,7 +265,7 @@ class Mover:
         return ok, waited_s
 
     def _fetch_lent(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
-        """The same from where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
+        """Loads from where the blocks lie in the memory of their tier. What changed meanwhile is no block."""
         keys, waited_s, borrowed = self._store_keys(batch.keys), 0.0, None
         borrower = self._borrowers.get(batch.source)
         if borrower is not None and not self._is_cancelled(batch):

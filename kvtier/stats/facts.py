@@ -63,7 +63,7 @@ class TierFacts:
     capacity_bytes: float | None
     evicted_blocks: float | None
     errors: dict[str, float]
-    """By operation and name of the error."""
+    """The number of errors, by operation and name of the error."""
     breaker_open: bool | None
     state: str | None
     """What its medium lets it do: writable, read_only, off."""

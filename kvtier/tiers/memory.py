@@ -17,7 +17,7 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14: as if every page were written to, without a fault for each."""
 _MOST_THREADS = 4
-"""That touch memory: several engines may start side by side, and the memory is busy with a few."""
+"""The most threads that touch memory: several engines may start side by side, and a few keep the memory busy."""
 _TOUCH_BYTES = 64 << 20
 """Touched by one call, within which the system maps nothing else for this process; and worth a thread."""
 

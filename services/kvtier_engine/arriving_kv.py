@@ -13,7 +13,7 @@ class ArrivingKV(PagedKV):
     """A forward pass over it waits on the device for each layer, when it comes to that layer. Scheduler thread only."""
 
     loads: LayeredLoads
-    """Into this KV."""
+    """The loads by layer into this KV."""
 
     def layer(self, index: int) -> Tensor:
         self.loads.wait(index)

@@ -29,7 +29,7 @@ class ComputeTimes:
         self._num_tokens: list[int] = []
         """Tokens of each chunk that was launched and not waited for."""
         self._since_s = 0.0
-        """When the first of them was launched. Meaningless while there are none."""
+        """The time when the first of these chunks was launched. Meaningless while there are none."""
         self._is_pure = True
         """Whether none of them waited for a load."""
 

@@ -38,7 +38,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Of a number of rows."""
+    """A recorded decode step of a fixed number of rows, and the logits that it computes."""
 
     graph: Graph
     logits: Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvtier_engine.llama import Chunk
 
 _NOTHING = (0, 0, -1, 0, 0)
-"""Of a row without a sequence: token, position, block, offset, length. It writes to no block and reads none."""
+"""The numbers of a row without a sequence: token, position, block, offset, length. It writes and reads no block."""
 
 _ALIGNMENT = 2
 """Numbers of 16 bytes: what kernels take starts there, so that they are compiled for one alignment only."""
@@ -45,22 +45,22 @@ class DecodeInputs:
 
     @property
     def positions(self) -> Tensor:
-        """Of the tokens; 0 in rows without a sequence."""
+        """The positions of the tokens; 0 in rows without a sequence."""
         return self._numbers_there[1, : self.num_rows]
 
     @property
     def block_ids(self) -> Tensor:
-        """Where the tokens' keys and values go; -1 in rows without a sequence: nowhere."""
+        """The blocks to which the tokens' keys and values go; -1 in rows without a sequence: nowhere."""
         return self._numbers_there[2, : self.num_rows]
 
     @property
     def offsets(self) -> Tensor:
-        """Where in these blocks; 0 in rows without a sequence."""
+        """The places of the tokens in these blocks; 0 in rows without a sequence."""
         return self._numbers_there[3, : self.num_rows]
 
     @property
     def seq_lens(self) -> Tensor:
-        """Keys, those of the new tokens included; 0 in rows without a sequence."""
+        """The number of keys of each sequence, those of the new tokens included; 0 in rows without a sequence."""
         return self._numbers_there[4, : self.num_rows]
 
     @property

@@ -66,12 +66,12 @@ class LlamaModel:
 
     @property
     def scale(self) -> float:
-        """Of attention: the factor on its scores."""
+        """The factor on the scores of attention."""
         return float(self._config.head_dim**-0.5)
 
     @property
     def num_heads(self) -> int:
-        """Of queries."""
+        """The number of query heads."""
         return self._config.num_attention_heads
 
     def compute(self, batch: Batch, kv: PagedKV) -> Tensor:

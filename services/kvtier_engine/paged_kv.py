@@ -17,7 +17,7 @@ from kvtier_kernels.records import LossyCodec, RecordLayout
 PHYSICAL_LAYOUT = "L2NHD"
 """Inside a block: layer, key or value, token, KV head, head dimension."""
 BACKENDS = {"cpu": "torch-cpu", "cuda": "torch-cuda"}
-"""By type of device. The two round differently, in every matrix product before a key or value is there."""
+"""Names of backends, by type of device. The two round differently, in every matrix product that leads to KV."""
 _CPU = torch.device("cpu")
 
 
@@ -55,7 +55,7 @@ class PagedKV:
         return self.tensor[:, index]
 
     def record_layout(self, lossy_codec: str) -> RecordLayout:
-        """Of a block, which is one page, in the form of this codec.
+        """The layout of a block, which is one page, in the form of this codec.
 
         :raises ConfigError: it does not take KV of this dtype.
         """
@@ -90,7 +90,7 @@ def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
 
 
 def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
-    """Of the weights and of what is done with them: an edited rope or epsilon gives other KV from the same weights."""
+    """The digest of the weights and of their use: an edited rope or epsilon gives other KV from the same weights."""
     arithmetic = asdict(config)
     for beside in ("eos_token_ids", "max_position_embeddings"):
         del arithmetic[beside]

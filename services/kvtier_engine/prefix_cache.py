@@ -73,9 +73,9 @@ class PrefixCache:
         self._layerwise_loads = layerwise_loads
         self._pending, self._clock = pending or PendingPolicy(), clock
         self._loads: dict[int, _Load] = {}
-        """By job."""
+        """The loads under way, by job."""
         self._loading: set[BlockKey] = set()
-        """All blocks of `_loads` that will be findable."""
+        """The blocks of `_loads` that will be findable."""
         self._saves: dict[int, list[int]] = {}
         """Blocks referenced for the sake of a copy, by job."""
         self._unsaved: list[Block] = []

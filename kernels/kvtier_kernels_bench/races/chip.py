@@ -50,7 +50,7 @@ class Chip(Protocol):
 
     @property
     def problems(self) -> frozenset[str]:
-        """All that was done until now and that a device forbids, as far as this one sees it."""
+        """Everything done until now that a device forbids, as far as this one sees it."""
 
     def pause(self) -> None:
         """Lets other threads go on, for a millisecond at most."""

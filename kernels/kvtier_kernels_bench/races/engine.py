@@ -28,7 +28,7 @@ from kvtier_kernels_bench.races.work import Queues, Steps
 
 _PATIENCE_S = 60.0
 _KEPT_STARTS = 8
-"""More than there are steps in the queue."""
+"""The starts of steps that are kept: more than there are steps in the queue."""
 
 
 class Engine:

@@ -119,7 +119,7 @@ class FaultyLoads:
 
 
 def layered_loads(kv: CudaKV, num_layers: int, fault: Fault) -> FaultyLoads | None:
-    """Loads by layer of the KV, if it has any. Before the first copy."""
+    """The loads by layer of the KV, if it has any. It is called before the first copy."""
     loads = kv.by_layer(num_layers)
     if fault is Fault.FENCE_BEFORE_LAYERS:
         kv._layered = None

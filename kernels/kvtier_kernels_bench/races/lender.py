@@ -75,7 +75,7 @@ class Lender:
             self._places[key] = slab_number, slot
 
     def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed | None:
-        """See `Borrower.borrow`. Blocks that the pool does not have are not lent."""
+        """Implements `Borrower.borrow`. Blocks that the pool does not have are not lent."""
         lent: dict[int, LentBlocks] = {}
         with self._lock:
             for index, key in enumerate(keys):
@@ -90,7 +90,7 @@ class Lender:
         return Borrowed(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
 
     def settle(self, borrowed: Borrowed) -> list[bool]:
-        """See `Borrower.settle`."""
+        """Implements `Borrower.settle`."""
         whole = [False] * borrowed.num_blocks
         for serial, lent in zip(borrowed.serials, borrowed.blocks, strict=True):
             for index, slot, generation in zip(lent.indexes, lent.slots, lent.generations, strict=True):

@@ -41,11 +41,11 @@ class Pages:
         self._words = [[part.view(torch.int64) for part in group] for group in self.groups]
         self._ramp = torch.arange(part_bytes // 8, dtype=torch.int64, device=device) * _BY_WORD
         self.wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
-        """How many blocks held something else, by round. int64 on the device."""
+        """The number of blocks that held something else, by round. int64 on the device."""
 
     @property
     def part_words(self) -> int:
-        """Of 8 bytes, in a part of a block."""
+        """The number of words of 8 bytes in a part of a block."""
         return self._ramp.numel()
 
     def index(self, numbers: Sequence[int]) -> Tensor:
@@ -53,7 +53,7 @@ class Pages:
         return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def places(self, slots: Sequence[int]) -> list[Places]:
-        """Where these device slots are, by KV group."""
+        """The places of these device slots, by KV group."""
         found = []
         for group in range(len(self.groups)):
             indexes = [index for index, slot in enumerate(slots) if slot // self._num_blocks == group]

@@ -60,7 +60,7 @@ SMALL_PAGES = Size(part_bytes=8 << 10, parts=(80, 50), num_blocks=192, num_slots
 
 
 class Rig:
-    """All that a scenario works with. One thread."""
+    """Everything that a scenario works with. One thread."""
 
     def __init__(
         self,

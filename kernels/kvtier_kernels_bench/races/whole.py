@@ -24,7 +24,7 @@ from kvtier_kernels_bench.races.work import Queues, Steps, Work
 _LONG_S = 0.003
 _MOST_STEPS = 10_000
 _NUM_LANES = 8
-"""More than threads of the mover that `kvtier.build` makes."""
+"""The number of lanes: more than threads of the mover that `kvtier.build` makes."""
 _NAMESPACE = Namespace(
     weights_digest=bytes(32),
     dtype="float32",

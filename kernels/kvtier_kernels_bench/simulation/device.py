@@ -63,7 +63,7 @@ class Stream:
     device: "Device"
     name: str
     held: "deque[Work | Marker | _Wait]" = field(default_factory=deque)
-    """All that is queued, in order. Guarded by the timeline's lock."""
+    """Everything that is queued, in order. Guarded by the timeline's lock."""
     ready: int | None = None
     """The turn of the work that is first now, among all first works of streams; None while there is none to begin.
     Guarded by the timeline's lock."""
@@ -131,7 +131,7 @@ class Device:
     def __init__(self, timeline: Timeline, pace: Pace) -> None:
         self.timeline, self.pace = timeline, pace
         self.streams: list[Stream] = []
-        """Changed under the timeline's lock."""
+        """The streams of the device. Changed under the timeline's lock."""
         self._busy: set[Engine] = set()
         """The copy engines that have work. Guarded by the timeline's lock."""
         self._turns = itertools.count()

@@ -47,7 +47,7 @@ class Timeline:
         """What happens when, as a heap. Guarded by the lock."""
         self._order = itertools.count()
         self._waiters: list[_Waiter] = []
-        """Guarded by the lock."""
+        """The actors that wait here. Guarded by the lock."""
         self._num_running = 0
         """The number of actors that do not wait here. Guarded by the lock."""
         self._is_actor = threading.local()

@@ -17,7 +17,7 @@ class LoadTime:
     """The time of one load beside steps."""
 
     seconds: float
-    """From the request for the load until everything was on the device."""
+    """The time from the request for the load until everything was on the device."""
     told_s: float
     """What the planner hears that the tier took."""
     gb_per_s: float

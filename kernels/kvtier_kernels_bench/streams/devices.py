@@ -35,7 +35,7 @@ class Copy:
     """A copy that is over. Times are the timeline's."""
 
     begin_s: float
-    """When its thread asked for it, after Python's time."""
+    """The time when the copy's thread asked for it, after Python's time."""
     waited_s: float
     """How long the device waited for the fence, where that is known: of loads."""
     end_s: float
@@ -48,7 +48,7 @@ class TimedKV:
     def __init__(self, inner: DeviceKV, timeline: Timeline, speeds: Speeds, fences: Fences) -> None:
         self._inner, self._timeline, self._speeds, self._fences = inner, timeline, speeds, fences
         self.copies: list[Copy] = []
-        """All copies until now. The movers' threads add to it, one at a time."""
+        """The copies until now. The movers' threads add to it, one at a time."""
 
     @property
     def num_blocks(self) -> int:
@@ -117,7 +117,7 @@ class LendingPool:
         self._per_slab, self._timeline, self._speeds = per_slab, timeline, speeds
 
     def borrow(self, keys: Sequence[StoreKey], nbytes: int) -> Borrowed:
-        """See `Borrower.borrow`. A block's place is in its key."""
+        """Implements `Borrower.borrow`. A block's place is in its key."""
         self._timeline.sleep(self._speeds.ipc_s + len(keys) * nbytes / self._speeds.verified_bytes_per_s)
         lent: dict[int, LentBlocks] = {}
         for index, key in enumerate(keys):

@@ -44,9 +44,9 @@ _START_S = 50e-6
 _COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
 """The most that a message moves between device and host memory, as in `kvtier.build`."""
 _LOAN_BYTES = 64 << 20
-"""The same for what a pool lends."""
+"""The most that a message moves of what a pool lends."""
 _FORMER_LOAN_BLOCKS = 32
-"""The same at the time when fences were made at a batch's turn."""
+"""The most blocks of a loan at the time when fences were made at a batch's turn."""
 _NAMESPACE = NamespaceId(bytes(16))
 
 

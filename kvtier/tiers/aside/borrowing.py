@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Attaches(Protocol):
-    """Who copies out of memory that was lent. Any thread, but one at a time."""
+    """Something that copies out of memory that was lent. Any thread, but one at a time."""
 
     def attach(self, memory: SlotMemory) -> bool:
         """Gets ready for copies from there, which may take a while. False: they would be slow. `detach` it anyway."""
@@ -43,15 +43,15 @@ class Attaches(Protocol):
 
 
 class LentBlocks(NamedTuple):
-    """Of one loan, those that lie in one slab."""
+    """The blocks of one loan that lie in one slab."""
 
     memory: MappedSlab
     indexes: list[int]
-    """Of the blocks, among those that were asked for."""
+    """The place of each block among those that were asked for."""
     slots: list[int]
-    """Where they are in the memory, in the same order."""
+    """The slots in the memory where the blocks are, in the same order."""
     generations: list[int]
-    """Of what these slots hold, likewise."""
+    """The generation of what each of these slots holds, in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ class Borrowed:
     blocks: list[LentBlocks]
     loan_id: int
     num_blocks: int
-    """That were asked for."""
+    """The number of blocks that were asked for."""
     nbytes: int
-    """Of each payload."""
+    """The size of each payload."""
     held_until_s: float
-    """By the monotonic clock."""
+    """The end of the loan by the monotonic clock."""
     serials: list[int]
-    """Of the slabs of `blocks`."""
+    """The serials of the slabs of `blocks`."""
 
 
 @dataclass(slots=True)
 class _Slab:
-    """Of the tier, mapped here. Guarded by Borrower._lock."""
+    """A slab of the tier that is mapped here. Guarded by Borrower._lock."""
 
     memory: MappedSlab
     borrowed_s: float
-    """When somebody last wanted something of it, by the monotonic clock."""
+    """The time when somebody last wanted something of the slab, by the monotonic clock."""
     num_loans: int = 0
     has_ended: bool = False
     """Unmapped with its last loan."""
@@ -107,9 +107,9 @@ class Borrower:
         self._wanted: dict[int, None] = {}
         """Serials of slabs that are to be mapped, in order. Guarded by _lock."""
         self._slabs: dict[int, _Slab] = {}
-        """By serial. Changed by the thread alone, under _lock."""
+        """The mapped slabs, by serial. Changed by the thread alone, under _lock."""
         self._full_until_s = 0.0
-        """Until then no slab is wanted: there was no room for one. Changed by the thread alone."""
+        """The time until which no slab is wanted: there was no room for one. Changed by the thread alone."""
         self._settled: list[int] = []
         """Ids of loans that are over, as the tier does not know yet. Guarded by _lock."""
         self._is_over = False
@@ -122,7 +122,7 @@ class Borrower:
 
     @property
     def mapped_bytes(self) -> int:
-        """Of slots in slabs that are mapped at the moment."""
+        """The number of bytes of the slots in slabs that are mapped at the moment."""
         with self._lock:
             return self._mapped_bytes()
 
