@@ -94,11 +94,17 @@ class BatchedDma:
     def works(self, device: torch.device, stream: Any) -> bool:
         """Whether a transfer each way brings what it should. Waits for it. False is logged.
 
+        It is tried with host memory that is pinned and with such that is not: where the system pins nothing, copies are
+        slow, and must be right all the same.
+
         :param stream: of the device, and current.
         """
-        source = torch.arange(64, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        between, back = torch.zeros_like(source, device=device), torch.zeros_like(source)
-        back = back.pin_memory() if device.type == "cuda" else back
+        return all(self._works_with(device, stream, is_pinned=is_pinned) for is_pinned in (True, False))
+
+    def _works_with(self, device: torch.device, stream: Any, *, is_pinned: bool) -> bool:
+        pins = is_pinned and device.type == "cuda"
+        source = torch.arange(64, dtype=torch.uint8, pin_memory=pins)
+        between, back = torch.zeros_like(source, device=device), torch.zeros(64, dtype=torch.uint8, pin_memory=pins)
         size = np.array([source.nbytes])
         addresses = [np.array([tensor.data_ptr()]) for tensor in (source, between, back)]
         try:

@@ -3,17 +3,20 @@
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvtier.clock import MONOTONIC
 from kvtier.numa import node_of_pci
+from kvtier.tiers import memfd
 from kvtier.tiers.lending import SlotMemory
 from kvtier.tiers.memory import PAGE_BYTES
 from kvtier.transfer import writable_rows
@@ -165,6 +168,34 @@ class PinnedMemory:
         with self._cuda.device(self._device):
             for address, _ in chunks:
                 self._cuda.cudart().cudaHostUnregister(address)
+
+
+def pins_read_only(device: torch.device, cuda: Any = torch.cuda) -> bool:
+    """Whether memory that this process may only read can be pinned for the device: a page is tried.
+
+    Copies from a pool's memory need it on CUDA. The driver says whether it can (the attribute
+    cudaDevAttrHostRegisterReadOnlySupported), and for many discrete GPUs it cannot. True for other devices, which pin
+    nothing.
+
+    :param cuda: `torch.cuda`, or what stands for it in tests.
+    """
+    if device.type != "cuda" and cuda is torch.cuda:
+        return True
+    descriptor = memfd.create("kvtier-probe", PAGE_BYTES)
+    try:
+        page = np.frombuffer(memfd.map_descriptor(descriptor, PAGE_BYTES, writable=False), dtype=np.uint8)
+    finally:
+        os.close(descriptor)
+    flags = _HOST_REGISTER_PORTABLE | _HOST_REGISTER_READ_ONLY
+    with cuda.device(device):
+        status = int(cuda.cudart().cudaHostRegister(page.ctypes.data, PAGE_BYTES, flags))
+        if status == _REGISTERED:
+            cuda.cudart().cudaHostUnregister(page.ctypes.data)
+            return True
+        with contextlib.suppress(RuntimeError):  # CUDA remembers the error for this thread
+            torch.zeros(1, device=device)
+    _log.info("blocks of a pool come by way of host memory: the GPU cannot read them in place (CUDA error %d)", status)
+    return False
 
 
 def near_node(device: torch.device, cuda: Any = torch.cuda) -> int | None:

@@ -30,8 +30,8 @@ class _Run:
 
     start: int
     stop: int
-    is_known: bool
-    """Whether kvtier keeps KV of this request."""
+    is_named: bool
+    """Whether vLLM's name of a block that it fills tells all that the block depends on."""
     is_tainted: bool = False
     """Whether it attends to KV that is not sound."""
 
@@ -49,10 +49,12 @@ class _Computed:
     """Every block before the run, where the run begins with this step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
-    """A step whose results are awaited before it counts."""
+    """A step without results. Some count only when these are there."""
 
+    number: int
+    """The number by which workers name it; 0 if it computes nothing."""
     handed_out: set[int]
     computed: list[_Computed]
     is_in_doubt: bool
@@ -61,6 +63,7 @@ class _Step:
     """Blocks that kvtier's own loads have filled since."""
     awaited: set[int] = field(default_factory=set)
     """Blocks that are seen if the results are good, and may be seen if they are not."""
+    has_counted: bool = False
 
 
 class DeviceBlocks:
@@ -77,8 +80,10 @@ class DeviceBlocks:
         self._sound: set[int] = {NULL_BLOCK}
         self._runs: dict[str, _Run] = {}
         """The runs of requests that have computed something and have not ended, by request id."""
-        self._steps: deque[_Step | None] = deque()
-        """Steps without results, in their order. None stands for one that has been counted."""
+        self._steps: deque[_Step] = deque()
+        """Steps without results, in their order."""
+        self._with_media: set[str] = set()
+        """Ids of requests whose KV is not kept, and whose blocks may be named after media that nobody has looked at."""
         self._invalid: set[int] = set()
         """Device blocks of `note_invalid`, of the step that ends next."""
         self.epoch = 0
@@ -94,7 +99,7 @@ class DeviceBlocks:
 
     def is_awaited(self, block: int) -> bool:
         """Whether the block may be seen as soon as a step that is under way has its results."""
-        return any(step is not None and block in step.awaited for step in self._steps)
+        return any(not step.has_counted and block in step.awaited for step in self._steps)
 
     def begin_step(
         self,
@@ -102,18 +107,30 @@ class DeviceBlocks:
         handed_out: set[int],
         known: Container[str],
         states: Mapping[str, Iterable[BoundaryState]],
+        number: int = 0,
     ) -> None:
         """A step was planned.
+
+        Blocks that requests compute whose KV is not kept are seen, too: vLLM gives them to later requests by the same
+        tokens, salt and adapter, and these may keep them.
 
         :param handed_out: device blocks that vLLM has allocated since the last step, for requests in this step or not,
             and those that this step clears.
         :param known: ids of requests whose KV is kept.
         :param states: of KV groups without KV of each token, those that are on the device after this step.
+        :param number: by which the workers name the step.
         """
         self._seen -= handed_out
+        for earlier in self._steps:  # whose loads have filled blocks that are somebody else's now
+            earlier.filled -= handed_out
+            earlier.awaited -= handed_out
         for request_id in output.finished_req_ids:
             self._runs.pop(request_id, None)
-        spans = (self._computed(span, span.request_id in known) for span in computed_spans(output))
+            self._with_media.discard(request_id)
+        self._with_media.update(
+            new.req_id for new in output.scheduled_new_reqs if new.mm_features and new.req_id not in known
+        )
+        spans = (self._computed(span, span.request_id not in self._with_media) for span in computed_spans(output))
         computed = [each for each in spans if each is not None]
         computed += [
             _Computed(run, [state.device_block])
@@ -122,13 +139,12 @@ class DeviceBlocks:
             for state in of_request
             if run.start < state.num_tokens <= run.stop
         ]
-        step = _Step(handed_out, computed, output.has_sync_kv_loads)
+        step = _Step(number, handed_out, computed, output.has_sync_kv_loads)
         if step.is_in_doubt or self._last_awaited is not None:
-            self._steps.append(step)
-            step.awaited.update(*(of_request.whole for of_request in computed if of_request.run.is_known))
+            step.awaited.update(*(of_request.whole for of_request in computed if of_request.run.is_named))
         else:
-            self._steps.append(None)
             self._count(step)
+        self._steps.append(step)
 
     def note_invalid(self, blocks: Iterable[int]) -> None:
         """The step that ends next has results which say that loads of any connector have not filled these blocks."""
@@ -138,15 +154,14 @@ class DeviceBlocks:
         """The oldest step has its results."""
         invalid, self._invalid = self._invalid, set()
         step = self._steps.popleft() if self._steps else None
-        if step is None:
+        if step is None or step.has_counted:
             self._spoil(invalid)
             return
         self._count(step, invalid)
-        for number, later in enumerate(self._steps):
-            if later is None or later.is_in_doubt:
+        for later in self._steps:
+            if later.has_counted or later.is_in_doubt:
                 break
             self._count(later)
-            self._steps[number] = None
 
     def fill(self, blocks: Iterable[int], epoch: int) -> None:
         """A load of kvtier's own has filled these, and verified what it brought.
@@ -161,31 +176,41 @@ class DeviceBlocks:
         else:
             self._seen.update(blocks)
 
-    def forget_all(self) -> None:
+    def forget_all(self, since: int = 0) -> None:
         """The weights, or whatever else KV depends on, have changed: nothing that is on the device counts any more.
 
         Neither does what its requests go on to compute, nor what others compute on top of these blocks. A request that
         vLLM preempts and admits again counts from there on, if it hits none of them.
+
+        :param since: the first step that is known to have run after the change. What requests that began with it or
+            later have computed counts, as far as they hit nothing from before. 0: no step is known to.
         """
         self.epoch += 1
         self._seen.clear()
         self._sound = {NULL_BLOCK}
-        self._steps = deque(None for _ in self._steps)
         for run in self._runs.values():
             run.is_tainted = True
+        for step in self._steps:
+            step.filled.clear()
+            is_after = 0 < since <= step.number
+            if is_after and step.has_counted:
+                self._count(step)
+            elif not is_after:
+                step.has_counted = True
+                step.awaited.clear()
 
     @property
     def _last_awaited(self) -> _Step | None:
         """The latest step, if it does not count yet. Then whatever follows has to wait for it."""
-        return self._steps[-1] if self._steps else None
+        return self._steps[-1] if self._steps and not self._steps[-1].has_counted else None
 
-    def _computed(self, span: ComputedSpan, is_known: bool) -> _Computed | None:
+    def _computed(self, span: ComputedSpan, is_named: bool) -> _Computed | None:
         """None for a request that goes on and fills no block: most of them, in most steps."""
         request_id, start, stop, tables = span
         run, prefix, size = self._runs.get(request_id), None, self._size
         # vLLM goes back behind the start of a run only when a load before it has failed.
         if tables is not None or run is None or not run.start < start <= run.stop:
-            run = self._runs[request_id] = _Run(start, stop, is_known)
+            run = self._runs[request_id] = _Run(start, stop, is_named)
             prefix = [block for table in self._tables(span) for block in table[: -(-start // size)]]
         elif start // size == stop // size:
             run.stop = stop
@@ -218,6 +243,7 @@ class DeviceBlocks:
         return [block for block in found if block != NULL_BLOCK]
 
     def _count(self, step: _Step, invalid: set[int] = _NONE) -> None:
+        step.has_counted = True
         self._seen -= step.handed_out
         self._sound |= step.handed_out
         self._spoil(invalid)
@@ -229,7 +255,7 @@ class DeviceBlocks:
                 self._sound.difference_update(computed.whole, computed.partly)
                 continue
             self._sound.update(computed.whole)
-            if run.is_known:
+            if run.is_named:
                 self._seen.update(computed.whole)
         self._seen.update(step.filled)
 

@@ -27,10 +27,14 @@ class LoadedAdapters:
     def loading(self, request: LoRARequest) -> Iterator[None]:
         """While vLLM loads this adapter. If that fails, it has what it had before."""
         folder, number = Path(request.lora_path), request.lora_int_id
-        before = files_of(folder)
+        before, last = files_of(folder), self._loaded.get(number)
         yield
         self._loaded[number] = self._untold[number] = before if files_of(folder) == before else ()
-        self._compare(number)
+        if last is not None and self._loaded[number] != last:  # vLLM has KV of both under one name
+            self._expected.pop(number, None)
+            self._on_other(f"adapter {number} was loaded from other files than before")
+        else:
+            self._compare(number)
 
     def expect(self, adapters: Mapping[int, AdapterFiles]) -> None:
         """The scheduler makes keys from what was in these files. To be called before what it has sent with them."""

@@ -21,6 +21,8 @@ class WeightsState:
     """None: nobody knows the weights."""
     why: str
     """The reason why the weights are unknown; empty if they are known."""
+    first_step: int = 0
+    """The number of a step that has run with these weights, as have all after it. 0: none is known to."""
 
 
 @dataclass
@@ -31,6 +33,8 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     block_bytes: int
     messages: list[bytes]
     """The messages of its mover for the directory: what the tiers hold that are its own."""
+    has_direct_loads: bool = True
+    """Whether its device can copy from memory that it may only read, as a pool's is."""
 
 
 @dataclass
@@ -76,5 +80,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         for rank, messages in other.messages.items():
             merged[rank] = merged.get(rank, []) + messages
         return WorkerMetadata(
-            merged, max(self.step, other.step), self.weights | other.weights, self.adapters | other.adapters
+            merged, max(self.step, other.step), self.weights | other.weights, _agreed(self.adapters, other.adapters)
         )
+
+
+def _agreed(one: dict[int, AdapterFiles], other: dict[int, AdapterFiles]) -> dict[int, AdapterFiles]:
+    """What ranks have loaded. Nobody can tell the content of an adapter that they have loaded from different files."""
+    differ = {number: () for number in one.keys() & other.keys() if one[number] != other[number]}
+    return one | other | differ

@@ -75,8 +75,8 @@ class RequestSaves:
             self._keep(self._states(known, of_request))
         blocks = self._take_unsaved(room)
         for known, span in computed:
-            if span.tables is None:  # vLLM has gone back behind a load of somebody that has failed
-                known.num_saved = min(known.num_saved, span.start // self._size)
+            # vLLM goes back: behind a load of somebody that has failed, or to fresh blocks after a preemption.
+            known.num_saved = min(known.num_saved, span.start // self._size)
             blocks += self._newly_full(known, span.stop, (room - len(blocks)) // self._groups.num_groups)
         if blocks or not self.unsaved:
             self._last_saved_at = self._clock()

@@ -107,8 +107,6 @@ class SchedulerSide:
         self._stack.callback(contents.close)
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
-        self._num_local: dict[str, int] = {}
-        """The tokens of each request whose KV vLLM has found on the device, as of its latest `match` before a step."""
         self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:
@@ -119,8 +117,11 @@ class SchedulerSide:
         namespaces = [NamespaceId(identity.namespace) for identity in identities]
         registry = CollectorRegistry()
         shared = self._stack.enter_context(shared_tier(self._config, namespaces, Metrics(registry)))
+        config = self._config
+        if not all(identity.has_direct_loads for identity in identities):
+            config = config.without_direct_loads()
         half = directory_half(
-            self._config,
+            config,
             namespaces=namespaces,
             block_bytes=sizes.pop(),
             shared=shared.tier if shared is not None else None,
@@ -232,7 +233,7 @@ class SchedulerSide:
         step = StepMetadata(is_empty=not number, number=number, loads_after=loads_after)
         self._times.begin(output)
         written, states = self._handed_out.take(output), boundary_states(output)
-        self.device.begin_step(output, written, self._requests, states)
+        self.device.begin_step(output, written, self._requests, states, number)
         if self._work is None:
             return step
         directory = self._work.directory
@@ -274,7 +275,8 @@ class SchedulerSide:
         self._adapters.note_loaded(answers.adapters)
         if answers.weights:
             self._work.weights.note(answers.weights)
-            self._begin_generation(self._work)
+            starts = [state.first_step for state in answers.weights.values()]
+            self._begin_generation(self._work, since=max(starts) if all(starts) else 0)
         for rank, messages in answers.messages.items():
             self._copies.end(rank, messages)
             self._work.directory.deliver(rank, messages)
@@ -323,10 +325,13 @@ class SchedulerSide:
         self._work = None
         self._stack.close()
 
-    def _begin_generation(self, work: _Work) -> None:
-        """Weights, an adapter or the device have changed: nothing that is on the device or under way to it counts."""
+    def _begin_generation(self, work: _Work, *, since: int) -> None:
+        """Weights, an adapter or the device have changed: nothing that is on the device or under way to it counts.
+
+        :param since: see `DeviceBlocks.forget_all`.
+        """
         self._stats.note_weights(are_known=work.weights.are_known)
-        self.device.forget_all()
+        self.device.forget_all(since)
         self._saves.forget()
         self._media.forget()
         work.loads.cancel_all()

@@ -5,6 +5,7 @@ What writes to parameters past these calls is not seen: a thread of an applicati
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,7 +85,9 @@ def _wrapped(owner: Any, name: str, around: _Around) -> Iterator[None]:
 
 
 def _methods_of(extension: type) -> list[str]:
-    return [name for name in dir(extension) if not name.startswith("__") and callable(getattr(extension, name))]
+    """The names of its methods. A static or class method has no worker whose weights it could change."""
+    names = (name for name in dir(extension) if not name.startswith("__"))
+    return [name for name in names if inspect.isfunction(inspect.getattr_static(extension, name))]
 
 
 def _changes(weights: Weights, method: _Method) -> _Method:

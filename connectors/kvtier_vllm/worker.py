@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvtier.gauges import RankMemory
 from kvtier.hierarchy import ALONE, OTHER_COPIES, Mover, Replica
 from kvtier.hierarchy.messages import LoadBatch, Loaded, decode, encode
 from kvtier.keys import NamespaceId
-from kvtier.pinned_memory import near_node
+from kvtier.pinned_memory import near_node, pins_read_only
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.identity import DIGESTS, namespace_of, weight_files
 from kvtier_vllm.loaded_adapters import LoadedAdapters
@@ -55,6 +56,8 @@ class WorkerSide:
         self._weights: Weights | None = None
         """None until `register`, and so are adapters."""
         self._adapters: LoadedAdapters | None = None
+        self._begun = (0, 0)
+        """The generation of the weights, and the number of the first step that has begun in it."""
         self._told_generation = 0
         """The generation of the weights that the scheduler knows."""
         self._identity: WorkerIdentity | None = None
@@ -93,6 +96,9 @@ class WorkerSide:
             )
         )
         config = of_worker(self._config, f"{self._vllm_config.parallel_config.data_parallel_index}-{self._rank}")
+        has_direct_loads = pins_read_only(next(iter(layers.values())).device)
+        if not has_direct_loads:
+            config = config.without_direct_loads()
         half = mover_half(
             config,
             device=device,
@@ -104,7 +110,7 @@ class WorkerSide:
         entered = self._stack.enter_context(half)
         self._mover, self._memory_use = entered.mover, entered.memory_use
         # With what its disk holds: the first request already wants to know.
-        self._identity = WorkerIdentity(namespace, device.block_bytes, self._mover.poll())
+        self._identity = WorkerIdentity(namespace, device.block_bytes, self._mover.poll(), has_direct_loads)
         _log.info(
             "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
             namespace.hex(), device.block_bytes, len(groups),
@@ -122,6 +128,8 @@ class WorkerSide:
         if self._mover is not None:
             self._starts.begin(step.number, self._mover.fence())
             self._step = step.number
+            if step.number and self._generation != self._begun[0]:
+                self._begun = (self._generation, step.number)
 
     def flush(self, step: StepMetadata) -> None:
         """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
@@ -175,13 +183,15 @@ class WorkerSide:
     def take_messages(self) -> WorkerMetadata | None:
         """For the scheduler; None when there is nothing to say."""
         self._poll()
-        assert self._weights is not None
-        assert self._adapters is not None
+        if self._weights is None or self._adapters is None:
+            return None
         state, adapters = self._weights.state, self._adapters.take_untold()
         has_changed = state.generation != self._told_generation
         if not (self._outbox or self._step or has_changed or adapters):
             return None
         self._told_generation = state.generation
+        if state.generation == self._begun[0]:
+            state = replace(state, first_step=self._begun[1])
         messages, self._outbox = self._outbox, []
         step, self._step = self._step, 0
         of_rank = {self._rank: messages} if messages else {}

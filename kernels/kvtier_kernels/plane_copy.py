@@ -71,7 +71,8 @@ def plane_copy(
     do_not_specialize=[
         "block_units", "row_units", "part_row_units", "plane_units", "element_units", "num_blocks", "num_rows",
         "num_pairs", "chunks", "pieces_per_part", "num_pieces",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_ids", "staging_rows"],
 )  # fmt: skip
 def _plane_kernel(
     paged, block_ids, planes, staging_rows, part_offsets,

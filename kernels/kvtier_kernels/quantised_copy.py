@@ -70,7 +70,8 @@ def quantised_copy(
     do_not_specialize=[
         "block_units", "row_units", "part_row_units", "num_blocks", "num_rows", "num_pairs", "pieces_per_part",
         "num_pieces",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_ids", "staging_rows"],
 )  # fmt: skip
 def _record_kernel(
     paged, block_ids, values, scales, staging_rows, part_offsets,

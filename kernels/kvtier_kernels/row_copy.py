@@ -69,7 +69,8 @@ def copy_rows(
     do_not_specialize=[
         "block_units", "row_units", "part_row_units", "part_units", "num_blocks", "num_rows", "num_pairs",
         "chunks", "pieces_per_part", "num_pieces",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_ids", "staging_rows"],
 )  # fmt: skip
 def _copy_kernel(
     paged, block_ids, staging, staging_rows, part_offsets,

@@ -93,6 +93,10 @@ class Config(Section):
             cache = cache.model_copy(update={"load_threads": default_load_threads(num_processes)})
         return self.model_copy(update={"host": host, "cache": cache})
 
+    def without_direct_loads(self) -> "Config":
+        """The same configuration for a device that cannot copy from memory that it may only read."""
+        return self.model_copy(update={"pool": self.pool.model_copy(update={"direct_loads": False})})
+
     def verifies_on_device(self, device_type: str) -> bool:
         """Whether a sample of what is loaded is verified on the device, too.
 

@@ -116,8 +116,9 @@ class CacheConfig(Section):
     """Where bytes are verified on their way to the device. `host`: in host memory, all of them, by the checksum of
     whoever wrote them. `device`: there too, and one block in 64, at least one of each load, once more where it has
     arrived: what differs is not used. That finds faults of the bus, the driver or a copy, which no checksum in host
-    memory can see. Recommended for a new kind of machine, and where answers are doubted. It takes 0.6 ms of a core for
-    each 2 MiB that are looked at. CUDA only, and not with `engine.lossy_codec`."""
+    memory can see. Blocks that a pool lends are verified on the host alone. Recommended for a new kind of machine, and
+    where answers are doubted. It takes 0.6 ms of a core for each 2 MiB that are looked at. CUDA only, and not with
+    `engine.lossy_codec`."""
     load_deadline_s: Seconds = 10.0
     """A fetch that takes longer is computed instead. Below the time of a good fetch, nothing hits."""
     lookup_deadline_s: Seconds = 1.0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
+from kvtier.errors import InvariantError
 from kvtier.hierarchy.host_policy import HostPolicy
 from kvtier.hierarchy.index import BlockIndex
 from kvtier.hierarchy.jobs import Block, DirectorySettings, JobResult, chunks, columns
@@ -195,6 +196,8 @@ class Loads:
         All blocks are in the arenas. More than one message would bring the first layer of the last one at the end.
         """
         entries = [entry for key, _ in job.blocks if (entry := self._index.slots.pin(key)) is not None]
+        if len(entries) != len(job.blocks):
+            raise InvariantError("a block that host memory has cannot be pinned there")
         job.queued.clear()
         self._send(job, list(range(len(entries))), HOST, entries, by_layer=True)
 

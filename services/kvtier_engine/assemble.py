@@ -19,7 +19,7 @@ from kvtier.hierarchy import OTHER_COPIES, Cleaner, Hierarchy
 from kvtier.keys import BlockHasher
 from kvtier.layered_loads import LayeredLoads
 from kvtier.namespace import Namespace
-from kvtier.pinned_memory import near_node
+from kvtier.pinned_memory import near_node, pins_read_only
 from kvtier_engine.arriving_kv import ArrivingKV
 from kvtier_engine.cuda_graphs import with_cuda_graphs
 from kvtier_engine.devices import device_kv, engine_device, layered_loads, weights_on
@@ -117,7 +117,7 @@ def engine_of(
                 kv = ArrivingKV(kv.tensor, layered)
             tiers = stack.enter_context(
                 engine_cache(
-                    config,
+                    config if pins_read_only(kv.tensor.device) else config.without_direct_loads(),
                     device=copies,
                     namespace=namespace,
                     registry=registry,

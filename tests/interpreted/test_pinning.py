@@ -14,6 +14,7 @@ from cuda_rig import BLOCK_BYTES, NUM_BLOCKS, Driver, Notes, filled_arena, rando
 from kvtier import cuda_routes, pinned_memory
 from kvtier.cuda_routes import LEAST_PART_BYTES
 from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.pinned_memory import pins_read_only
 from kvtier.tiers.lending import SlotMemory
 from kvtier.transfer import Arena, Blocks
 from kvtier.transfer_cuda import CudaKV
@@ -248,3 +249,15 @@ def test_what_is_not_staged_takes_no_staging_memory() -> None:
     pages = torch.zeros(2, LEAST_PART_BYTES, dtype=torch.uint8)
     kv = CudaKV([pages], staging_bytes=1, cuda=notes, driver=Driver(notes))
     assert kv.memory_use.staging_bytes == 0
+
+
+def test_whether_memory_can_be_pinned_for_reading_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """Many discrete GPUs cannot, and say so (801, cudaErrorNotSupported)."""
+    device, able, unable = torch.device("cpu"), Notes(), Notes(register_status=801)
+    assert pins_read_only(device)
+    assert pins_read_only(device, able)
+    assert list(able.flags.values()) == [1 | 8]
+    assert able.registered == {}, "the page is given back"
+    with caplog.at_level(logging.INFO):
+        assert not pins_read_only(device, unable)
+    assert "cannot read them in place (CUDA error 801)" in caplog.text

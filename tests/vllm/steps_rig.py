@@ -31,6 +31,8 @@ class Planner:
     def __post_init__(self) -> None:
         self.device = DeviceBlocks(self.groups, SIZE)
         self.handed_out = HandedOut(SIZE)
+        self.number = 0
+        """The number of the latest step that computes something."""
         kv: Any = self
         self.device.bind(kv)
 
@@ -58,11 +60,13 @@ class Planner:
         cleared: Sequence[int] = (),
         loads_within: bool = False,
         states: Mapping[str, list[BoundaryState]] | None = None,
+        with_media: Sequence[str] = (),
     ) -> set[int]:
         """Plans a step; returns the device blocks that were handed out.
 
         :param new: requests that are admitted: tokens that they have, and that they have after the step. So are others.
         :param fresh: device blocks that running ones get in addition.
+        :param with_media: those of the new requests that have an image, say.
         :param loads_within: another connector loads what some of them have, within the step.
         """
         fresh, cached = fresh or {}, {**(running or {}), **(resumed or {})}
@@ -72,7 +76,10 @@ class Planner:
         spans = {**(new or {}), **cached}
         scheduled = {request_id: stop - start for request_id, (start, stop) in spans.items()}
         output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs = [self._new(request_id, start) for request_id, (start, _) in (new or {}).items()]
+        output.scheduled_new_reqs = [
+            self._new(request_id, start, ["an image"] if request_id in with_media else [])
+            for request_id, (start, _) in (new or {}).items()
+        ]
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=list(cached),
             resumed_req_ids=set(resumed or ()),
@@ -86,7 +93,8 @@ class Planner:
         output.finished_req_ids, output.has_sync_kv_loads = set(finished), loads_within
         output.new_block_ids_to_zero = list(cleared) or None
         taken = self.handed_out.take(output)
-        self.device.begin_step(output, taken, self.known, states or {})
+        self.number += bool(scheduled)
+        self.device.begin_step(output, taken, self.known, states or {}, self.number if scheduled else 0)
         return taken
 
     def end(self, *invalid: int) -> None:
@@ -108,11 +116,11 @@ class Planner:
     def awaited(self) -> set[int]:
         return {block for block in range(self.groups.num_blocks) if self.device.is_awaited(block)}
 
-    def _new(self, request_id: str, num_computed: int) -> NewRequestData:
+    def _new(self, request_id: str, num_computed: int, mm_features: Any) -> NewRequestData:
         return NewRequestData(
             req_id=request_id,
             prompt_token_ids=[],
-            mm_features=[],
+            mm_features=mm_features,
             sampling_params=None,
             pooling_params=None,
             block_ids=self.tables[request_id],

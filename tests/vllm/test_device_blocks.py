@@ -98,12 +98,32 @@ def test_kvtiers_own_loads() -> None:
     assert plan.seen() == set()
 
 
-def test_requests_that_are_not_known_leave_foreign_blocks() -> None:
-    plan = planner(a=[1, 2, 3])
-    plan.tables["b"] = ([1, 2],)
-    plan.step(new={"b": tokens(0, 2)})
-    plan.step(new={"a": tokens(2, 3)})
-    assert plan.seen() == {3}
+def test_requests_whose_kv_is_not_kept_leave_blocks_for_others_to_keep() -> None:
+    """But for those with media: nobody here has looked whether vLLM's name of a medium is its content."""
+    plan = planner(a=[1, 2, 3], c=[4, 5, 6])
+    plan.tables |= {"b": ([1, 2],), "d": ([4, 5],)}
+    plan.step(new={"b": tokens(0, 2), "d": tokens(0, 1)}, with_media=["d"])
+    plan.step(new={"a": tokens(2, 3), "c": tokens(2, 3)}, running={"d": tokens(1, 2)}, with_media=["a"])
+    assert plan.seen() == {1, 2, 3, 6}
+    plan.tables["d"] = ([7],)
+    plan.step(finished=["d"])
+    plan.step(new={"d": tokens(0, 1)})
+    assert plan.seen() == {1, 2, 3, 6, 7}, "another request may have that id"
+
+
+def test_a_load_that_filled_a_block_says_nothing_of_who_has_it_next() -> None:
+    """Another connector loads within the steps, and two of them are under way."""
+    plan = planner(a=[1])
+    plan.load("c", [5])
+    plan.begin(new={"a": tokens(0, 1)}, loads_within=True)
+    plan.device.fill([5], plan.device.epoch)
+    plan.load("b", [5, 6])
+    plan.begin(new={"b": tokens(1, 2)}, loads_within=True)
+    plan.end()
+    assert plan.seen() == {1}
+    assert plan.awaited() == {6}
+    plan.end(5)
+    assert plan.seen() == {1}
 
 
 def test_a_load_within_a_step_is_waited_for() -> None:
@@ -218,6 +238,22 @@ def test_a_change_of_weights_while_steps_are_under_way() -> None:
     plan.step(running={"b": tokens(1, 2)})
     assert plan.seen() == set()
     assert plan.awaited() == set()
+
+
+@pytest.mark.parametrize("loads_within", [False, True])
+def test_steps_that_ran_after_a_change_count(loads_within: bool) -> None:
+    """The scheduler hears of a change with the results of the first step after it, when another is under way."""
+    plan = planner(a=[1, 2, 3], b=[4, 5], c=[4, 6])
+    plan.step(new={"a": tokens(0, 1)})
+    plan.begin(running={"a": tokens(1, 2)})
+    plan.begin(running={"a": tokens(2, 2.5)}, new={"b": tokens(0, 1)}, loads_within=loads_within)
+    since = plan.number
+    plan.begin(running={"a": tokens(2.5, 3), "b": tokens(1, 2)}, new={"c": tokens(1, 2)})
+    plan.end()
+    plan.device.forget_all(since)
+    for _ in range(2):
+        plan.end()
+    assert plan.seen() == {4, 5, 6}, "and nothing of the request that began before"
 
 
 def test_groups_have_blocks_of_their_own() -> None:
