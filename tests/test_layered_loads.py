@@ -13,7 +13,7 @@ from cuda_rig import Driver, Notes
 from engine_rig import CONFIG, PATIENCE_S, TOKENS_PER_BLOCK, EngineRig, MakeRig, rigs
 from hierarchy_rig import Rig, chain, until
 from kvtier.errors import InvalidInputError
-from kvtier.hierarchy import OTHER_COPIES
+from kvtier.hierarchy import OTHER_COPIES, JobResult
 from kvtier.hierarchy.messages import LoadBatch, encode
 from kvtier.layered_loads import LayeredLoads
 from kvtier.transfer import Arena, Blocks, Fence
@@ -184,8 +184,14 @@ def test_a_load_by_layer_may_be_cancelled_until_its_copies_begin() -> None:
         rig.hierarchy.cancel(job)
     assert rig.result(last).failed == {0, 1}, "it waits behind the others"
     layered.may_queue.set()
-    results = [rig.result(job) for job in first]
-    assert all(result.failed == frozenset() for result in results), "their device slots were being written to"
+    results: dict[int, JobResult] = {}
+
+    def all_over() -> bool | None:
+        results.update((result.job_id, result) for result in rig.hierarchy.poll())
+        return len(results) == len(first) or None
+
+    until(all_over)
+    assert all(results[job].failed == frozenset() for job in first), "their device slots were being written to"
     layered.may_end.set()
     rig.settle()
     assert len(layered.blocks) == NUM_HOST_LOADS

@@ -25,8 +25,10 @@ class Driver:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._llm = LLM(**options, disable_log_stats=False)
-        self._llm.collective_rpc(_touch_memory)
-        self._scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
+        core: Any = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler: Any = core.scheduler
+        # Not by a function that is called in the worker: it may change weights, and kvtier would keep nothing.
+        _touch_memory(core.model_executor.driver_worker.worker)
 
     def facts(self) -> dict[str, Any]:
         return {"vocabulary": self._llm.llm_engine.model_config.get_vocab_size(), "pid": os.getpid()}
