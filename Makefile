@@ -5,7 +5,7 @@ BIN := .venv/bin
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights chaos bench peers proto clean
+.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos bench peers proto clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -29,7 +29,7 @@ OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton'
-	KVTIER_TEST_ALL_KERNELS=1 $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_*.py tests/test_movement_*.py
+	KVTIER_TEST_ALL_KERNELS=90 $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_*.py tests/test_movement_*.py
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
@@ -61,8 +61,9 @@ test-sglang: .venv/sglang
 	$(PYTHON) connectors/sglang_env/make_venv.py --into $@
 
 # A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
-# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights`.
-soak: .venv/dev.stamp .venv/sglang soak-weights
+# SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights` and
+# `soak-kernels`.
+soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
 	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
@@ -70,6 +71,12 @@ soak: .venv/dev.stamp .venv/sglang soak-weights
 # is then in a tier is compared with what a plain forward pass computes for its key. About 5 minutes.
 soak-weights: .venv/vllm
 	$</bin/python tests/vllm/soak_weights.py --requests 10000 --changes 20 --json .venv/soak-weights.json $(SOAK_WEIGHTS_ARGS)
+
+# What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md. About
+# 5 minutes.
+soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_resources.py
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_resources.py
 
 # Every kind of fault over every path, 20 seconds each, and 400 processes killed over a disk: about 15 minutes.
 chaos: .venv/dev.stamp

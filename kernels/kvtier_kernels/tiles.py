@@ -106,7 +106,7 @@ _PREFILL_TILES = {
     (Chips.HOPPER, 256): _Prefill((128, 32, 8), (128, 32, 8), (64, 16, 4)),
     (Chips.BLACKWELL, 64): _Prefill((128, 128, 8), (128, 64, 8), (128, 32, 8)),
     (Chips.BLACKWELL, 128): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
-    (Chips.BLACKWELL, 256): _Prefill((64, 32, 8), (64, 32, 8), (64, 16, 8)),
+    (Chips.BLACKWELL, 256): _Prefill((128, 32, 8), (64, 32, 8), (64, 16, 8)),
     (Chips.AMPERE, 64): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
     (Chips.AMPERE, 128): _Prefill((128, 64, 8), (128, 64, 8), (128, 32, 8)),
     (Chips.AMPERE, 256): _Prefill((64, 32, 8), (64, 32, 8), (64, 32, 8)),
