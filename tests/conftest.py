@@ -9,7 +9,8 @@ import pytest
 
 from kvtier.testing.leaks import Holdings, leaving_no_shared_memory, require_nothing_beyond
 
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE / "rigs"), str(_HERE / "soak")]
 
 with contextlib.suppress(ModuleNotFoundError):  # environments of the plug-ins' tests are without it
     from hypothesis import settings

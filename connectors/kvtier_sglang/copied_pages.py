@@ -6,15 +6,15 @@ import torch
 
 from kvtier.errors import InvalidInputError
 from kvtier_sglang.host_pages import Lent, tensor_bytes
-from kvtier_sglang.owed_pages import OwedPages
 from kvtier_sglang.page_store import Lend, PageKind, PageStore
+from kvtier_sglang.pending_pages import PendingPages
 from kvtier_sglang.pools import HostPools
 
 
 class CopiedPages:
     """Pages in tensors of the caller. Any thread. `InvalidInputError`: no host pool yet, or pages that do not match."""
 
-    def __init__(self, store: PageStore, pools: HostPools, owed: OwedPages) -> None:
+    def __init__(self, store: PageStore, pools: HostPools, owed: PendingPages) -> None:
         """All are the caller's."""
         self._store, self._pools, self._owed = store, pools, owed
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.pieces import Pieces, Target
+from kvtier.memory.pieces import Pieces, Target
 
 MAX_PARTS = 8
 """Pieces of a page that are worth blocks of their own."""

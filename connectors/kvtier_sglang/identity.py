@@ -10,8 +10,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from kvtier.errors import ConfigError
-from kvtier.namespace import Namespace
-from kvtier.weights_digest import weights_digest
+from kvtier.identity.namespace import Namespace
+from kvtier.identity.weights_digest import weights_digest
 from kvtier_sglang import compat
 from kvtier_sglang.host_pages import PageForm
 from kvtier_sglang.settings import SOURCE, Settings

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from kvtier.config import Config
-from kvtier.keys import BlockKey, PrefixHasher, block_key, tenant_id
+from kvtier.identity.keys import BlockKey, PrefixHasher, block_key, tenant_id
 
 _ANY_TOKENS = 16
 """Of a block, which the key's root holds; a page's length is in its namespace."""

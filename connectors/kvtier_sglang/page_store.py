@@ -8,13 +8,13 @@ from itertools import chain
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.keys import BlockKey, NamespaceId, StoreKey, rank_keys
-from kvtier.pieces import Payload, Target
+from kvtier.identity.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.memory.pieces import Payload, Target
 from kvtier.tiers.base import Status, Tier, TierOf, WriteStatus
 from kvtier_sglang.host_pages import Lent
 from kvtier_sglang.metrics import StorageStats
-from kvtier_sglang.owed_pages import Items, Outcome, OwedPages
 from kvtier_sglang.page_keys import PageKeys
+from kvtier_sglang.pending_pages import Items, Outcome, PendingPages
 
 _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
 _OF_OTHERS: dict[Status, Outcome] = {
@@ -116,7 +116,9 @@ class PageStore:
         self._stats.sample("read", num_hits, num_hits * sum(kind.part_bytes), self._clock() - started)
         return got
 
-    def write(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: OwedPages) -> list[bool]:
+    def write(
+        self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float, owed: PendingPages
+    ) -> list[bool]:
         """Writes pages that are not there. True: the pool has it, or it waits in `owed`. What is lent is not kept."""
         started = self._clock()
         is_kept = [False] * len(names)

@@ -18,21 +18,21 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvtier.build_tiers import shared_tier
+from kvtier.build.tiers import shared_tier
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
-from kvtier.pieces import Payload, Target
-from kvtier.quiet_log import QuietLog
+from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import TierOf
 from kvtier_sglang import compat
 from kvtier_sglang.copied_pages import CopiedPages
 from kvtier_sglang.hits import usable_prefix
 from kvtier_sglang.identity import model_digest
 from kvtier_sglang.metrics import StorageStats
-from kvtier_sglang.owed_pages import OwedPages
 from kvtier_sglang.page_keys import PageKeys
 from kvtier_sglang.page_store import PageStore
+from kvtier_sglang.pending_pages import PendingPages
 from kvtier_sglang.pools import HostPools, StoredPool
 from kvtier_sglang.settings import load_settings
 
@@ -81,7 +81,7 @@ class KvtierStorage(HiCacheStorage):
             queries = _open(stack, config.model_copy(update={"pool": questions}), metrics)
             data = _open(stack, config, metrics)
             self._store = PageStore(keys, queries=queries, data=data, stats=self._stats, patience_s=patience_s)
-            self._owed = OwedPages(
+            self._owed = PendingPages(
                 self._store.write_owed,
                 capacity_bytes=config.host_bytes(),
                 keep_s=_OWED_S,

@@ -25,13 +25,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_vllm import compat
-from kvtier_vllm.contents import Contents
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.kv_events import KVEvents
+from kvtier_vllm.content.contents import Contents
+from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity
+from kvtier_vllm.observe.kv_events import KVEvents
+from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.settings import load_settings, of_rank
-from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:

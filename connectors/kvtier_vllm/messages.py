@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier_vllm.adapters import AdapterFiles
+from kvtier_vllm.content.adapters import AdapterFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
     namespace: bytes
     block_bytes: int
     messages: list[bytes]
-    """The messages of its mover for the directory: what the tiers hold that are its own."""
+    """The encoded messages of its mover for the directory: what the tiers hold that are its own."""
     has_direct_loads: bool = True
     """Whether its device can copy from memory that it may only read, as a pool's is."""
 
@@ -42,7 +42,7 @@ class StepMetadata(KVConnectorMetadata):
     """From the scheduler to every worker, with each step."""
 
     messages: list[bytes] = field(default_factory=list)
-    """Messages of the directory that the mover is to get when the step's forward pass has been launched."""
+    """Encoded messages of the directory that the mover is to get when the step's forward pass has been launched."""
     flush: list[int] = field(default_factory=list)
     """Save batches whose device blocks are written anew by this step: they must be copied before."""
     ended: dict[str, list[int]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """From workers to the scheduler, with each step."""
 
     messages: dict[int, list[bytes]]
-    """The messages of each rank's mover, by rank."""
+    """The encoded messages of each rank's mover, by rank."""
     step: int = 0
     """Number of the step that this comes with; 0 if it had no forward pass."""
     weights: dict[int, WeightsState] = field(default_factory=dict)

@@ -2,22 +2,19 @@
 
 from dataclasses import replace
 
-from kvtier.hierarchy.messages import Copied, LoadBatch, Loaded, SaveBatch, Stored, ToDirectory, ToMover, encode
+from kvtier.offload.messages import Copied, LoadBatch, Loaded, SaveBatch, Stored, ToDirectory, ToMover
 
 
-def refusal(message: ToMover) -> list[bytes] | None:
+def refusal(message: ToMover) -> list[ToDirectory] | None:
     """Answers to a batch that would touch the device, which say that none of its blocks was copied. None: it does not.
 
     What is in the arena and below stays what its keys say, whatever the weights are.
     """
-    answers: list[ToDirectory]
     if isinstance(message, SaveBatch):
-        answers = [Copied(message.batch_id, bytes(len(message.keys))), Stored(message.batch_id)]
-    elif isinstance(message, LoadBatch):
-        answers = [Loaded(message.batch_id, bytes(len(message.keys)), 0.0)]
-    else:
-        return None
-    return [encode(answer) for answer in answers]
+        return [Copied(message.batch_id, bytes(len(message.keys))), Stored(message.batch_id)]
+    if isinstance(message, LoadBatch):
+        return [Loaded(message.batch_id, bytes(len(message.keys)), 0.0)]
+    return None
 
 
 def without_blocks(loaded: Loaded) -> Loaded:

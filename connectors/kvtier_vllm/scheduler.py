@@ -14,35 +14,36 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier.build import directory_half, planner
-from kvtier.build_tiers import shared_tier
+from kvtier.build.engine_cache import directory_half, planner
+from kvtier.build.tiers import shared_tier
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
 from kvtier.errors import ConfigError
-from kvtier.hierarchy import Directory
-from kvtier.keys import BlockHasher, BlockKey, NamespaceId
+from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
+from kvtier.offload import Directory
+from kvtier.offload.messages import decode, encode
 from kvtier_vllm.compat import boundary_states, frees_late
-from kvtier_vllm.contents import Contents
-from kvtier_vllm.copies import CopiesUnderWay
-from kvtier_vllm.device_blocks import DeviceBlocks
-from kvtier_vllm.engine_weights import EngineWeights
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.known_requests import KnownRequest, RequestBlocks
-from kvtier_vllm.kv_events import KVEvents
+from kvtier_vllm.content.contents import Contents
+from kvtier_vllm.kv.copies import CopiesUnderWay
+from kvtier_vllm.kv.device_blocks import DeviceBlocks
+from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
-from kvtier_vllm.pins import Pins
-from kvtier_vllm.request_keys import RequestKeys
-from kvtier_vllm.request_loads import RequestLoads
-from kvtier_vllm.request_lookups import RequestLookups
-from kvtier_vllm.request_media import RequestMedia
-from kvtier_vllm.request_params import answer_to, params_of
-from kvtier_vllm.request_saves import RequestSaves
-from kvtier_vllm.stats import KvtierStats, sources_of
-from kvtier_vllm.step_plan import HandedOut, computed_spans
-from kvtier_vllm.step_starts import StepNumbers
-from kvtier_vllm.step_times import StepTimes
-from kvtier_vllm.tenants import Tenants
+from kvtier_vllm.observe.kv_events import KVEvents
+from kvtier_vllm.observe.stats import KvtierStats, sources_of
+from kvtier_vllm.requests.keys import RequestKeys
+from kvtier_vllm.requests.known_requests import KnownRequest, RequestBlocks
+from kvtier_vllm.requests.loads import RequestLoads
+from kvtier_vllm.requests.lookups import RequestLookups
+from kvtier_vllm.requests.media import RequestMedia
+from kvtier_vllm.requests.params import answer_to, params_of
+from kvtier_vllm.requests.pins import Pins
+from kvtier_vllm.requests.saves import RequestSaves
+from kvtier_vllm.requests.tenants import Tenants
+from kvtier_vllm.steps.step_plan import HandedOut, computed_spans
+from kvtier_vllm.steps.step_starts import StepNumbers
+from kvtier_vllm.steps.step_times import StepTimes
+from kvtier_vllm.weights.engine_weights import EngineWeights
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class SchedulerSide:
         self._stack.callback(half.directory.close)
         self._copies.num_ranks = len(identities)
         for rank, identity in enumerate(identities):
-            half.directory.deliver(rank, identity.messages)
+            half.directory.deliver(rank, map(decode, identity.messages))
         if self._events is not None:
             self._events.watch(half.directory, self._awaited)
 
@@ -254,8 +255,9 @@ class SchedulerSide:
             directory.save_full(blocks)
         self._note_results()
         step.generations, step.adapters = self._work.weights.generations, self._adapters.take_unsent()
-        step.messages = directory.take_messages()
-        self._copies.begin(step.messages)
+        messages = directory.take_messages()
+        self._copies.begin(messages)
+        step.messages = [encode(message) for message in messages]
         step.ended = self._work.loads.take_ended()
         return step
 
@@ -277,7 +279,8 @@ class SchedulerSide:
             self._work.weights.note(answers.weights)
             starts = [state.first_step for state in answers.weights.values()]
             self._begin_generation(self._work, since=max(starts) if all(starts) else 0)
-        for rank, messages in answers.messages.items():
+        for rank, encoded in answers.messages.items():
+            messages = [decode(data) for data in encoded]
             self._copies.end(rank, messages)
             self._work.directory.deliver(rank, messages)
         self._note_results()

@@ -25,13 +25,13 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.build_tiers import shared_tier
+from kvtier.build.tiers import shared_tier
 from kvtier.config import Config
 from kvtier.errors import ConfigError
-from kvtier.keys import NamespaceId, PrefixHasher, StoreKey, TenantId, store_key, tenant_id
+from kvtier.identity.keys import NamespaceId, PrefixHasher, StoreKey, TenantId, store_key, tenant_id
 from kvtier.metrics import Metrics
 from kvtier_vllm import compat
-from kvtier_vllm.identity import DIGESTS
+from kvtier_vllm.content.identity import DIGESTS
 from kvtier_vllm.secondary.identity import namespace_of, require_usable, scheduler_config
 from kvtier_vllm.secondary.lookups import Lookups
 from kvtier_vllm.secondary.metrics import DEFINITIONS, TierStats

@@ -12,25 +12,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvtier.build import mover_half
+from kvtier.build.engine_cache import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
-from kvtier.gauges import RankMemory
-from kvtier.hierarchy import ALONE, OTHER_COPIES, Mover, Replica
-from kvtier.hierarchy.messages import LoadBatch, Loaded, decode, encode
-from kvtier.keys import NamespaceId
-from kvtier.pinned_memory import near_node, pins_read_only
+from kvtier.device.pinned_memory import near_node, pins_read_only
+from kvtier.identity.keys import NamespaceId
+from kvtier.offload import ALONE, OTHER_COPIES, Mover, Replica
+from kvtier.offload.messages import LoadBatch, Loaded, ToDirectory, ToMover, decode, encode
+from kvtier.tiers.common.gauges import RankMemory
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
-from kvtier_vllm.identity import DIGESTS, namespace_of, weight_files
-from kvtier_vllm.loaded_adapters import LoadedAdapters
+from kvtier_vllm.content.identity import DIGESTS, namespace_of, weight_files
+from kvtier_vllm.content.loaded_adapters import LoadedAdapters
+from kvtier_vllm.kv.paged_kv import device_kv
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
-from kvtier_vllm.paged_kv import device_kv
+from kvtier_vllm.observe.stats import KvtierStats
 from kvtier_vllm.refusals import refusal, without_blocks
 from kvtier_vllm.settings import of_worker
-from kvtier_vllm.stats import KvtierStats
-from kvtier_vllm.step_starts import StepStarts
-from kvtier_vllm.weight_hooks import watching
-from kvtier_vllm.weights import Weights
+from kvtier_vllm.steps.step_starts import StepStarts
+from kvtier_vllm.weights.weight_hooks import watching
+from kvtier_vllm.weights.weights import Weights
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
@@ -62,7 +62,7 @@ class WorkerSide:
         """The generation of the weights that the scheduler knows."""
         self._identity: WorkerIdentity | None = None
         self._rank = 0
-        self._outbox: list[bytes] = []
+        self._outbox: list[ToDirectory] = []
         """Messages of the mover for the scheduler."""
         self._starts = StepStarts()
         self._step = 0
@@ -110,7 +110,9 @@ class WorkerSide:
         entered = self._stack.enter_context(half)
         self._mover, self._memory_use = entered.mover, entered.memory_use
         # With what its disk holds: the first request already wants to know.
-        self._identity = WorkerIdentity(namespace, device.block_bytes, self._mover.poll(), has_direct_loads)
+        self._identity = WorkerIdentity(
+            namespace, device.block_bytes, list(map(encode, self._mover.poll())), has_direct_loads
+        )
         _log.info(
             "kvtier keeps KV of namespace %s, %d bytes a block, KV groups: %d",
             namespace.hex(), device.block_bytes, len(groups),
@@ -150,8 +152,8 @@ class WorkerSide:
         assert self._adapters is not None
         self._adapters.expect(step.adapters)
         messages = self._without_refused(step)
-        loads = [message for message in map(decode, messages) if isinstance(message, LoadBatch)]
-        self._loading.update((load.batch_id, self._generation) for load in loads)
+        loads = [message.batch_id for message in messages if isinstance(message, LoadBatch)]
+        self._loading.update(dict.fromkeys(loads, self._generation))
         self._mover.submit(messages, loads_after=self._starts.fence(step.loads_after))
         if step.is_empty and not step.ended:
             self._mover.wait(_EMPTY_STEP_S)
@@ -192,7 +194,7 @@ class WorkerSide:
         self._told_generation = state.generation
         if state.generation == self._begun[0]:
             state = replace(state, first_step=self._begun[1])
-        messages, self._outbox = self._outbox, []
+        messages, self._outbox = [encode(message) for message in self._outbox], []
         step, self._step = self._step, 0
         of_rank = {self._rank: messages} if messages else {}
         return WorkerMetadata(of_rank, step, {self._rank: state} if has_changed else {}, adapters)
@@ -228,17 +230,17 @@ class WorkerSide:
         assert self._weights is not None
         return self._weights.state.generation
 
-    def _without_refused(self, step: StepMetadata) -> list[bytes]:
+    def _without_refused(self, step: StepMetadata) -> list[ToMover]:
         """What the mover is to do. The rest is of other weights than this worker has, and is answered here."""
         assert self._weights is not None
-        state = self._weights.state
-        if not step.messages or (state.namespace is not None and step.generations[self._rank] == state.generation):
-            return step.messages
+        state, messages = self._weights.state, [decode(data) for data in step.messages]
+        if not messages or (state.namespace is not None and step.generations[self._rank] == state.generation):
+            return messages
         accepted = []
-        for data in step.messages:
-            answers = refusal(decode(data))
+        for message in messages:
+            answers = refusal(message)
             if answers is None:
-                accepted.append(data)
+                accepted.append(message)
             else:
                 self._outbox += answers
         return accepted
@@ -252,8 +254,7 @@ class WorkerSide:
     def _poll(self) -> None:
         if self._mover is None:
             return
-        for data in self._mover.poll():
-            message = decode(data)
+        for message in self._mover.poll():
             if isinstance(message, Loaded) and self._loading.pop(message.batch_id) != self._generation:
-                data = encode(without_blocks(message))
-            self._outbox.append(data)
+                message = without_blocks(message)
+            self._outbox.append(message)

@@ -29,8 +29,9 @@ wanted one by one, and for the KV of other engines, whose blocks lie in a page p
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
-from kvtier_kernels.attention import find_shared_prefixes, paged_attention
-from kvtier_kernels.layer_attention import LayerAttention, decode_attention, step_attention
+from kvtier_kernels.attention.layer_attention import LayerAttention, decode_attention, step_attention
+from kvtier_kernels.attention.paged_attention import find_shared_prefixes, paged_attention
+from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
 from kvtier_kernels.reference import (
     block_checksum_reference,
     block_copy_reference,
@@ -40,8 +41,7 @@ from kvtier_kernels.reference import (
     part_copy_reference,
 )
 from kvtier_kernels.scoring import Scoring
-from kvtier_kernels.shared_prefixes import SharedPrefixes
-from kvtier_kernels.write import kv_write
+from kvtier_kernels.writes.kv_write import kv_write
 
 __all__ = [
     "LayerAttention",

@@ -63,7 +63,7 @@ def quantised_copy_reference(
     layout: RecordLayout,
     gather: bool,
 ) -> None:
-    """Part by part what `kvtier_kernels.quantised_copy.quantised_copy` does, counters aside."""
+    """Part by part what `kvtier_kernels.copies.quantised_copy.quantised_copy` does, counters aside."""
     if staging.dim() == 2:
         staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
     for part, records in zip(parts, staging, strict=True):
@@ -76,7 +76,7 @@ def quantised_copy_reference(
 def plane_copy_reference(
     parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
 ) -> None:
-    """Plane by plane what `kvtier_kernels.plane_copy.plane_copy` does, counters aside."""
+    """Plane by plane what `kvtier_kernels.copies.plane_copy.plane_copy` does, counters aside."""
     by_block = staging.dim() == 2
     for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
         pages = [part[block] for part in parts]

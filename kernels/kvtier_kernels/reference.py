@@ -26,7 +26,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float64.
 
-    Arguments as in `kvtier_kernels.attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
+    Arguments as in `kvtier_kernels.attention.paged_attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
     head_dim]`, whatever the dtype of the inputs. A query that sees no key, in a sequence with more queries than
     keys, gets zeros. `lse`, float32 `[num_tokens, num_heads]`, takes the natural log-sum-exp of each query's scores.
     """
@@ -75,7 +75,7 @@ def dequantised(kv: Tensor, kv_scales: Tensor | None) -> Tensor:
 
 
 def merge_states_reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What `kvtier_kernels.merge_states.merge_states` gives, `out` and `lse`, in float64."""
+    """What `kvtier_kernels.attention.merge_states.merge_states` gives, `out` and `lse`, in float64."""
     counted = part_lse != -torch.inf
     wide_lse = part_lse.double()
     lse = wide_lse.logsumexp(dim=2)
@@ -94,7 +94,7 @@ def kv_write_reference(
     *,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Token by token what `kvtier_kernels.write.kv_write` does."""
+    """Token by token what `kvtier_kernels.writes.kv_write.kv_write` does."""
     for row in range(key.size(0)):
         block, offset = int(block_ids[row]), int(offsets[row])
         for which, vectors in enumerate((key[row], value[row])):
@@ -108,7 +108,7 @@ def kv_write_reference(
 
 
 def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
-    """Row by row what `kvtier_kernels.block_copy.block_copy` does."""
+    """Row by row what `kvtier_kernels.copies.block_copy.block_copy` does."""
     for from_row, to_row in zip(source_rows.tolist(), target_rows.tolist(), strict=True):
         target[to_row].view(torch.uint8)[:] = source[from_row].view(torch.uint8)
 
@@ -116,7 +116,7 @@ def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, ta
 def part_copy_reference(
     parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
 ) -> None:
-    """Part by part what `kvtier_kernels.part_copy.part_copy` does, counters aside."""
+    """Part by part what `kvtier_kernels.copies.part_copy.part_copy` does, counters aside."""
     if staging.dim() == 2:
         staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
     for part, staged in zip(parts, staging, strict=True):
@@ -126,7 +126,7 @@ def part_copy_reference(
 
 
 def block_checksum_reference(parts: Sequence[Tensor], block_ids: Tensor) -> Tensor:
-    """Word by word, in integers without end, what `kvtier_kernels.block_checksum.block_checksum` gives.
+    """Word by word, in integers without end, what `kvtier_kernels.copies.block_checksum.block_checksum` gives.
 
     :param parts: uint8 `[num_blocks, part_bytes]` each, of any sizes.
     """

@@ -22,7 +22,7 @@ from kvtier.config.engine import (
 from kvtier.config.fields import Section
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
-from kvtier.wire.certificates import TlsFiles
+from kvtier.net.certificates import TlsFiles
 
 _HOST_BYTES, _STAGING_BYTES = 1 << 30, 512 << 20
 

@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from kvtier.errors import ConfigError
-from kvtier.wire.address import GRPC_PREFIX, Address
+from kvtier.net.address import GRPC_PREFIX, Address
 
 OVERRIDE_PREFIX = "KVTIER__"
 
@@ -20,15 +20,16 @@ SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
-"""A `kvtier.tiers.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
+"""A `kvtier.tiers.common.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
 CodecName = Literal["raw", "lz4", "planes-zstd", "auto"]
-"""A `kvtier.codec.Codec`, or `auto` for the one that costs least where the tier is (`kvtier.tiers.codec_choice`). For
+"""A `kvtier.codec.stored_form.Codec`, or `auto` for the one that costs least where the tier is
+(`kvtier.tiers.common.codec_choice`). For
 what is written from now on: every tier reads all of them, but releases before this one know no `planes-zstd`."""
 
 SyncName = Literal["none", "sealed", "batch"]
-"""A `kvtier.tiers.disk_log.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
+"""A `kvtier.tiers.disk.state.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
 DirectIoName = Literal["auto", "on", "off"]
-"""A `kvtier.tiers.disk_log.direct_io.DirectIo`: whether a disk tier goes past the page cache."""
+"""A `kvtier.tiers.disk.medium.direct_io.DirectIo`: whether a disk tier goes past the page cache."""
 
 
 def _checked_address(text: str) -> str:

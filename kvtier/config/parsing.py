@@ -17,7 +17,7 @@ from kvtier.config.config import Config
 from kvtier.config.engine import TenantConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.keys import tenant_id
+from kvtier.identity.keys import tenant_id
 
 
 def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:

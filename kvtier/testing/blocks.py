@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvtier.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
+from kvtier.identity.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
 from kvtier.tiers.base import Status, Tier
 
 TENANT = tenant_id("red")

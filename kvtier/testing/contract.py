@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ClosedError, InvalidInputError
-from kvtier.keys import NamespaceId, StoreKey, TenantId, tenant_id
+from kvtier.identity.keys import NamespaceId, StoreKey, TenantId, tenant_id
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.testing.blocks import TENANT, make_key, make_payload, payload_maker, read_blocks
 from kvtier.testing.states import tier_state_machine
-from kvtier.tiers.base import ReadableBuffer, Status, Tier, WriteStatus
+from kvtier.tiers.base import Status, Tier, WriteStatus
 
 __all__ = [
     "MakeTier",

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
-from kvtier.tiers.files import FileLayer
+from kvtier.tiers.disk.medium.files import FileLayer
 
 
 class FaultyFiles:

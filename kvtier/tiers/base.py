@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvtier.errors import InvalidInputError
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.buffers import ReadableBuffer
 
-ReadableBuffer = bytes | bytearray | memoryview
-"""C-contiguous bytes. Memoryviews are one-dimensional of format 'B'."""
 PayloadT_contra = TypeVar("PayloadT_contra", bound=Sized, contravariant=True)
 TargetT_contra = TypeVar("TargetT_contra", bound=Sized, contravariant=True)
 """What a tier writes from and reads into; `len` is bytes."""

@@ -10,28 +10,28 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvtier.block_pool import BlockPool
-from kvtier.build import engine_cache
+from kvtier.build.engine_cache import engine_cache
 from kvtier.config import Config
 from kvtier.config.engine import EngineConfig
+from kvtier.device.block_pool import BlockPool
+from kvtier.device.layered_loads import LayeredLoads
+from kvtier.device.pinned_memory import near_node, pins_read_only
 from kvtier.errors import ConfigError
-from kvtier.hierarchy import OTHER_COPIES, Cleaner, Hierarchy
-from kvtier.keys import BlockHasher
-from kvtier.layered_loads import LayeredLoads
-from kvtier.namespace import Namespace
-from kvtier.pinned_memory import near_node, pins_read_only
-from kvtier_engine.arriving_kv import ArrivingKV
-from kvtier_engine.cuda_graphs import with_cuda_graphs
-from kvtier_engine.devices import device_kv, engine_device, layered_loads, weights_on
-from kvtier_engine.engine import Engine, EngineLimits
-from kvtier_engine.llama import Chunk, LlamaModel
-from kvtier_engine.metrics import EngineMetrics
-from kvtier_engine.model_config import ModelConfig
-from kvtier_engine.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
-from kvtier_engine.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
-from kvtier_engine.prefix_cache import PrefixCache
-from kvtier_engine.scheduler import Model, Scheduler, SchedulerSettings
-from kvtier_engine.weights import load_weights
+from kvtier.identity.keys import BlockHasher
+from kvtier.identity.namespace import Namespace
+from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy
+from kvtier_engine.model.arriving_kv import ArrivingKV
+from kvtier_engine.model.cuda_graphs import with_cuda_graphs
+from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
+from kvtier_engine.model.llama import Chunk, LlamaModel
+from kvtier_engine.model.model_config import ModelConfig
+from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
+from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
+from kvtier_engine.model.weights import load_weights
+from kvtier_engine.scheduling.engine import Engine, EngineLimits
+from kvtier_engine.scheduling.metrics import EngineMetrics
+from kvtier_engine.scheduling.prefix_cache import PrefixCache
+from kvtier_engine.scheduling.scheduler import Model, Scheduler, SchedulerSettings
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -13,8 +13,8 @@ import typer
 
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
-from kvtier.malloc import keep_freed_memory
-from kvtier.open_files import raise_open_files_limit
+from kvtier.memory.malloc import keep_freed_memory
+from kvtier.system.open_files import raise_open_files_limit
 
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
@@ -53,9 +53,9 @@ def run(config: Config) -> None:
     # Imported here, so that the command line does not load torch for other commands.
     import uvicorn
 
+    from kvtier_engine.api.http_connections import BACKLOG, bounded_protocol
+    from kvtier_engine.api.server import Server
     from kvtier_engine.assemble import assembled_engine
-    from kvtier_engine.http_connections import BACKLOG, bounded_protocol
-    from kvtier_engine.server import Server
 
     open_files = raise_open_files_limit()
     with _listening(config.engine.listen) as listener, assembled_engine(config) as assembled:

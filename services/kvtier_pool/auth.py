@@ -5,7 +5,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 
 from kvtier.errors import UnauthenticatedError
-from kvtier.keys import TenantId, tenant_id
+from kvtier.identity.keys import TenantId, tenant_id
 
 MAX_TOKEN_BYTES = 1024
 _SCHEME = "bearer "

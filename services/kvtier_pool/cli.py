@@ -13,9 +13,9 @@ import typer
 
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
-from kvtier.malloc import keep_freed_memory
-from kvtier.open_files import raise_open_files_limit
-from kvtier.tiers.write_policy import WritePolicy
+from kvtier.memory.malloc import keep_freed_memory
+from kvtier.system.open_files import raise_open_files_limit
+from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier_pool.service import PoolService
 from kvtier_pool.settings import PoolSettings, RedisSettings
 

@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvtier.errors import ConfigError
-from kvtier.wire.certificates import TlsFiles
-from kvtier.wire.tls import ServerTls
-from kvtier_pool.strangers import http_refusal
+from kvtier.net.certificates import TlsFiles
+from kvtier.net.tls import ServerTls
+from kvtier_pool.wrong_protocol import http_refusal
 
 _log = logging.getLogger(__name__)
 

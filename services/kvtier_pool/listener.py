@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.wire.address import Address
+from kvtier.net.address import Address
 
 _BACKLOG = 128
 _NEW_SUFFIX = ".new"

@@ -6,7 +6,14 @@ from typing import cast
 import numpy as np
 
 from kvtier.errors import InvalidInputError, LimitExceededError
-from kvtier.keys import CHAIN_HASH_BYTES, NAMESPACE_ID_BYTES, NUMPY_PAYS_FROM, STORE_KEY_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import (
+    CHAIN_HASH_BYTES,
+    NAMESPACE_ID_BYTES,
+    NUMPY_PAYS_FROM,
+    STORE_KEY_BYTES,
+    StoreKey,
+    TenantId,
+)
 from kvtier_pool.settings import PoolLimits
 
 

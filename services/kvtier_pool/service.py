@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
-from kvtier.gauges import TierGauges
 from kvtier.metrics import Metrics
+from kvtier.store.event_hub import EventHub
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.store import Store
+from kvtier.store.write_behind import DrainReport
+from kvtier.tiers.common.gauges import TierGauges
 from kvtier_pool.auth import Authenticator
-from kvtier_pool.block_server import BlockServer
-from kvtier_pool.core import PoolCore
-from kvtier_pool.event_hub import EventHub
+from kvtier_pool.block.server import BlockServer
+from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.grpc.server import PoolServer
+from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
-from kvtier_pool.lower_tiers import open_lower_tiers
-from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.server import PoolServer
-from kvtier_pool.servicer import PoolServicer
+from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.settings import PoolSettings
-from kvtier_pool.shared_memory import SharedClients
-from kvtier_pool.write_down import DrainReport
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
@@ -51,14 +51,14 @@ class PoolService:
         registry = CollectorRegistry()
         metrics, tier_metrics = PoolMetrics(registry), Metrics(registry)
         hub = EventHub(max_streams=settings.limits.max_event_streams, buffer=settings.limits.event_buffer)
-        self._core = PoolCore(
+        self._core = Store(
             memory_bytes=settings.memory_bytes,
             min_residency_s=settings.min_residency_s,
             below=open_lower_tiers(settings, hub, tier_metrics),
             hub=hub,
             metrics=metrics,
             shared=settings.shares_memory,
-            pins=settings.pin_limits,
+            pins=settings.retention_limits,
             tier_metrics=tier_metrics,
         )
         TierGauges(registry, usages=self._core.local_usages())

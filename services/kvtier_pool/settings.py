@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.keys import tenant_id
-from kvtier.tiers import memfd
-from kvtier.tiers.write_policy import WritePolicy
-from kvtier.wire.address import Address
-from kvtier.wire.certificates import TlsFiles
+from kvtier.identity.keys import tenant_id
+from kvtier.memory import memfd
+from kvtier.net.address import Address
+from kvtier.net.certificates import TlsFiles
+from kvtier.store.retention import RetentionLimits
+from kvtier.tiers.common.write_policy import WritePolicy
 
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -39,20 +40,6 @@ class PoolLimits:
     """Each keeps one thread of `num_threads`."""
     event_buffer: int = 4096
     """Keys buffered per event stream before the oldest are lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinLimits:
-    """What tenants may keep in memory. The default is nothing."""
-
-    max_s: float = 0.0
-    """Longest time of a pin; a longer one is cut to it. 0: there are no pins."""
-    most_bytes: int = 0
-    """Memory of all slabs with pins in them. 0: there are no pins."""
-    most_blocks: int = 1 << 17
-    """Pins in all. Bounds what they take themselves, half a KiB each."""
-    several_tenants: bool = True
-    """None of them may have more than half of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +136,9 @@ class PoolSettings:
         return self.shared_memory and local and memfd.available()
 
     @property
-    def pin_limits(self) -> PinLimits:
+    def retention_limits(self) -> RetentionLimits:
         """What the tenants may pin."""
-        return PinLimits(
+        return RetentionLimits(
             max_s=self.max_pin_s,
             most_bytes=int(self.memory_bytes * self.pin_share),
             several_tenants=len({*self.tenants.values(), *self.certificate_names.values()}) > 1,

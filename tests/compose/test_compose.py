@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from compose_rig import BASE_IMAGE, Stack, compose, docker, inspect, poll, sha256
-from kvtier.keys import StoreKey, tenant_id
+from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import WriteStatus
 
@@ -17,10 +17,10 @@ DEFAULT = tenant_id("default")
 
 READER = """
 import hashlib, sys
-from kvtier.keys import StoreKey, tenant_id
+from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status
-from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.pool.socket_transport import SocketTransport
 
@@ -36,12 +36,12 @@ print(hashlib.sha256(block).hexdigest() if hit else "miss")
 
 MAPPING_CLIENT = """
 import hashlib, sys
-from kvtier.keys import StoreKey, tenant_id
+from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.tier import PoolTier
-from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 
 verb, token, key = sys.argv[1:]
 key, tenant, metrics = StoreKey(bytes.fromhex(key)), tenant_id("default"), Metrics()

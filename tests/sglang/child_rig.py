@@ -44,7 +44,7 @@ def child(folder: Path) -> Iterator[Child]:
     """It is gone at the end."""
     read_end, write_end = os.pipe()
     log = folder / "child.log"
-    path = os.pathsep.join([str(_SCRIPT.parent), str(_SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(_SCRIPT.parent), str(_SCRIPT.parents[1] / "rigs"), os.environ.get("PYTHONPATH", "")])
     with os.fdopen(read_end, "rb") as answers, log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(_SCRIPT), str(write_end)],

@@ -9,7 +9,7 @@ import sys
 import types
 import unittest
 
-from kvtier_sglang_bench import absent_torchvision  # noqa: F401  (before SGLang)
+from kvtier_bench.sglang import absent_torchvision  # noqa: F401  (before SGLang)
 
 # Where SGLang's page hash is compiled to; elsewhere it would be in the home of whoever runs this.
 os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "torch_extensions")

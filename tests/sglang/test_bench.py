@@ -13,7 +13,7 @@ TIMEOUT_S = 200
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_both_are_measured_in_the_same_rounds(layout: str, tmp_path: Path) -> None:
     into = tmp_path / "sglang.json"
-    command = [sys.executable, "-m", "kvtier.cli", "bench", "sglang", f"--layout={layout}", f"--json={into}"]
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "sglang", f"--layout={layout}", f"--json={into}"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
     report = json.loads(into.read_text())

@@ -9,7 +9,7 @@ import torch
 from storage_rig import PAGE, host_pool, indices, page_bytes
 
 from kvtier.errors import ConfigError, InvalidInputError
-from kvtier.pieces import Pieces, Target, land, together
+from kvtier.memory.pieces import Pieces, Target, land, together
 from kvtier_sglang.host_pages import DirectPages, FlatPages, GatheredPages, pages_of
 
 

@@ -23,9 +23,9 @@ from storage_rig import (
 )
 
 from cache_pool import until
-from kvtier.keys import tenant_id
-from kvtier.tiers.pool.memory_link import MemoryLink
-from kvtier.tiers.pool.memory_write import WritePart
+from kvtier.identity.keys import tenant_id
+from kvtier.tiers.pool.shared_memory.link import MemoryLink
+from kvtier.tiers.pool.shared_memory.write import WritePart
 from kvtier.tiers.pool.socket_transport import SocketTransport
 
 CALL_S = 10.0

@@ -29,7 +29,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.core_client import MPClient
 from vllm.v1.metrics.reader import Counter
 
-from kvtier.hierarchy.messages import Loaded, decode
+from kvtier.offload.messages import Loaded, decode
 
 
 class Driver:

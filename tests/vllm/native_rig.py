@@ -27,7 +27,7 @@ from vllm_rig import ENVIRON, TOKENS
 
 import kvtier_vllm.secondary_tier
 from cache_pool import WAIT_S
-from kvtier.processes import Service
+from kvtier.system.processes import Service
 from kvtier.testing.blocks import make_payload
 from suspending import resume, suspend
 

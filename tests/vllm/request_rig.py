@@ -6,10 +6,10 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvtier.keys import BlockHasher, PrefixHasher, tenant_id
-from kvtier_vllm.known_requests import KnownRequest
-from kvtier_vllm.request_keys import RequestKeys
-from kvtier_vllm.request_params import params_of
+from kvtier.identity.keys import BlockHasher, PrefixHasher, tenant_id
+from kvtier_vllm.requests.keys import RequestKeys
+from kvtier_vllm.requests.known_requests import KnownRequest
+from kvtier_vllm.requests.params import params_of
 
 SIZE = 4
 HASHER = BlockHasher(tenant_id("red"), PrefixHasher(b"sixteen bytes of", "", SIZE))

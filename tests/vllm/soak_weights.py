@@ -37,7 +37,7 @@ def main() -> int:
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as home, ExitStack() as stack:
         # vLLM and kvtier read the environment when they are imported.
-        sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rigs")]
         from vllm_rig import ENVIRON, TOKENS
 
         os.environ.update(

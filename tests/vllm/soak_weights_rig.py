@@ -24,9 +24,9 @@ from vllm.v1.metrics.reader import Counter as Counted
 from vllm_rig import settings, transfer
 
 from cache_pool import CachePool
-from kvtier.keys import NamespaceId
-from kvtier_vllm.device_blocks import DeviceBlocks
-from kvtier_vllm.step_plan import HandedOut
+from kvtier.identity.keys import NamespaceId
+from kvtier_vllm.kv.device_blocks import DeviceBlocks
+from kvtier_vllm.steps.step_plan import HandedOut
 
 SHAPE = {"NUM_LAYERS": 2, "NUM_HEADS": 2, "NUM_KV_HEADS": 1, "HIDDEN": 64, "INTERMEDIATE": 128, "VOCABULARY": 512}
 NUM_MODELS = 5

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from vllm_rig import BLOCK
 
 import disk_rig
-from kvtier.build_tiers import shared_tier
-from kvtier.keys import NamespaceId, StoreKey
+from kvtier.build.tiers import shared_tier
+from kvtier.identity.keys import NamespaceId, StoreKey
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, Tier
 from kvtier_vllm.settings import load_settings

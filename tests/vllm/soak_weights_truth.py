@@ -13,9 +13,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm_rig import BLOCK, ENVIRON
 
-from kvtier.keys import BlockHasher, Extra, NamespaceId, PrefixHasher, StoreKey, rank_keys, tenant_id
-from kvtier_vllm.engine_weights import EngineWeights
+from kvtier.identity.keys import BlockHasher, Extra, NamespaceId, PrefixHasher, StoreKey, rank_keys, tenant_id
 from kvtier_vllm.messages import WeightsState
+from kvtier_vllm.weights.engine_weights import EngineWeights
 
 Tokens = tuple[int, ...]
 _HASHER = BlockHasher(tenant_id("red"), PrefixHasher(ENVIRON["KV_SECRET"].encode(), "", BLOCK))

@@ -9,9 +9,9 @@ from request_rig import SIZE
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kvtier_vllm.compat import BoundaryState
-from kvtier_vllm.device_blocks import DeviceBlocks
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.step_plan import HandedOut
+from kvtier_vllm.kv.device_blocks import DeviceBlocks
+from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.steps.step_plan import HandedOut
 
 Tables = tuple[list[int], ...]
 

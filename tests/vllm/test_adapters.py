@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
 
 from cache_pool import CachePool, until
-from kvtier_vllm.adapters import Adapters
+from kvtier_vllm.content.adapters import Adapters
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 PROMPTS = make_prompts(3)

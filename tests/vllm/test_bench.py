@@ -10,8 +10,8 @@ import pytest
 from engine_lab import Lab
 
 from kvtier.errors import KvtierError
-from kvtier.wire.block import Verb
-from kvtier_vllm_bench.contenders import BLOCK, NATIVE_FS, OWN_HIT, POOL, Contender, Forgets, named
+from kvtier.protocol.block import Verb
+from kvtier_bench.vllm.contenders import BLOCK, NATIVE_FS, OWN_HIT, POOL, Contender, Forgets, named
 
 TIMEOUT_S = 280
 NUM_BLOCKS = 5
@@ -23,7 +23,7 @@ FROM_POOL = {f"{HITS}:pool": NUM_BLOCKS, OFFERED: NUM_BLOCKS * BLOCK}
 
 def _bench(lab: Lab, folder: Path, *options: str) -> dict[str, Any]:
     into = folder / "vllm.json"
-    command = [sys.executable, "-m", "kvtier.cli", "bench", "vllm", f"--model={lab.model}", f"--json={into}"]
+    command = [sys.executable, "-m", "kvtier.cli.main", "bench", "vllm", f"--model={lab.model}", f"--json={into}"]
     command += ["--tokens=170", "--rounds=1", "--threads=1", f"--peers={folder}", *options]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
@@ -83,8 +83,8 @@ import importlib.util, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "vllm" else find(name, *more)
 sys.argv = ["kvtier", "bench", "vllm"]
-import kvtier.cli
-kvtier.cli.main()
+import kvtier.cli.main
+kvtier.cli.main.main()
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
@@ -92,5 +92,7 @@ kvtier.cli.main()
 
 
 def test_the_command_line_loads_no_vllm() -> None:
-    program = "import sys, kvtier.cli; kvtier.cli.make_app(); sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    program = (
+        "import sys, kvtier.cli.main; kvtier.cli.main.make_app(); sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -29,7 +29,7 @@ from vllm_rig import (
 
 import disk_rig
 from cache_pool import CachePool, until
-from kvtier.keys import BlockHasher, PrefixHasher, split_block_key, split_store_key, tenant_id
+from kvtier.identity.keys import BlockHasher, PrefixHasher, split_block_key, split_store_key, tenant_id
 
 WORKER = "0-0"
 LENDER = {"kv_connector": "LendingConnector", "kv_connector_module_path": "lending_connector", "kv_role": "kv_both"}

@@ -1,18 +1,18 @@
 """Which copies a step must wait for, and what ranks say together."""
 
-from kvtier.hierarchy.messages import Copied, LoadBatch, SaveBatch, encode
-from kvtier_vllm.copies import CopiesUnderWay
-from kvtier_vllm.groups import KVGroups
+from kvtier.offload.messages import Copied, LoadBatch, SaveBatch
+from kvtier_vllm.kv.copies import CopiesUnderWay
+from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import WorkerMetadata
 
 
-def _save(batch_id: int, *device_slots: int) -> bytes:
+def _save(batch_id: int, *device_slots: int) -> SaveBatch:
     slots = list(device_slots)
-    return encode(SaveBatch(batch_id, [], [bytes([slot]) for slot in slots], slots, slots))
+    return SaveBatch(batch_id, [], [bytes([slot]) for slot in slots], slots, slots)
 
 
-def _copied(batch_id: int) -> bytes:
-    return encode(Copied(batch_id, b"\x01"))
+def _copied(batch_id: int) -> Copied:
+    return Copied(batch_id, b"\x01")
 
 
 def test_a_block_is_awaited_until_every_rank_has_copied_it() -> None:
@@ -32,7 +32,7 @@ def test_a_block_is_awaited_until_every_rank_has_copied_it() -> None:
 
 def test_loads_are_none_of_its_business() -> None:
     copies = CopiesUnderWay(KVGroups(1, 1000))
-    copies.begin([encode(LoadBatch(7, "host", [b"h"], [0], [10]))])
+    copies.begin([LoadBatch(7, "host", [b"h"], [0], [10])])
     assert not copies
     assert copies.of([10]) == []
 

@@ -9,7 +9,7 @@ from request_rig import SIZE
 from steps_rig import Planner
 
 from kvtier_vllm.compat import BoundaryState
-from kvtier_vllm.groups import KVGroups
+from kvtier_vllm.kv.groups import KVGroups
 
 ONE_GROUP = KVGroups(1, 100)
 

@@ -22,7 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from cache_pool import until
 from kvtier_vllm import compat
-from kvtier_vllm.media import Media
+from kvtier_vllm.content.media import Media
 
 PIXELS = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 GRID = torch.tensor([1, 2, 2])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier_vllm.paged_kv import pages_of
+from kvtier_vllm.kv.paged_kv import pages_of
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 2, 4, 8
 

@@ -7,9 +7,9 @@ import torch
 from vllm import PoolingParams, SamplingParams
 from vllm.v1.request import Request
 
-from kvtier.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
-from kvtier_vllm.media import Medium
-from kvtier_vllm.request_keys import RequestKeys
+from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
+from kvtier_vllm.content.media import Medium
+from kvtier_vllm.requests.keys import RequestKeys
 
 SIZE = 4
 SECRET = b"sixteen bytes of"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from kvtier.hierarchy import Block, JobResult
-from kvtier.keys import BlockKey
-from kvtier_vllm.device_blocks import DeviceBlocks
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.request_loads import RequestLoads
+from kvtier.identity.keys import BlockKey
+from kvtier.offload import Block, JobResult
+from kvtier_vllm.kv.device_blocks import DeviceBlocks
+from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.loads import RequestLoads
 
 GROUPS = KVGroups(1, 100)
 BLOCKS: list[Block] = [(BlockKey(b"a"), 7), (BlockKey(b"b"), 9)]

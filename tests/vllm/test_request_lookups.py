@@ -8,12 +8,12 @@ import pytest
 from request_rig import SIZE, known_request
 
 from clock_rig import StillClock
-from kvtier.hierarchy import AlwaysFetch, Planner
-from kvtier.hierarchy.planner import MISSING, PENDING, BlockStatus
-from kvtier.keys import BlockKey
+from kvtier.identity.keys import BlockKey
+from kvtier.offload import AlwaysFetch, Planner
+from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.tiers.base import Status
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.request_lookups import RequestLookups
+from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.lookups import RequestLookups
 
 HERE, BELOW = BlockStatus(Status.HIT, "host"), BlockStatus(Status.HIT, "disk")
 PATIENCE_S = 1.0

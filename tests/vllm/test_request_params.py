@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvtier_vllm.request_params import answer_to, params_of
+from kvtier_vllm.requests.params import answer_to, params_of
 
 
 def _request(table: object) -> Request:

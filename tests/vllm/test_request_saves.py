@@ -9,15 +9,15 @@ from steps_rig import Planner
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
 from clock_rig import StillClock
-from kvtier.hierarchy import Block
-from kvtier.hierarchy.messages import SaveBatch, encode
+from kvtier.offload import Block
+from kvtier.offload.messages import SaveBatch
 from kvtier_vllm.compat import BoundaryState, boundary_states
-from kvtier_vllm.copies import CopiesUnderWay
-from kvtier_vllm.device_blocks import DeviceBlocks
-from kvtier_vllm.groups import KVGroups
-from kvtier_vllm.known_requests import RequestBlocks
-from kvtier_vllm.request_saves import RequestSaves
-from kvtier_vllm.step_plan import ComputedSpan, written_blocks
+from kvtier_vllm.kv.copies import CopiesUnderWay
+from kvtier_vllm.kv.device_blocks import DeviceBlocks
+from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.known_requests import RequestBlocks
+from kvtier_vllm.requests.saves import RequestSaves
+from kvtier_vllm.steps.step_plan import ComputedSpan, written_blocks
 
 GROUPS = KVGroups(3, 100, frozenset((0, 2)))
 """KV in the middle, states before and after it."""
@@ -182,7 +182,7 @@ def test_blocks_of_an_ended_request_that_another_connector_loads_into() -> None:
     written = plan.begin(new={"id": (0, len(TOKENS))})
     span = ComputedSpan("id", 0, len(TOKENS), plan.tables["id"])
     ((key, slot),) = saves.choose([(known, span)], [], written, 1)
-    copies.begin([encode(SaveBatch(1, [], [key], [0], [slot]))])
+    copies.begin([SaveBatch(1, [], [key], [0], [slot])])
     plan.end()
     known.request.num_computed_tokens = len(TOKENS)
     saves.leave(known, ([5, 6, 7, 8],))

@@ -222,7 +222,7 @@ def native(pool: CachePool) -> dict[str, Any]:
     """What users give as `--kv-transfer-config`, but for the worker that copies."""
     extra = {
         "spec_name": "HostTieringSpec",
-        "spec_module_path": "kvtier_vllm_bench.native_tiering",
+        "spec_module_path": "kvtier_bench.vllm.native_tiering",
         "cpu_bytes_to_use": 64 << 20,
         # Once the pool is away, it does not come back.
         "secondary_tiers": [named(settings(pool.address, client=HASTE | {"breaker_open_s": 600.0}))],

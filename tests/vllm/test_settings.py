@@ -11,12 +11,12 @@ from engine_lab import EngineError, Lab
 from vllm.config import ParallelConfig
 from vllm_rig import settings, transfer
 
+from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
-from kvtier.gauges import RankMemory
-from kvtier.transfer import MemoryUse
+from kvtier.tiers.common.gauges import RankMemory
 from kvtier_vllm import worker
+from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.settings import load_settings, of_rank, of_worker
-from kvtier_vllm.stats import KvtierPromMetrics, KvtierStats
 
 FILE = """
 tenant = "red"

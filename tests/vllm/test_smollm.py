@@ -7,8 +7,8 @@ from engine_lab import Lab
 from vllm_rig import BLOCK, cached_of, settings, tokens_of, transfer
 
 from cache_pool import CachePool
-from kvtier_engine.demo_model import demo_model_path
-from kvtier_engine.gguf_import import import_gguf
+from kvtier_engine.demo.demo_model import demo_model_path
+from kvtier_engine.model.gguf_import import import_gguf
 
 LONG = {"max_model_len": 3200, "max_num_batched_tokens": 3200, "dtype": "float32"}
 """In bfloat16, its answers to a text without sense come so close to each other that they may change places."""

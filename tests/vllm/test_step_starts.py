@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.transfer import Fence
-from kvtier_vllm.step_starts import StepNumbers, StepStarts
+from kvtier.device.kv import Fence
+from kvtier_vllm.steps.step_starts import StepNumbers, StepStarts
 
 
 def step(num_tokens: int = 1, *, clears: bool = False, copies: bool = False) -> Any:

@@ -18,7 +18,8 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvtier.hierarchy.messages import (
+from kvtier.identity.weights_digest import weights_digest
+from kvtier.offload.messages import (
     Copied,
     DiscardBatch,
     LoadBatch,
@@ -29,14 +30,13 @@ from kvtier.hierarchy.messages import (
     decode,
     encode,
 )
-from kvtier.weights_digest import weights_digest
-from kvtier_vllm import weight_hooks
-from kvtier_vllm.adapters import AdapterFiles, files_of
-from kvtier_vllm.engine_weights import EngineWeights
-from kvtier_vllm.loaded_adapters import LoadedAdapters
+from kvtier_vllm.content.adapters import AdapterFiles, files_of
+from kvtier_vllm.content.loaded_adapters import LoadedAdapters
 from kvtier_vllm.messages import StepMetadata, WeightsState
-from kvtier_vllm.weight_hooks import CHANGE_WEIGHTS, RELEASE_MEMORY, watching
-from kvtier_vllm.weights import Change, Weights
+from kvtier_vllm.weights import weight_hooks
+from kvtier_vllm.weights.engine_weights import EngineWeights
+from kvtier_vllm.weights.weight_hooks import CHANGE_WEIGHTS, RELEASE_MEMORY, watching
+from kvtier_vllm.weights.weights import Change, Weights
 from kvtier_vllm.worker import WorkerSide
 
 HARMLESS = frozenset(
@@ -275,20 +275,20 @@ class FakeMover:
     """Says what it was told to say."""
 
     def __init__(self) -> None:
-        self.submitted: list[bytes] = []
+        self.submitted: list[Any] = []
         self.answers: list[Any] = []
         self.num_at_device = 0
 
-    def submit(self, messages: Sequence[bytes], *, loads_after: object = None) -> None:
+    def submit(self, messages: Sequence[Any], *, loads_after: object = None) -> None:
         self.submitted += messages
 
     @property
     def is_at_device(self) -> bool:
         return self.num_at_device > 0
 
-    def poll(self) -> list[bytes]:
+    def poll(self) -> list[Any]:
         answers, self.answers = self.answers, []
-        return [encode(answer) for answer in answers]
+        return answers
 
     def wait(self, timeout_s: float) -> None:
         pass
@@ -329,10 +329,10 @@ def test_batches_of_earlier_weights_are_refused(rank: Rank, model: Model) -> Non
     """What does not touch the device is done: the arena holds what its keys say."""
     model.reload()
     rank.submit(SAVE, *BELOW, LOAD)
-    assert [decode(data) for data in rank.mover.submitted] == BELOW
+    assert rank.mover.submitted == BELOW
     assert rank.told() == REFUSED
     rank.submit(SAVE, LOAD, generation=2)
-    assert [decode(data) for data in rank.mover.submitted[2:]] == [SAVE, LOAD]
+    assert rank.mover.submitted[2:] == [SAVE, LOAD]
 
 
 def test_nothing_is_copied_while_weights_are_unknown(rank: Rank) -> None:

@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier.errors import ConfigError
-from kvtier.namespace import Namespace
+from kvtier.identity.namespace import Namespace
 from kvtier_vllm.compat import require_tried
-from kvtier_vllm.identity import model_digest, packing_of_cpu
+from kvtier_vllm.content.identity import model_digest, packing_of_cpu
 
 _SEEDED = ("xxhash", "xxhash_cbor")
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
 
 _log = logging.getLogger(__name__)

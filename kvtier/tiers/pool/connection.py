@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvtier.errors import InvalidInputError, UnauthenticatedError
-from kvtier.keys import NamespaceId, TenantId
-from kvtier.tiers.base import ReadableBuffer
-from kvtier.wire.address import Address, open_connection
-from kvtier.wire.block import VERSIONS, Fields, Result, Verb, error_for
-from kvtier.wire.block_socket import FrameSocket
-from kvtier.wire.stream import PlainStream
-from kvtier.wire.tls import ClientTls, TlsStream
+from kvtier.identity.keys import NamespaceId, TenantId
+from kvtier.memory.buffers import ReadableBuffer
+from kvtier.net.address import Address, open_connection
+from kvtier.net.stream import PlainStream
+from kvtier.net.tls import ClientTls, TlsStream
+from kvtier.protocol.block import VERSIONS, Fields, Result, Verb, error_for
+from kvtier.protocol.block_socket import FrameSocket
 
 _CLIENT = "kvtier"
 _BUFFER_BYTES = 2 << 20

@@ -8,20 +8,20 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvtier.codec import decode, encode_header
+from kvtier.codec.stored_form import decode, encode_header
 from kvtier.errors import CorruptBlockError, InvalidInputError
-from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.memory.pages import copy_bytes
+from kvtier.memory.pieces import Payload, Target, land, landing, together
 from kvtier.metrics import Metrics
-from kvtier.pieces import Payload, Target, land, landing, together
+from kvtier.net.certificates import read_pem
+from kvtier.net.tls import ClientTls, require_credentials
+from kvtier.protocol import pool_pb2
+from kvtier.protocol.frames import decode_frames, encode_blocks
+from kvtier.protocol.groups import require_count
+from kvtier.protocol.retention import PinStatus
+from kvtier.protocol.status import error_for
 from kvtier.tiers.base import Status, Usage, WriteStatus
-from kvtier.tiers.memory import copy_bytes
-from kvtier.tiers.pool.groups import require_count
-from kvtier.wire import pool_pb2
-from kvtier.wire.certificates import read_pem
-from kvtier.wire.frames import decode_frames, encode_blocks
-from kvtier.wire.pins import PinStatus
-from kvtier.wire.status import error_for
-from kvtier.wire.tls import ClientTls, require_credentials
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
@@ -108,8 +108,8 @@ class GrpcTransport:
             finally:
                 stream.cancel()
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
-        """See `PoolTransport.lend`. Nothing: the pool's memory is not here."""
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+        """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""

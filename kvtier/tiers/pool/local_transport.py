@@ -5,15 +5,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, KvtierError
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
-from kvtier.pieces import Payload, Target
-from kvtier.quiet_log import QuietLog
+from kvtier.protocol.retention import PinStatus
+from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
-from kvtier.tiers.lending import Loan
-from kvtier.tiers.pool.memory import PoolMemory
+from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.shared_memory.client import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0
@@ -36,7 +36,7 @@ class LocalTransport:
         self._clock = clock
         self._not_before_s = 0.0
         """When memory may be tried again. A single number, written whole: any thread."""
-        self._not_lent_before_s = 0.0
+        self._not_leased_before_s = 0.0
         """When the pool may be asked to lend again, likewise: one that hangs is waited for in `read` alone."""
         self._failed = QuietLog(_log)
 
@@ -84,16 +84,16 @@ class LocalTransport:
             answers = self._socket.read([keys[i] for i in rest], [into[i] for i in rest], remaining_s)
             yield from ((rest[j], error) for j, error in answers)
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
-        """See `PoolTransport.lend`."""
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+        """See `PoolTransport.lease`."""
         now = self._clock()
-        if now < max(self._not_before_s, self._not_lent_before_s):
+        if now < max(self._not_before_s, self._not_leased_before_s):
             return None
         try:
-            return self._memory.lend(keys, nbytes, ready, MONOTONIC() + timeout_s, self._read_bytes.inc)
+            return self._memory.lease(keys, nbytes, ready, MONOTONIC() + timeout_s, self._read_bytes.inc)
         except OSError as error:
             _log.debug("the pool lends nothing: %s", str(error))
-            self._not_lent_before_s = now + _RETRY_S
+            self._not_leased_before_s = now + _RETRY_S
         except KvtierError as error:
             self._note_failure(error)
         return None

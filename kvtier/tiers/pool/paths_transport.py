@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
-from kvtier.keys import StoreKey
-from kvtier.pieces import Payload, Target
-from kvtier.quiet_log import QuietLog
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.pieces import Payload, Target
+from kvtier.protocol.retention import PinStatus
+from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
-from kvtier.tiers.lending import Loan
+from kvtier.tiers.lease import Lease
 from kvtier.tiers.pool.tier import PoolTransport
-from kvtier.wire.pins import PinStatus
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 10.0
@@ -63,10 +63,10 @@ class PathsTransport:
         yield from first
         yield from rest
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
-        """See `PoolTransport.lend`. Of the first way that lends."""
-        loans = (path.transport.lend(keys, nbytes, ready, timeout_s) for path in self._usable())
-        return next((loan for loan in loans if loan is not None), None)
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+        """See `PoolTransport.lease`. Of the first way that lends."""
+        leases = (path.transport.lease(keys, nbytes, ready, timeout_s) for path in self._usable())
+        return next((lease for lease in leases if lease is not None), None)
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""

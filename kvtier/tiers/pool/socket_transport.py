@@ -6,19 +6,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import HEADER_BYTES, encode_header
+from kvtier.codec.stored_form import HEADER_BYTES, encode_header
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
-from kvtier.keys import NamespaceId, StoreKey, TenantId
+from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
+from kvtier.memory.pieces import Payload, Target, land, landing, together
 from kvtier.metrics import Metrics
-from kvtier.pieces import Payload, Target, land, landing, together
+from kvtier.net.address import Address
+from kvtier.net.tls import ClientTls, require_credentials
+from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
+from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
+from kvtier.protocol.groups import group, require_count, windows
+from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.groups import group, require_count, windows
-from kvtier.wire.address import Address
-from kvtier.wire.arriving import ArrivingBlock, receive_blocks
-from kvtier.wire.block import MAX_FRAME_BLOCKS, Fields, Verb
-from kvtier.wire.pins import PinStatus
-from kvtier.wire.tls import ClientTls, require_credentials
 
 _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
@@ -119,8 +119,8 @@ class SocketTransport:
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
-        """See `PoolTransport.lend`. Nothing: the pool's memory is not here."""
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+        """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. Goes in several requests, one sent ahead of another's answer: the pool receives

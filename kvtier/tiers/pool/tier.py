@@ -7,16 +7,16 @@ from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError
-from kvtier.keys import StoreKey, TenantId, are_of_tenant
+from kvtier.identity.keys import StoreKey, TenantId, are_of_tenant
+from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
-from kvtier.pieces import Payload, Target
-from kvtier.quiet_log import QuietLog
+from kvtier.protocol.retention import PinStatus
+from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
-from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.gate import CallGate
-from kvtier.tiers.lending import Loan
-from kvtier.tiers.remote import RemoteCalls
-from kvtier.wire.pins import PinStatus
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.call_guard import CallGuard
+from kvtier.tiers.common.deadlines import RemoteCalls
+from kvtier.tiers.lease import Lease
 
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
@@ -46,8 +46,8 @@ class PoolTransport(Protocol):
         What was yielded before an exception counts.
         """
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Loan | None:
-        """See `Lender.lend`. Does not raise: what fails is found out by whoever reads."""
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+        """See `LeasingTier.lease`. Does not raise: what fails is found out by whoever reads."""
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
@@ -115,7 +115,7 @@ class PoolTier:
             max_batch_blocks=max_batch_blocks,
             clock=clock,
         )
-        self._gate = CallGate(f"tier {name}")
+        self._guard = CallGuard(f"tier {name}")
         self._dropped = QuietLog(_log)
         self._said_without_pins = False
         """It was logged. Written whole: any thread."""
@@ -132,7 +132,7 @@ class PoolTier:
         def ask(batch: slice, timeout_s: float) -> None:
             statuses[batch] = self._transport.lookup(keys[batch], timeout_s)
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("lookup", [0] * len(keys), ask)
         return statuses
 
@@ -150,15 +150,15 @@ class PoolTier:
                     self._metrics.corrupt_blocks.labels(self._name).inc()
                     self._dropped.warning(f"tier {self._name}: block dropped: {error}")
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("read", [len(buffer) for buffer in into], ask)
         return statuses
 
-    def lend(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Loan | None:
-        """See `Lender.lend`. Where the pool does not share its memory, and while it fails, it lends nothing."""
+    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
+        """See `LeasingTier.lease`. Where the pool does not share its memory, and while it fails, it lends nothing."""
         self._require_own(keys)
-        with self._gate:
-            return self._transport.lend(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
+        with self._guard:
+            return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
 
     def write(self, items: Sequence[tuple[StoreKey, Payload]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""
@@ -168,7 +168,7 @@ class PoolTier:
         def ask(batch: slice, timeout_s: float) -> None:
             statuses[batch] = self._transport.write(items[batch], timeout_s)
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("write", [len(payload) for _, payload in items], ask)
         return statuses
 
@@ -180,7 +180,7 @@ class PoolTier:
         def ask(batch: slice, timeout_s: float) -> None:
             counts.append(self._transport.discard(keys[batch], timeout_s))
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("discard", [0] * len(keys), ask)
         return sum(counts)
 
@@ -210,7 +210,7 @@ class PoolTier:
             for status, count in Counter(statuses).items():
                 self._metrics.pins.labels(self._name, status.name.lower()).inc(count)
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("pin", [0] * len(keys), ask)
         return num_pinned
 
@@ -222,25 +222,25 @@ class PoolTier:
         def ask(batch: slice, timeout_s: float) -> None:
             counts.append(self._transport.unpin(keys[batch], timeout_s) or 0)
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches("unpin", [0] * len(keys), ask)
         return sum(counts)
 
     def usage(self) -> Usage:
         """See `Tier.usage`. All zero when the pool does not answer."""
         answers: list[Usage] = []
-        with self._gate:
+        with self._guard:
             self._calls.attempt("usage", lambda: answers.append(self._transport.usage(self._call_timeout_s)))
         return answers[0] if answers else Usage(0, 0, 0)
 
     def check(self) -> None:
         """See `Tier.check`. There are no books on this side."""
-        with self._gate:
+        with self._guard:
             pass
 
     def close(self) -> None:
         """See `Tier.close`. Waits for calls in flight, at most their deadline."""
-        if self._gate.close():
+        if self._guard.close():
             self._transport.close()
 
     def _note_without_pins(self, num_blocks: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ConfigError
-from kvtier.wire.address import Address
+from kvtier.net.address import Address
 
 _SCHEMES = "redis, rediss, unix, redis+sentinel, rediss+sentinel, redis+cluster, rediss+cluster"
 _TLS_OPTIONS = {"ca", "cert", "key", "check_hostname"}

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvtier.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
-from kvtier.tiers.base import ReadableBuffer
+from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.memory.buffers import ReadableBuffer
 
 MAX_PARTS = 1024
 """That are looked for, of one block: its length may be garbled."""

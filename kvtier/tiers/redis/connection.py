@@ -17,9 +17,9 @@ from typing import Protocol, cast
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError
-from kvtier.tiers.base import ReadableBuffer
+from kvtier.memory.buffers import ReadableBuffer
+from kvtier.net.gather import SEND_PIECE_BYTES, SEND_SLICE_S, piece, skip, timeval
 from kvtier.tiers.redis.answers import NOTHING, AnswerParser, ReplyError
-from kvtier.wire.gather import SEND_PIECE_BYTES, SEND_SLICE_S, piece, skip, timeval
 
 _AHEAD_BYTES = 16 << 10
 """Received before it is known what it is; what turns out to be payload is copied from there."""

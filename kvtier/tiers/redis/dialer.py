@@ -13,11 +13,11 @@ from redis.retry import Retry
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
+from kvtier.net.address import Address
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import command
 from kvtier.tiers.redis.connection import RedisConnection, RedisPyConnection
-from kvtier.wire.address import Address
 
 _T = TypeVar("_T")
 

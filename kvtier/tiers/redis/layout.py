@@ -9,10 +9,10 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
+from kvtier.net.address import Address
 from kvtier.tiers.redis.address import Kind, RedisAddress
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import command
-from kvtier.wire.address import Address
 
 AskOne = Callable[[Address, bytes, float], object]
 """Connects to one node, sends it a packed command and gives its answer, until a deadline (monotonic)."""

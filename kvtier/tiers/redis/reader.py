@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import HEADER_BYTES, Codec, Header, parse_stored_header, unpack, verify
+from kvtier.codec.stored_form import HEADER_BYTES, Codec, Header, parse_stored_header, unpack, verify
 from kvtier.errors import CorruptBlockError
-from kvtier.keys import StoreKey
-from kvtier.tiers.codec_choice import CodecChoice
+from kvtier.identity.keys import StoreKey
+from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
 from kvtier.tiers.redis.connection import RedisConnection

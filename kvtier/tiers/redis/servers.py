@@ -9,13 +9,13 @@ import redis
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, KvtierError, UnavailableError
-from kvtier.tiers.base import ReadableBuffer
+from kvtier.memory.buffers import ReadableBuffer
+from kvtier.net.address import Address
 from kvtier.tiers.redis.address import Kind, RedisAddress
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.connection import RedisConnection
 from kvtier.tiers.redis.dialer import Dialer
 from kvtier.tiers.redis.layout import Layout, discover
-from kvtier.wire.address import Address
 
 _MAX_IDLE = 8
 """Connections kept for each server; more threads than that at a time connect anew."""

@@ -17,15 +17,17 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import HEADER_BYTES, Codec, parse_stored_header
+from kvtier.codec.stored_form import HEADER_BYTES, Codec, parse_stored_header
 from kvtier.errors import ConfigError, CorruptBlockError, KvtierError
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
-from kvtier.quiet_log import QuietLog
-from kvtier.tiers.base import ReadableBuffer, Status, Usage, WriteStatus, require_pairs
-from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.codec_choice import CodecChoice
-from kvtier.tiers.gate import CallGate
+from kvtier.system.quiet_log import QuietLog
+from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.call_guard import CallGuard
+from kvtier.tiers.common.codec_choice import CodecChoice
+from kvtier.tiers.common.deadlines import RemoteCalls
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.commands import MAX_PARTS, command, exists, key_name, part_names
 from kvtier.tiers.redis.memory import NUM_ANSWERS, REPORT, ServerMemory, total
@@ -33,7 +35,6 @@ from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import RedisServers, each
 from kvtier.tiers.redis.undone import UndoneDiscards
 from kvtier.tiers.redis.writer import BlockWriter
-from kvtier.tiers.remote import RemoteCalls
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class RedisTier:
         :param ttl_s: seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes
             reads into writes of the server's: they go to its replicas and its log, a few bytes each.
         :param codec: how payloads are packed on their way; None: whichever costs least here
-            (`kvtier.tiers.codec_choice`). Blocks of any codec are read.
+            (`kvtier.tiers.common.codec_choice`). Blocks of any codec are read.
         :param call_timeout_s: seconds, of each call of a verb.
         :param lookup_timeout_s: seconds, of a lookup, which somebody else's answer may be waiting for.
         :param connect_timeout_s: of that, for finding a server and for connecting to it.
@@ -117,7 +118,7 @@ class RedisTier:
             max_batch_blocks=4096,
         )
         self._undone = UndoneDiscards()
-        self._gate = CallGate(f"tier {name}")
+        self._guard = CallGuard(f"tier {name}")
         self._dropped, self._refused = QuietLog(_log), QuietLog(_log)
         self._lock = threading.Lock()
         self._policy_seen = False
@@ -266,7 +267,7 @@ class RedisTier:
 
         Counts all keys of the database, parts and other people's included, and the memory of all the server's data.
         """
-        with self._gate:
+        with self._guard:
             servers = self._memory("usage")
         return total(servers) if servers else Usage(0, 0, 0)
 
@@ -275,17 +276,17 @@ class RedisTier:
 
         Also None when the server does not tell. The first call that succeeds asks for it, and logs it.
         """
-        with self._gate:
+        with self._guard:
             return self._warning_of(self._memory("policy"))
 
     def check(self) -> None:
         """See `Tier.check`. There are no books on this side."""
-        with self._gate:
+        with self._guard:
             pass
 
     def close(self) -> None:
         """See `Tier.close`. Waits for calls in flight, at most their deadline."""
-        if self._gate.close():
+        if self._guard.close():
             self._servers.close()
 
     def _in_batches(
@@ -297,7 +298,7 @@ class RedisTier:
             if self._is_first():
                 self._look_at_policy(deadline - MONOTONIC())
 
-        with self._gate:
+        with self._guard:
             self._calls.in_batches(op, sizes, ask_and_look, timeout_s)
 
     def _is_first(self) -> bool:

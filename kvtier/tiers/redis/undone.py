@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Sequence
 
-from kvtier.keys import StoreKey
+from kvtier.identity.keys import StoreKey
 
 _MAX_KEYS = 65_536
 """About 200 bytes each."""

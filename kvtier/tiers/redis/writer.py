@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec import parse_stored_header
-from kvtier.keys import StoreKey
-from kvtier.tiers.base import ReadableBuffer, WriteStatus
-from kvtier.tiers.codec_choice import CodecChoice
+from kvtier.codec.stored_form import parse_stored_header
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.buffers import ReadableBuffer
+from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import exists, part_names, set_value
 from kvtier.tiers.redis.servers import RedisServers, each

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.bench.folder import working_folder
-from kvtier.bench.options import Plot, writable
-from kvtier.bench.report import commit, hardware
+from kvtier.cli.options import Plot, writable
 from kvtier.errors import KvtierError
+from kvtier.system.machine import commit, hardware
+from kvtier.system.working_folder import working_folder
+from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.demo.plot import write_plot
 from kvtier_engine.demo.runs import Run, Stage, judge, run_all, shared_prefix
-from kvtier_engine.demo_model import demo_model_path
 
 _NUM_STAGES = 6
 _MIN_CACHED_SHARE = 0.95

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.bench.plot import Bar, write_bars
+from kvtier.cli.plot import Bar, write_bars
 
 
 def write_plot(path: Path, rows: Sequence[tuple[str, float, int, str]], *, title: str, caption: str) -> None:

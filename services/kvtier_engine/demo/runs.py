@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import token_sha256
-from kvtier.processes import Service
+from kvtier.system.processes import Service
 from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.document import Person, messages, people
 

@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvtier.build import mover_half
+from kvtier.build.engine_cache import mover_half
 from kvtier.clock import MONOTONIC
-from kvtier.hierarchy.planner import leading_hits
-from kvtier.keys import NamespaceId
-from kvtier.transfer import HostMemoryKV
+from kvtier.device.kv import HostMemoryKV
+from kvtier.identity.keys import NamespaceId
+from kvtier.offload.planner import leading_hits
 from kvtier_vllm import KvtierConnector
 from kvtier_vllm.messages import WorkerIdentity
-from kvtier_vllm.request_keys import RequestKeys
+from kvtier_vllm.requests.keys import RequestKeys
 
 _NAMESPACE = NamespaceId(b"vLLM's own tests")
 _NUM_DEVICE_BLOCKS = 10_000

@@ -34,13 +34,14 @@ from vllm.v1.request import Request, RequestStatus
 import kvtier_vllm.worker
 from cache_pool import WAIT_S
 from hierarchy_rig import Held
-from kvtier.hierarchy.messages import Loaded, decode
-from kvtier.keys import BlockHasher
-from kvtier.namespace import Namespace
-from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, DeviceKV, Fence
+from kvtier.device.kv import DeviceKV, Fence
+from kvtier.identity.keys import BlockHasher
+from kvtier.identity.namespace import Namespace
+from kvtier.memory.arena import Arena
+from kvtier.memory.slot_memory import SlotMemory
+from kvtier.offload.messages import Loaded, decode
 from kvtier_vllm import KvtierConnector
-from kvtier_vllm.request_keys import RequestKeys
+from kvtier_vllm.requests.keys import RequestKeys
 
 BLOCK = 16
 

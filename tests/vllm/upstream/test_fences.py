@@ -10,8 +10,9 @@ from stepping_rig import BLOCK, Engine, Rank
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from kvtier.tiers.lending import SlotMemory
-from kvtier.transfer import Arena, DeviceKV, Fence
+from kvtier.device.kv import DeviceKV, Fence
+from kvtier.memory.arena import Arena
+from kvtier.memory.slot_memory import SlotMemory
 
 Start = Callable[..., Engine]
 MODES = pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["plain", "asynchronous"])

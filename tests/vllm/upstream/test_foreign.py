@@ -20,8 +20,8 @@ from test_ranks import beside
 from vllm.v1.request import RequestStatus
 
 import disk_rig
-from kvtier.keys import split_block_key, split_store_key
-from kvtier_vllm.request_keys import RequestKeys
+from kvtier.identity.keys import split_block_key, split_store_key
+from kvtier_vllm.requests.keys import RequestKeys
 
 Start = Callable[..., Engine]
 LENDER = {"kv_connector": "LendingConnector", "kv_connector_module_path": "lending_connector", "kv_role": "kv_both"}
@@ -53,7 +53,7 @@ def starting(start: Start, tmp_path: Path, *, first: bool = False, **how: Any) -
     return start(transfer=beside(LENDER, first=first, host=host, disk=disk), **how)
 
 
-class Books:
+class LogState:
     """What each key must have, by the tokens of requests."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def test_a_load_into_blocks_that_wait_to_be_saved(start: Start, tmp_path: Path, 
     opening.join()
     assert engine.spared[second] == NUM_TOKENS // BLOCK * BLOCK
     engine.require_right_answers()
-    books = Books()
+    books = LogState()
     books.note(engine)
     theirs = set(books.keys(engine, second))
     engine.close()
@@ -124,7 +124,7 @@ def test_what_another_connector_brought_stays_its_own(start: Start, tmp_path: Pa
     engine.finish()
     assert engine.spared[third] > NUM_TOKENS
     engine.require_right_answers()
-    books = Books()
+    books = LogState()
     books.note(engine)
     theirs, all_keys = books.keys(engine, second), books.keys(engine, third)
     engine.close()
@@ -143,7 +143,7 @@ def test_another_connectors_load_that_fails(
     second = engine.ask(2, NUM_TOKENS, lender={"loads": "between", "fails": fails})
     engine.finish()
     engine.require_right_answers()
-    books = Books()
+    books = LogState()
     books.note(engine)
     keys = books.keys(engine, second)
     engine.close()
@@ -162,7 +162,7 @@ def test_a_load_within_a_step(start: Start, tmp_path: Path, fails: list[int]) ->
     second = engine.ask(2, NUM_TOKENS, lender={"loads": "within", "fails": fails}, max_tokens=2 * BLOCK)
     sharing = engine.ask(2, NUM_TOKENS + 3 * BLOCK, max_tokens=2 * BLOCK)
     engine.finish()
-    books = Books()
+    books = LogState()
     books.note(engine)
     keys = books.keys(engine, second)
     assert books.keys(engine, sharing)[: len(keys)] == keys
@@ -199,7 +199,7 @@ def test_many_requests_of_all_kinds(start: Start, tmp_path: Path, seed: int, mod
             engine.finish()
     engine.finish()
     assert any(request.status == RequestStatus.FINISHED_ABORTED for request in engine.requests.values())
-    books = Books()
+    books = LogState()
     books.note(engine)
     engine.close()
     assert len(books.require(tmp_path / "disk")) > 50

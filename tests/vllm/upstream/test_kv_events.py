@@ -10,7 +10,7 @@ from stepping_rig import BLOCK, Engine
 from vllm.distributed.kv_events import EventBatch, EventPublisher, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-import kvtier_vllm.kv_events
+import kvtier_vllm.observe.kv_events
 
 Start = Callable[..., Engine]
 MODES = pytest.mark.parametrize("mode", [{}, {"async_scheduling": True}], ids=["plain", "asynchronous"])
@@ -105,7 +105,7 @@ def test_a_router_knows_what_is_there(
     listen: Listen, mode: dict[str, bool], ranks: int, disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preemptions, evictions, answers that go on, prefixes that requests have in common, resets of vLLM's own cache."""
-    monkeypatch.setattr(kvtier_vllm.kv_events, "_SWEEP_AT", 0)
+    monkeypatch.setattr(kvtier_vllm.observe.kv_events, "_SWEEP_AT", 0)
     engine, wire = listen(disk=disk, num_blocks=20, num_host_blocks=24, num_ranks=ranks, **mode)
     for turn in range(3):
         asked = [

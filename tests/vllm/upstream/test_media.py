@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-import kvtier_vllm.media
+import kvtier_vllm.content.media
 from cache_pool import WAIT_S
 
 Start = Callable[..., Engine]
@@ -45,7 +45,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self._hash = kvtier_vllm.media._content
+        self._hash = kvtier_vllm.content.media._content
 
     def hash(self, item: MultiModalKwargsItem) -> bytes | str:
         assert self.open.wait(20.0)
@@ -56,8 +56,8 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """For media of any size."""
     gate = Gate()
-    monkeypatch.setattr(kvtier_vllm.media, "_content", gate.hash)
-    monkeypatch.setattr(kvtier_vllm.media, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(kvtier_vllm.content.media, "_content", gate.hash)
+    monkeypatch.setattr(kvtier_vllm.content.media, "_AT_ONCE_BYTES", 0)
     yield gate
     gate.open.set()
 

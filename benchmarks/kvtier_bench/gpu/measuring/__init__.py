@@ -1,0 +1,1 @@
+"""What parts measure with: settings, shapes, steps, copies, timing."""

@@ -1,0 +1,32 @@
+"""Blocks to and from pinned host memory as vLLM has them on the device: many pages each, one per layer."""
+
+from collections.abc import Iterator
+
+from kvtier_bench.gpu.measuring.host_copies import host_copies
+from kvtier_bench.gpu.measuring.layouts import Layout
+from kvtier_bench.gpu.measuring.rows import left_out
+from kvtier_bench.gpu.measuring.setting import Setting
+from kvtier_bench.measuring.report import Case
+from kvtier_kernels.records import LossyCodec
+
+_LEAST = 0.8
+_LAYOUTS = (
+    Layout("32 x 64 KiB", 32, 64 << 10),
+    Layout("80 x 8 KiB", 80, 8 << 10),
+    Layout("fp8 records of 32 x 64 KiB", 32, 64 << 10, codec=LossyCodec.FP8),
+    Layout("two KV groups of 16 x 64 KiB", 16, 64 << 10, num_groups=2),
+)
+"""Llama 3 8B with 16 tokens a block, a 70B at a tensor parallel size of 8, the 8B with half the bytes, a hybrid."""
+_TINY_LAYOUTS = (
+    Layout("4 x 1 KiB", 4, 1024),
+    Layout("fp8 records", 1, 1024, codec=LossyCodec.FP8),
+)
+
+
+def measure(setting: Setting) -> Iterator[Case]:
+    """Every layout, the commonest first."""
+    for layout in _TINY_LAYOUTS if setting.tiny else _LAYOUTS:
+        if setting.left_s() < 0:
+            yield left_out(f"pages, {layout.name}")
+            continue
+        yield from host_copies(setting, layout, least=_LEAST)

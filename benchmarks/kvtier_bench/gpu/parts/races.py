@@ -1,0 +1,83 @@
+"""Races between an engine that never idles and the copies beside it: 150 rounds of each scenario, all to be clean.
+
+Without a GPU, a few rounds on a simulated one, by each way that blocks can take. `python -m
+kvtier_bench.gpu.parts.races FAULT` plants a race, which has to be found.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+
+from kvtier_bench.gpu.measuring.setting import Setting
+from kvtier_bench.gpu.races.chip import Chip, Gpu, SimulatedChip, Way
+from kvtier_bench.gpu.races.faults import Fault
+from kvtier_bench.gpu.races.rig import LARGE_PAGES, SMALL_PAGES, TINY, Size
+from kvtier_bench.gpu.races.suite import NAMES, Outcome, play
+from kvtier_bench.measuring.report import Case
+
+_ROUNDS, _TINY_ROUNDS = 150, 3
+_BUDGET_S = 45.0
+_Place = tuple[str, Size, Callable[[int], Chip]]
+"""A name, the size of blocks, and what makes a chip from a seed."""
+
+
+def measure(setting: Setting, fault: Fault = Fault.NONE) -> Iterator[Case]:
+    """Gives a row for each scenario and way of the blocks. A scenario that takes more than its share of the time has
+    fewer rounds."""
+    for _, size, chip_of in _places(setting):  # kernels are compiled before anything counts
+        play(NAMES[0], chip_of(0), size, rounds=1)
+    plays = [(place, name) for place in _places(setting) for name in NAMES]
+    for left, ((way, size, chip_of), name) in zip(range(len(plays), 0, -1), plays, strict=True):
+        chip = chip_of(left)
+        until_s = setting.clock() + setting.left_s() / (1 if setting.tiny else left)
+        outcome = play(
+            name,
+            chip,
+            size,
+            rounds=setting.size(_ROUNDS, _TINY_ROUNDS),
+            fault=fault,
+            seed=left,
+            is_late=lambda until_s=until_s: setting.clock() > until_s,  # type: ignore[misc]
+        )
+        yield _row(name, f"restore, {way}", outcome, chip.problems)
+
+
+def _places(setting: Setting) -> list[_Place]:
+    if setting.on_cuda:
+        sizes = {"large pages": LARGE_PAGES, "small pages": SMALL_PAGES}
+        return [(name, size, lambda _seed: Gpu(setting.device)) for name, size in sizes.items()]
+    return [
+        (f"simulated, {way.name.lower().replace('_', ' ')}", TINY, lambda seed, way=way: SimulatedChip(seed, way))  # type: ignore[misc]
+        for way in Way
+    ]
+
+
+def _row(name: str, op: str, outcome: Outcome, problems: frozenset[str]) -> Case:
+    clean = f"{outcome.rounds - outcome.dirty_rounds} of {outcome.rounds} clean"
+    failures = [f"{outcome.wrong_blocks} wrong blocks, {clean}"] if outcome.wrong_blocks else []
+    failures += sorted(problems)
+    return Case(
+        name,
+        op,
+        rounds=outcome.rounds,
+        figures={"wrong blocks": outcome.wrong_blocks, "restored blocks": outcome.restored_blocks},
+        unit="round",
+        detail=f"FAILED: {'; '.join(failures)}" if failures else clean,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each row. The exit status is 0 if a race was found where one was planted, and only there."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault", nargs="?", default=Fault.NONE.name, choices=[fault.name for fault in Fault])
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(arguments)
+    fault, found = Fault[options.fault], False
+    for case in measure(Setting.here(_BUDGET_S, tiny=options.tiny), fault):
+        print(f"{case.op:24} {case.name:34} {case.detail}")
+        found |= case.detail.startswith("FAILED")
+    return int(found is (fault is Fault.NONE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

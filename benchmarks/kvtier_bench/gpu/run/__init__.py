@@ -1,0 +1,1 @@
+"""A run of all parts, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""Rounds, spreads and reports: what all benchmarks have in common."""

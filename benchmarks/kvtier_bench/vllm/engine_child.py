@@ -1,0 +1,105 @@
+"""vLLM's `LLM` in a process of its own: `python -m kvtier_bench.vllm.engine_child SETTINGS ANSWERS`.
+
+SETTINGS is JSON: `options` of `LLM`, and `packages`, folders whose packages are there beside vLLM's. Commands come as
+lines of JSON on standard input, `{"call": NAME, ...arguments}`. Each has one line of JSON as its answer, on the file
+descriptor ANSWERS: standard output belongs to vLLM. The first comes by itself when the engine has started. An error is
+an answer too, `{"error": TEXT}`, and the last one. The engine ends with its input.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.metrics.reader import Counter
+
+_PATIENCE_S = 60.0
+_OF_ENGINE = frozenset(("model_name", "engine"))
+"""Labels that all of an engine's counters have."""
+
+
+class Driver:
+    """The commands. One thread, which is also the engine's: between commands nothing runs but a connector's threads."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._llm = LLM(**options, disable_log_stats=False)
+        core: Any = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler: Any = core.scheduler
+        # Not by a function that is called in the worker: it may change weights, and kvtier would keep nothing.
+        _touch_memory(core.model_executor.driver_worker.worker)
+
+    def facts(self) -> dict[str, Any]:
+        return {"vocabulary": self._llm.llm_engine.model_config.get_vocab_size(), "pid": os.getpid()}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+        """Greedily, all prompts at once.
+
+        :param params: `kv_transfer_params` of the requests.
+        """
+        extra = {"kv_transfer_params": params} if params is not None else None
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+    def settle(self) -> None:
+        """Lets the connector end what it does behind requests; a server would, while it idles."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._scheduler.has_requests():
+            self._llm.llm_engine.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the connector has had work for {_PATIENCE_S:.0f} s without requests")
+
+    def reset(self, connector: bool) -> bool:
+        """Empties vLLM's prefix cache, and with `connector` what that holds. False: blocks are in use."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=connector))
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own and the connector's, by `name` or `name:label`."""
+        totals: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if isinstance(metric, Counter):
+                labels = [value for label, value in sorted(metric.labels.items()) if label not in _OF_ENGINE]
+                name = ":".join((metric.name, *labels))
+                totals[name] = totals.get(name, 0) + metric.value
+        return totals
+
+    def stop(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _touch_memory(worker: Any) -> None:
+    """All of the worker's KV: in an engine that has run for a while, no page of it is new to the system."""
+    for layer in worker.model_runner.kv_caches:
+        layer.zero_()
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    sys.path += settings["packages"]  # behind: where both have a package, vLLM's is taken
+    with os.fdopen(int(sys.argv[2]), "w") as answers:
+        _serve(settings["options"], answers)
+
+
+def _serve(options: dict[str, Any], answers: TextIO) -> None:
+    def answer(what: Any) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    try:
+        driver = Driver(options)
+        answer(driver.facts())
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer(getattr(driver, command.pop("call"))(**command))
+        driver.stop()
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What KV is of: weights, adapters, media."""

@@ -1,0 +1,1 @@
+"""vLLM's KV: groups, pages, device blocks, copies."""

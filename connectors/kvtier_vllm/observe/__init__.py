@@ -1,0 +1,1 @@
+"""KV events and statistics."""

@@ -1,0 +1,1 @@
+"""What the scheduler side knows of requests: keys, lookups, loads, saves, pins, tenants."""

@@ -1,0 +1,89 @@
+"""Keys of vLLM's requests: from tokens and what else their KV depends on, never from vLLM's own hashes."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from vllm.v1.request import Request
+
+from kvtier.identity.keys import BlockHasher, BlockKey, Extra
+from kvtier_vllm.content.media import Medium
+
+_SALT, _ADAPTER, _WEIGHTS, _MEDIUM = "cache_salt", "lora", "weights", "medium"
+
+
+class RequestKeys:
+    """The keys of one request's full blocks, made as its tokens become known. Scheduler thread only."""
+
+    def __init__(
+        self,
+        request: Request,
+        hasher: BlockHasher,
+        *,
+        salt: str | None,
+        adapter: bytes = b"",
+        weights: bytes | None = None,
+    ) -> None:
+        """
+        :param hasher: of the request's tenant.
+        :param salt: the client's `cache_salt`.
+        :param adapter: digest of the request's adapter; empty if it has none.
+        :param weights: what tells the weights from those that vLLM has started with; None: they are those.
+        """
+        self._request, self._hasher, self._salt, self._adapter = request, hasher, salt, adapter
+        self._weights = weights
+        self._media: Sequence[Medium] = ()
+        self._keys: list[BlockKey] = []
+
+    @staticmethod
+    def cover(request: Request) -> bool:
+        """Whether keys say all that this request's KV depends on, with the digests of its adapter and its media.
+
+        Not with embeddings in place of tokens, and not where tokens may become others, or are no tokens.
+        """
+        has_tokens = request.prompt_embeds is None and not request.resumable
+        return has_tokens and request.pooling_params is None and min(request.all_token_ids, default=0) >= 0
+
+    def depend_on(self, media: Sequence[Medium]) -> list[str]:
+        """Takes in what the request's media are, before the first key is made.
+
+        Gives names for them, of tenant, content and adapter, which only who has the tenant's secret can know.
+        """
+        assert not self._keys
+        self._media = media
+        whose, adapter = self._hasher.tenant, self._adapter
+        return [f"kvtier-{self._hasher.external_key(whose + medium.digest + adapter).hex()}" for medium in media]
+
+    def change(self, *, adapter: bytes, weights: bytes | None) -> bool:
+        """Other weights will compute what is left of the request: it has other keys from now on.
+
+        False: it was given names for its media that say something else.
+        """
+        if self._media and adapter != self._adapter:
+            return False
+        self._adapter, self._weights, self._keys = adapter, weights, []
+        return True
+
+    def first(self, num_blocks: int) -> list[BlockKey]:
+        """The keys of the first so many blocks, as far as their tokens are known."""
+        size = self._hasher.tokens_per_block
+        num_known = len(self._keys)
+        num_wanted = min(num_blocks, self._request.num_tokens // size)
+        if num_wanted > num_known:
+            tokens = self._request.all_token_ids[num_known * size : num_wanted * size]
+            parent = self._keys[-1] if self._keys else None
+            extras = self._extras(range(num_known, num_wanted))
+            self._keys += self._hasher.hash_blocks(tokens, parent=parent, extras=extras)
+        return self._keys[:num_blocks]
+
+    def _extras(self, span: range) -> dict[int, list[Extra]]:
+        """The extras by block, counted from the first of `span`. They are in the hashes of all later blocks, too."""
+        extras: defaultdict[int, list[Extra]] = defaultdict(list)
+        if not span.start:
+            salt = None if self._salt is None else self._salt.encode()
+            named = ((_SALT, salt), (_ADAPTER, self._adapter or None), (_WEIGHTS, self._weights))
+            extras[0] += [Extra(kind, data, 0) for kind, data in named if data is not None]
+        for medium in self._media:
+            block, offset = divmod(medium.offset, self._hasher.tokens_per_block)
+            if block in span:
+                extras[block - span.start].append(Extra(_MEDIUM, medium.digest, offset))
+        return extras

@@ -1,0 +1,103 @@
+"""How much of a request's prefix is worth loading: asked of the directory, then of the planner."""
+
+from collections.abc import Sequence
+
+from kvtier.clock import Clock
+from kvtier.offload import Directory, Planner
+from kvtier.offload.planner import PENDING, BlockStatus
+from kvtier.tiers.base import Status
+from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.known_requests import KnownRequest, PrefixLookup
+
+_ASK_EVERY_S = 0.005
+_HERE = frozenset((Status.HIT,))
+_HERE_SOON = frozenset((Status.HIT, Status.PENDING))
+
+
+class RequestLookups:
+    """One lookup per request at a time, polled as vLLM asks. Scheduler thread only; nothing blocks."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        planner: Planner,
+        groups: KVGroups,
+        *,
+        tokens_per_block: int,
+        num_volatile_blocks: int,
+        patience_s: float,
+        clock: Clock,
+    ) -> None:
+        """
+        :param num_volatile_blocks: at the end of a hit, which are computed again.
+        :param patience_s: how long a request waits for blocks that are on their way to a tier.
+        """
+        self._directory, self._planner, self._groups = directory, planner, groups
+        self._size, self._num_volatile = tokens_per_block, num_volatile_blocks
+        self._patience_s, self._clock = patience_s, clock
+
+    def match(self, known: KnownRequest, num_computed_tokens: int) -> int | None:
+        """Blocks beyond the computed ones that are worth loading; None: ask again."""
+        if known.is_tombstoned or num_computed_tokens % self._size:
+            return 0
+        # The last token is computed in any case: its logits are wanted.
+        wanted = range(num_computed_tokens // self._size, (known.request.num_tokens - 1) // self._size)
+        if not wanted:
+            return 0
+        lookup = known.lookup
+        if lookup.asked != wanted:
+            if self._clock() < lookup.ask_at:
+                return None
+            self.forget(known)
+            lookup.asked = wanted
+            keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
+            lookup.ticket = self._directory.start_lookup(keys)
+        if lookup.ticket is not None:
+            statuses = self._directory.poll_lookup(lookup.ticket)
+            if statuses is None:
+                return None
+            lookup.ticket = None
+            tiers, is_pending = self._hit(statuses)
+            if is_pending and self._is_worth_waiting(lookup):
+                lookup.asked = range(0)
+                return None
+            lookup.tiers = tiers
+        return len(lookup.tiers or ())
+
+    def forget(self, known: KnownRequest) -> None:
+        """What was asked of it holds no longer."""
+        lookup = known.lookup
+        if lookup.ticket is not None:
+            self._directory.cancel_lookup(lookup.ticket)
+        lookup.asked, lookup.ticket, lookup.tiers = range(0), None, None
+
+    def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], bool]:
+        """Where each block is that is worth loading, and whether it is worth waiting for more that are on their way.
+
+        A hit is what all groups have: KV of every block, and states at the end of the last one.
+
+        :param statuses: of all groups, block by block.
+        """
+        of_tokens, num_groups = self._groups.of_tokens, self._groups.num_groups
+        blocks = [statuses[start : start + num_groups] for start in range(0, len(statuses), num_groups)]
+        kv = [block[group] for block in blocks for group in of_tokens]
+        num_kv = self._planner.blocks_to_fetch(kv)
+        num_hits = self._usable(blocks[: num_kv // len(of_tokens)], _HERE)
+        if PENDING in kv[num_kv : num_kv + 1]:
+            num_kv = next((n for n, status in enumerate(kv) if status.status is Status.MISS), len(kv))
+        num_awaited = self._usable(blocks[: num_kv // len(of_tokens)], _HERE_SOON)
+        return [block[of_tokens[0]].tier for block in blocks[:num_hits]], num_awaited > num_hits
+
+    def _usable(self, blocks: Sequence[Sequence[BlockStatus]], wanted: frozenset[Status]) -> int:
+        """How many of these blocks there are up to the last one at whose end all states have a wanted status."""
+        for num_blocks in range(len(blocks) - self._num_volatile, 0, -1):
+            if all(blocks[num_blocks - 1][group].status in wanted for group in self._groups.of_states):
+                return num_blocks
+        return 0
+
+    def _is_worth_waiting(self, lookup: PrefixLookup) -> bool:
+        """For a block that is on its way to a tier, e.g. because another request has begun to load it."""
+        now = self._clock()
+        lookup.pending_since = lookup.pending_since if lookup.pending_since is not None else now
+        lookup.ask_at = now + _ASK_EVERY_S
+        return now < lookup.pending_since + self._patience_s

@@ -1,0 +1,1 @@
+"""Weights that change at run time."""

@@ -1,0 +1,180 @@
+"""Attention over paged KV where queries are shorter than keys: the fast path on CPU.
+
+Keys fall into two runs: those before the new tokens, which every query sees, and the new ones, which
+are causal. Each run goes through torch's fused CPU attention, which returns the log-sum-exp of its
+scores, and the two states are merged as in flash decoding (Dao et al., 2023). Over the first run,
+which has no mask, the heads that share a KV head are folded into rows of queries, so that keys are
+read once per KV head; over the second they are expanded by stride 0. Nothing is repeated in memory.
+
+A window and quantised KV take plainer ways: a mask over the keys that some query sees, and a copy in query's dtype.
+So do scores that torch's attention does not make. A sink takes its share of what has been attended.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.scoring import Scoring
+
+_MAX_SCORES = 1 << 22
+
+_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend_on_cpu(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None,
+    window: int | None,
+    scoring: Scoring,
+    lse: Tensor | None,
+) -> Tensor:
+    """`kvtier_kernels.attention.paged_attention.paged_attention` for CPU tensors whose shapes have been checked there.
+
+    :raises ValueError: on lengths that do not fit.
+    :raises IndexError: on a block id that does not exist.
+    """
+    first, last = int(query_starts[0]), int(query_starts[-1])
+    if (first, last) != (0, query.size(0)):
+        raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
+    out = torch.empty(query.shape, dtype=query.dtype)
+    tokens_per_block = kv_layer.size(2)
+    starts, lengths = query_starts.tolist(), seq_lens.tolist()
+    for seq, seq_len in enumerate(lengths):
+        start, stop = starts[seq], starts[seq + 1]
+        if not (0 < stop - start <= seq_len):
+            raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
+        num_blocks = -(-seq_len // tokens_per_block)
+        if num_blocks > block_tables.size(1):
+            raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
+        first_key = 0 if window is None else max(0, seq_len - (stop - start) - window + 1)
+        first_block = first_key // tokens_per_block
+        block_ids = block_tables[seq, first_block:num_blocks]
+        seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
+        keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype)[:, seen] for part in (0, 1))
+        seq_lse = _attend(query[start:stop], keys, values, scale, window, scoring, out[start:stop])
+        if lse is not None:
+            lse[start:stop] = seq_lse
+    return out
+
+
+def _values(kv_layer: Tensor, kv_scales: Tensor | None, part: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[num_kv_heads, tokens, head_dim]` of `dtype`; part 0 are keys, 1 values."""
+    stored = _gather(kv_layer[:, part], block_ids)
+    if kv_scales is None:
+        return stored.to(dtype)
+    scales = kv_scales[part] if kv_scales.dim() == 1 else _gather(kv_scales[:, part], block_ids).unsqueeze(-1)
+    return (stored.float() * scales).to(dtype)
+
+
+def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
+    """`[num_kv_heads, tokens, ...]`, a view of a fresh contiguous `[tokens, num_kv_heads, ...]`."""
+    gathered = torch.empty((block_ids.numel(), *blocks.shape[1:]), dtype=blocks.dtype)
+    # Into a buffer of our own: twenty times as fast as letting index_select allocate for a strided source.
+    torch.index_select(blocks, 0, block_ids, out=gathered)
+    return gathered.flatten(0, 1).transpose(0, 1)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring, out: Tensor
+) -> Tensor:
+    """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`.
+
+    Returns the log-sum-exp, `[queries, num_heads]`.
+    """
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    group = num_heads // num_kv_heads
+    # [num_kv_heads, queries, group, D]: the heads of one KV head lie side by side.
+    grouped = query.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1).contiguous()
+    # A single query sees every key: there is no causal run.
+    num_causal = num_queries if num_queries > 1 else 0
+    num_seen = num_keys - num_causal
+    if scoring.changes_scores:
+        attended, lse = _attend_scored(grouped, keys, values, scale, window, scoring)
+    elif window is not None:
+        attended, lse = _attend_masked(grouped, keys, values, scale, _window_mask(num_queries, num_keys, window))
+    elif not num_causal:
+        attended, lse = _attend_seen(grouped, keys, values, scale)
+    elif not num_seen:
+        attended, lse = _attend_causal(grouped, keys, values, scale)
+    else:
+        seen, seen_lse = _attend_seen(grouped, keys[:, :num_seen], values[:, :num_seen], scale)
+        new, new_lse = _attend_causal(grouped, keys[:, num_seen:], values[:, num_seen:], scale)
+        weight = torch.sigmoid(new_lse - seen_lse).unsqueeze(-1).to(query.dtype)
+        attended, lse = torch.lerp(seen, new, weight), torch.logaddexp(seen_lse, new_lse)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(num_kv_heads, 1, group)
+        attended = attended * torch.sigmoid(lse - sinks).unsqueeze(-1).to(query.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    out.view(num_queries, num_kv_heads, group, head_dim).copy_(attended.transpose(0, 1))
+    return lse.transpose(0, 1).flatten(1, 2)
+
+
+def _window_mask(num_queries: int, num_keys: int, window: int) -> Tensor:
+    """`[queries, keys]`, true where the query sees the key; the last query stands at the last key."""
+    distance = _distances(num_keys - num_queries, num_keys, num_keys)
+    return (distance >= 0) & (distance < window)
+
+
+def _distances(first: int, last: int, num_keys: int) -> Tensor:
+    """int64 `[last - first, num_keys]`: of each key before a query at these positions; negative behind it."""
+    return torch.arange(first, last)[:, None] - torch.arange(num_keys)[None, :]
+
+
+def _attend_scored(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """As `_attend_seen`, causal, in float32, of so many queries at a time that their scores take little memory."""
+    num_kv_heads, num_queries, group, _ = query.shape
+    num_keys = keys.size(1)
+    keys, values = keys.float(), values.float()
+    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:3])
+    before = num_keys - num_queries
+    step = max(1, _MAX_SCORES // (num_kv_heads * group * num_keys))
+    for first in range(0, num_queries, step):
+        last = min(first + step, num_queries)
+        some, distance = slice(first, last), _distances(before + first, before + last, num_keys)
+        scores = torch.einsum("kqgd,knd->kqgn", query[:, some].float(), keys) * scale
+        if scoring.soft_cap is not None:
+            scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+        if scoring.alibi_slopes is not None:
+            scores -= scoring.alibi_slopes.view(num_kv_heads, 1, group, 1) * distance[:, None, :]
+        unseen = (distance < 0) | (distance >= (num_keys if window is None else window))
+        scores.masked_fill_(unseen[:, None, :], float("-inf"))
+        out[:, some] = torch.einsum("kqgn,knd->kqgd", scores.softmax(-1), values).to(query.dtype)
+        lse[:, some] = scores.logsumexp(-1)
+    return out, lse
+
+
+def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_attend_seen`, with a mask `[queries, keys]`."""
+    expanded = (-1, query.size(2), -1, -1)
+    added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    out, lse = _fused_attention(
+        query.transpose(1, 2), keys.unsqueeze(1).expand(expanded), values.unsqueeze(1).expand(expanded),
+        attn_mask=added[None, None], scale=scale,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_seen(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """No mask. Returns `[num_kv_heads, queries, group, D]` and the log-sum-exp `[num_kv_heads, queries, group]`."""
+    folded = query.flatten(1, 2).unsqueeze(1)
+    out, lse = _fused_attention(folded, keys.unsqueeze(1), values.unsqueeze(1), scale=scale)
+    return out.view(query.shape), lse.view(query.shape[:3])
+
+
+def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `_attend_seen`, with query i seeing keys 0 to i."""
+    group = query.size(2)
+    expanded = (-1, group, -1, -1)
+    out, lse = _fused_attention(
+        query.transpose(1, 2), keys.unsqueeze(1).expand(expanded), values.unsqueeze(1).expand(expanded),
+        is_causal=True, scale=scale,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse.transpose(1, 2)

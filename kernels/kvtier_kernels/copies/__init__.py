@@ -1,0 +1,1 @@
+"""Copies between paged KV and staging, as Triton kernels."""

@@ -1,0 +1,174 @@
+"""The part of `selfcheck` for kernels that move and quantise KV: bit for bit, to host memory and across streams too."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvtier_kernels.checksums import host_checksum
+from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_copy_reference
+from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
+from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
+
+Check = Callable[[], str]
+"""Returns what is wrong; nothing, when all is right."""
+
+ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
+PLANES_BYTES = (50, 2**16 + 32)
+CHECKSUM_BYTES = (51, 2**16 + 8, 2**20)
+NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
+
+
+def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
+    """Name and check of each: `selfcheck` runs them."""
+    for row_bytes in ROW_BYTES:
+        yield f"block_copy rows of {row_bytes} bytes", partial(_check_blocks, row_bytes, device)
+        yield f"part_copy parts of {row_bytes} bytes", partial(_check_parts, row_bytes, device)
+        yield f"part_copy layers of {row_bytes} bytes in host memory", partial(_check_layers, row_bytes, device)
+    for part_bytes in PLANES_BYTES:
+        yield f"plane_copy parts of {part_bytes} bytes", partial(_check_planes, part_bytes, device)
+    for part_bytes in CHECKSUM_BYTES:
+        yield f"block_checksum parts of {part_bytes} bytes", partial(_check_checksums, part_bytes, device)
+    for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
+        layout = RecordLayout(codec, dtype, head_dim, num_vectors)
+        yield (
+            f"quantised_copy {codec} {_name(dtype)} {num_vectors}x{head_dim}",
+            partial(_check_quantised, layout, device),
+        )
+    for kv_dtype, given in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
+        name = f"kv_write {_name(kv_dtype)}, {'given scales' if given else 'a scale per token and head'}"
+        yield name, partial(_check_write, kv_dtype, device, given=given)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, dtype=dtype)
+
+
+def _check_blocks(row_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.copies.block_copy import block_copy
+
+    source, target = random_bits((NUM_BLOCKS, row_bytes), torch.uint8), random_bits((NUM_ROWS, row_bytes), torch.uint8)
+    block_ids, rows = _pairs()
+    there = target.to(device, copy=True)
+    block_copy(source.to(device), block_ids.to(device), there, rows.to(device))
+    block_copy_reference(source, block_ids, target, rows)
+    return _differ(there, target)
+
+
+def _check_parts(part_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.copies.part_copy import Parts, part_copy
+
+    staging = random_bits((NUM_ROWS, NUM_PARTS * part_bytes), torch.uint8)
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
+    block_ids, rows = _pairs()
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        part_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
+        part_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_layers(part_bytes: int, device: torch.device) -> str:
+    """Copies layer after layer, to host memory and from it, and compares."""
+    from kvtier_kernels.copies.part_copy import Parts, part_copy
+
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    staging = random_bits((NUM_PARTS, NUM_ROWS, part_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.clone()
+    if device.type == "cuda":
+        staged = staged.pin_memory()
+    block_ids, rows = _pairs()
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        part_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
+        part_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_planes(part_bytes: int, device: torch.device) -> str:
+    from kvtier_kernels.copies.part_copy import Parts
+    from kvtier_kernels.copies.plane_copy import plane_copy
+
+    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
+    there, (block_ids, rows) = kv.to(device, copy=True), _pairs()
+    for shape in ((NUM_ROWS, NUM_PARTS * part_bytes), (NUM_PARTS, NUM_ROWS, part_bytes)):
+        staging = random_bits(shape, torch.uint8)
+        staged = staging.to(device, copy=True)
+        for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+            plane_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
+            plane_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
+        failure = _differ(there, kv) or _differ(staged, staging)
+        if failure:
+            return failure
+    return ""
+
+
+def _check_checksums(part_bytes: int, device: torch.device) -> str:
+    """Compares checksums of blocks, whose parts are in two allocations, with those of the same bytes in host memory."""
+    from kvtier_kernels.copies.block_checksum import block_checksum
+    from kvtier_kernels.copies.part_copy import Parts
+
+    kv, more = (random_bits((NUM_BLOCKS, parts, part_bytes), torch.uint8) for parts in (NUM_PARTS, 1))
+    block_ids, _ = _pairs()
+    groups = [Parts.of(of.to(device).unbind(1)) for of in (kv, more)]
+    blocks = torch.cat([kv, more], dim=1).flatten(1).numpy()
+    expected = [host_checksum(blocks[block], [part_bytes] * (NUM_PARTS + 1)) for block in block_ids.tolist()]
+    found = block_checksum(groups, block_ids.to(device)).tolist()
+    return "" if found == expected else f"{sum(map(int.__ne__, found, expected))} of {len(expected)} checksums differ"
+
+
+def _check_quantised(layout: RecordLayout, device: torch.device) -> str:
+    from kvtier_kernels.copies.part_copy import Parts
+    from kvtier_kernels.copies.quantised_copy import quantised_copy
+
+    vectors = _vectors(NUM_BLOCKS * NUM_PARTS * layout.num_vectors, layout.head_dim, layout.dtype)
+    kv = vectors.view(torch.uint8).view(NUM_BLOCKS, NUM_PARTS, layout.page_bytes)
+    staging = random_bits((NUM_PARTS, NUM_ROWS, layout.record_bytes), torch.uint8)
+    there, staged = kv.to(device, copy=True), staging.to(device, copy=True)
+    block_ids, rows = _pairs()
+    for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
+        quantised_copy(
+            Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), layout=layout, gather=gather
+        )
+        quantised_copy_reference(kv.unbind(1), these_blocks, staging, rows, layout=layout, gather=gather)
+    return _differ(there, kv) or _differ(staged, staging)
+
+
+def _check_write(kv_dtype: torch.dtype, device: torch.device, *, given: bool) -> str:
+    from kvtier_kernels.writes.slot_quantise import quantise_slots
+
+    shape = (NUM_BLOCKS, 2, 2, 16, 8)
+    kv, scales = random_bits((*shape, 128), torch.int8).view(kv_dtype), torch.ones(shape)
+    rows = _vectors(NUM_PAIRS * 3 * 8, 128, torch.bfloat16).view(NUM_PAIRS, 24, 128)
+    places = torch.randperm(NUM_BLOCKS * 16)[:NUM_PAIRS]
+    there, scales_there, rows_there = (tensor.to(device, copy=True) for tensor in (kv, scales, rows))
+    fixed = torch.tensor([0.4, 3.0])
+    quantise_slots(
+        there[:, 1], rows_there[:, 8:16], rows_there[:, 16:], (places // 16).to(device), (places % 16).to(device),
+        fixed.to(device) if given else scales_there[:, 1],
+    )  # fmt: skip
+    kv_write_reference(
+        kv[:, 1], rows[:, 8:16], rows[:, 16:], places // 16, places % 16, kv_scales=fixed if given else scales[:, 1]
+    )
+    return _differ(there, kv) or _differ(scales_there, scales)
+
+
+def _vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Random vectors of all magnitudes, some zero, some with an infinity or a NaN."""
+    vectors = torch.randn(num_vectors, head_dim) * torch.logspace(-6, 4, num_vectors)[:, None]
+    vectors[::17], vectors[1::19, 0], vectors[2::23, -1] = 0.0, torch.inf, torch.nan
+    return vectors.to(dtype)
+
+
+def _pairs() -> tuple[Tensor, Tensor]:
+    return torch.randperm(NUM_BLOCKS)[:NUM_PAIRS], torch.randperm(NUM_ROWS)[:NUM_PAIRS]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _differ(there: Tensor, here: Tensor) -> str:
+    return "" if torch.equal(there.cpu().view(torch.uint8), here.view(torch.uint8)) else "bytes differ"

@@ -1,0 +1,248 @@
+"""The only place that turns a `Config` into live objects."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.build.tiers import DISK, POOL, borrows, has_io_process, tiers_below
+from kvtier.clock import MONOTONIC
+from kvtier.config import Config
+from kvtier.device.kv import DeviceKV
+from kvtier.device.layered_loads import CopiesByLayer
+from kvtier.errors import ConfigError
+from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
+from kvtier.identity.namespace import Namespace
+from kvtier.memory.arena import Arena
+from kvtier.metrics import Metrics
+from kvtier.offload import (
+    ALONE,
+    AlwaysFetch,
+    Directory,
+    DirectorySettings,
+    FetchIfFaster,
+    Hierarchy,
+    HierarchyMetrics,
+    InventoryLog,
+    Mover,
+    Planner,
+    Replica,
+)
+from kvtier.tiers.base import Tier
+from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
+from kvtier.tiers.common.write_policy import WritePolicy
+from kvtier.tiers.sidecar import DirectReads
+
+_log = logging.getLogger(__name__)
+_MIN_SLOTS = 16
+_COPY_BYTES, _COPY_BLOCKS = 128 << 20, 1024
+"""Most of a message that moves blocks between device and host memory, unless `cache.batch_blocks` is more."""
+_LOAN_BYTES = 64 << 20
+"""Most of one that moves blocks that are lent. It takes a call to the tier process, a verification and two changes of
+threads: milliseconds, in which the bus moves a good part of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCache:
+    """What an engine of one tenant needs to share its KV: keys, and all tiers below its device."""
+
+    hasher: BlockHasher
+    hierarchy: Hierarchy
+    metrics: HierarchyMetrics
+    clean_ahead_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoverHalf:
+    """The half of a hierarchy that has the memory."""
+
+    mover: Mover
+    tiers: Mapping[str, Tier]
+    """The tiers below the arena, by name."""
+    memory_use: Callable[[], RankMemory]
+    """Says what memory the rank takes. Any thread, also when the half is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryHalf:
+    """The half of a hierarchy that has the tokens."""
+
+    directory: Directory
+    hashers: Mapping[str, BlockHasher]
+    """The hasher of each tenant that the engine serves, by the tenant's name."""
+    metrics: HierarchyMetrics
+    num_slots: int
+    """The number of slots of each mover's arena."""
+
+
+@contextlib.contextmanager
+def engine_cache(
+    config: Config,
+    *,
+    device: DeviceKV,
+    namespace: Namespace,
+    registry: CollectorRegistry,
+    numa_node: int | None = None,
+    layered: CopiesByLayer | None = None,
+) -> Iterator[EngineCache]:
+    """Builds host, disk and pool tiers as configured; leaving the context writes out what is queued and closes them.
+
+    :param device: the paged KV; stays the caller's, and must outlive the context.
+    :param registry: takes the metrics of all parts.
+    :param numa_node: see `mover_half`, as for `layered`.
+    :raises ConfigError: a secret is missing, the disk folder cannot be used, host memory is too small.
+    """
+    name = config.only_tenant()
+    with contextlib.ExitStack() as stack:
+        of_rank = mover_half(
+            config, device=device, namespace=namespace.id, registry=registry, numa_node=numa_node, layered=layered
+        )
+        movers = stack.enter_context(of_rank)
+        half = directory_half(
+            config,
+            namespaces=[namespace.id],
+            block_bytes=device.block_bytes,
+            shared=movers.tiers.get(POOL),
+            registry=registry,
+            on_answer=movers.mover.nudge,
+        )
+        hierarchy = Hierarchy(half.directory, movers.mover, planner(config, half.directory), half.metrics)
+        stack.callback(hierarchy.close)
+        # Cleaning more than the arena holds would evict one clean block for the next, for ever.
+        clean_ahead_blocks = min(config.cache.clean_ahead_blocks, half.num_slots // 2)
+        yield EngineCache(half.hashers[name], hierarchy, half.metrics, clean_ahead_blocks)
+
+
+@contextlib.contextmanager
+def mover_half(
+    config: Config,
+    *,
+    device: DeviceKV,
+    namespace: NamespaceId,
+    registry: CollectorRegistry,
+    numa_node: int | None = None,
+    replica: Replica = ALONE,
+    layered: CopiesByLayer | None = None,
+) -> Iterator[MoverHalf]:
+    """Arena, tiers and mover of one rank; leaving the context ends after what was submitted. Raises as `engine_cache`.
+
+    Touches the arena and has the device attach it, which may take a second per GiB, so that no copy waits for that.
+
+    :param device: the rank's paged KV; stays the caller's, and must outlive the context.
+    :param numa_node: the one that the device is attached to, if that is known: the arena's memory is taken from there.
+    :param replica: which of the ranks with this namespace it is: each writes some of the blocks to the pool.
+    :param layered: the device's copies by layer, for an engine that waits for layers.
+    """
+    tenants, metrics = [tenant_id(name) for name in config.engine_tenants()], Metrics(registry)
+    inventory = InventoryLog(tenants, namespace)
+    with contextlib.ExitStack() as stack:
+        num_slots = _num_slots(config, device.block_bytes)
+        begun_s, arena_bytes = MONOTONIC(), num_slots * device.block_bytes
+        arena = Arena(num_slots, device.block_bytes, shared=has_io_process(config), numa_node=numa_node)
+        stack.callback(arena.close)
+        _log.info("touched %.2f GiB of host memory in %.2f s", arena_bytes / 2**30, MONOTONIC() - begun_s)
+        stack.callback(device.detach, arena)
+        device.attach(arena)
+        opened, process = stack.enter_context(tiers_below(config, namespace, arena, inventory.on_event, metrics))
+        below = {tier.name: tier for tier in opened}
+
+        def forget_untold(tier: str) -> None:
+            if process is not None:
+                for tenant in tenants:
+                    process.forget_untold(tier, tenant + namespace)
+
+        direct_reads: dict[str, DirectReads] = {}
+        if process is not None and borrows(config):
+            direct_reads[POOL] = DirectReads(POOL, process, device, metrics, most_bytes=int(config.pool.pinned_bytes))
+            stack.callback(direct_reads[POOL].close)
+        mover = Mover(
+            namespace=namespace,
+            device=device,
+            arena=arena,
+            tiers=below,
+            direct_reads=direct_reads,
+            inventory=inventory,
+            num_load_threads=config.cache.load_threads,
+            forget_untold=forget_untold,
+            shared_tiers=[POOL],
+            replica=replica,
+            layered=layered,
+        )
+        stack.callback(mover.close)
+
+        def memory_use() -> RankMemory:
+            leased_bytes = sum(each.mapped_bytes for each in direct_reads.values())
+            return RankMemory(arena_bytes, leased_bytes, device.memory_use)
+
+        MemoryGauges(registry, memory_use)
+        yield MoverHalf(mover, below, memory_use)
+
+
+def directory_half(
+    config: Config,
+    *,
+    namespaces: Sequence[NamespaceId],
+    block_bytes: int,
+    shared: Tier | None,
+    registry: CollectorRegistry,
+    on_answer: Callable[[], None] = lambda: None,
+) -> DirectoryHalf:
+    """The directory over the movers of all ranks, which have the same configuration. The caller closes it.
+
+    :param namespaces: of all ranks, in order.
+    :param block_bytes: of a block in one rank; the same in all.
+    :param shared: the pool, as this process asks it; stays the caller's.
+    :param on_answer: called from another thread when a lookup is worth polling.
+    :raises ConfigError: the tenant's secret is missing, host memory is too small.
+    """
+    hashers = {name: _hasher(config, name) for name in config.engine_tenants()}
+    metrics, num_slots = HierarchyMetrics(registry), _num_slots(config, block_bytes)
+    directory = Directory(
+        namespaces=namespaces,
+        num_slots=num_slots,
+        local_tiers=[DISK] if config.disk.directory is not None else [],
+        shared=shared,
+        metrics=metrics,
+        settings=DirectorySettings(
+            batch_blocks=config.cache.batch_blocks,
+            copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
+            borrows=borrows(config),
+            loan_blocks=max(1, min(_LOAN_BYTES // block_bytes, _COPY_BLOCKS)),
+            saving_fraction=config.cache.saving_fraction,
+            load_deadline_s=config.cache.load_deadline_s,
+            lookup_deadline_s=config.cache.lookup_deadline_s,
+            host_policy=WritePolicy(config.host.write_policy),
+            tier_policies={
+                DISK: WritePolicy(config.disk.write_policy),
+                POOL: WritePolicy(config.pool.write_policy),
+            },
+            selective_uses=config.cache.selective_uses,
+        ),
+        on_answer=on_answer,
+    )
+    return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+
+def planner(config: Config, directory: Directory) -> Planner:
+    """How much of a hit is fetched, as configured."""
+    return AlwaysFetch() if config.cache.fetch == "always" else FetchIfFaster(directory.speeds)
+
+
+def _hasher(config: Config, name: str) -> BlockHasher:
+    """The hasher of one of the engine's tenants."""
+    chain = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, config.cache.tokens_per_block)
+    return BlockHasher(tenant_id(name), chain)
+
+
+def _num_slots(config: Config, block_bytes: int) -> int:
+    """Slots of the arena. Raises `ConfigError` when they are too few."""
+    capacity_bytes = config.host_bytes()
+    num_slots = capacity_bytes // block_bytes
+    if num_slots < _MIN_SLOTS:
+        raise ConfigError(
+            f"host.capacity_bytes: {capacity_bytes:,} bytes hold {num_slots} blocks of {block_bytes:,}; every transfer "
+            f"goes through them: give each rank at least {_MIN_SLOTS * block_bytes:,}"
+        )
+    return num_slots

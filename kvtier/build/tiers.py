@@ -1,0 +1,216 @@
+"""The tiers below an engine's host memory, as configured: here, or in a process of their own."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.config import Config, parse_config
+from kvtier.errors import ConfigError
+from kvtier.events import EventSink
+from kvtier.identity.keys import NamespaceId, StoreKey, tenant_id
+from kvtier.memory import memfd
+from kvtier.memory.arena import Arena
+from kvtier.memory.pieces import Payload, Target
+from kvtier.metrics import Metrics
+from kvtier.net.address import UNIX_PREFIX
+from kvtier.net.tls import ClientTls
+from kvtier.tiers.base import Tier, TierOf
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.codec_choice import parse_codec
+from kvtier.tiers.common.metered import Metered
+from kvtier.tiers.common.per_tenant import PerTenant
+from kvtier.tiers.disk.medium.direct_io import DirectIo
+from kvtier.tiers.disk.state.segment_files import SyncPolicy
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, TierProcess
+
+DISK, POOL = "disk", "pool"
+"""Names of the tiers below host memory."""
+_PROCESS_MARGIN_S = 1.0
+"""Above the deadlines of tiers: who answers late is not hung."""
+
+
+def tiers_of_process(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """What runs in a tier process; see `kvtier.tiers.sidecar.process.MakeTiers`.
+
+    :param settings: made by `_process_settings`.
+    """
+    packed = json.loads(settings)
+    folder = Path(packed["folder"])
+    config = parse_config(packed["config"], source="tier process", folder=folder, environ=packed["environ"])
+    return _open_tiers(config, NamespaceId(bytes.fromhex(packed["namespace"])), on_event, metrics)
+
+
+def has_io_process(config: Config) -> bool:
+    """Whether the tiers of this engine live in a process of their own. `ConfigError`: they cannot."""
+    if not config.cache.io_process or (config.disk.directory is None and not config.pool.address):
+        return False
+    if not memfd.available():
+        raise ConfigError("cache.io_process: needs Linux; set it to false")
+    return True
+
+
+def borrows(config: Config) -> bool:
+    """Whether the pool is asked to lend blocks that lie in its memory: see `kvtier.tiers.lease`."""
+    pool = config.pool
+    is_here = any(address.startswith(UNIX_PREFIX) for address in pool.address)
+    is_wanted = pool.shared_memory and pool.direct_loads and pool.pinned_bytes > 0
+    return is_here and is_wanted and has_io_process(config)
+
+
+@contextlib.contextmanager
+def tiers_below(
+    config: Config, namespace: NamespaceId, arena: Arena, on_event: EventSink, metrics: Metrics
+) -> Iterator[tuple[list[Tier], TierProcess | None]]:
+    """The tiers below the arena, wherever their I/O happens, and their process if any; closed at the end."""
+    with contextlib.ExitStack() as stack:
+        process: TierProcess | None = None
+        if has_io_process(config):
+            shared = SharedMemory(arena.descriptor, arena.memory)
+            settings = _process_settings(config, namespace)
+            process = TierProcess(shared, settings, on_event=on_event, metrics=metrics)
+            stack.callback(process.close)
+            tiers: list[Tier] = [SidecarTier(name, process) for name in _names(config)]
+        else:
+            tiers = _open_tiers(config, namespace, on_event, metrics)
+        for tier in tiers:
+            stack.callback(tier.close)
+        yield [Metered(tier, metrics) for tier in tiers], process
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTier:
+    """The pool, for all tenants of the engine."""
+
+    tier: TierOf[Payload, Target]
+    pin: Callable[[Sequence[StoreKey], float], int]
+    """Calls `PoolTier.pin`; keys of several tenants are several calls."""
+
+
+@contextlib.contextmanager
+def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> Iterator[SharedTier | None]:
+    """The pool, for a process that asks it and moves no blocks; None without one. Closed at the end.
+
+    :param namespaces: all that will be asked for.
+    """
+    if not config.pool.address:
+        yield None
+        return
+    pool = _open_pool(config, namespaces, metrics)
+    with contextlib.closing(pool.tier):
+        yield SharedTier(Metered(pool.tier, metrics), pool.pin)
+
+
+def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
+    """What the tier process has to know: not the secret that keys the hash chain."""
+    names = config.engine_tenants()
+    tokens = {name: config.pool_token(name) if config.pool.address else None for name in names}
+    variables = {name: f"TOKEN_{number}" for number, name in enumerate(names) if tokens[name] is not None}
+    settings = {
+        "config": {
+            "tenants": {name: {"token": f"env:{variables[name]}"} if name in variables else {} for name in names},
+            **config.model_dump(mode="json", include={"tenant", "gateway_tenants", "disk", "pool"}),
+        },
+        "namespace": namespace.hex(),
+        "folder": str(config.resolve_path(Path())),
+        "environ": {variable: tokens[name] for name, variable in variables.items()},
+    }
+    return ProcessSettings(
+        factory=f"{__name__}:{tiers_of_process.__name__}",
+        settings=json.dumps(settings),
+        call_timeout_s=max(config.cache.load_deadline_s, len(names) * config.pool.call_timeout_s + _PROCESS_MARGIN_S),
+        hidden_environ=_named_variables(config.model_dump(mode="json")),
+    )
+
+
+def _named_variables(value: object) -> frozenset[str]:
+    """The NAMEs of every `env:NAME` in a configuration."""
+    if isinstance(value, str):
+        return frozenset([value.removeprefix("env:")] if value.startswith("env:") else [])
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return frozenset().union(*map(_named_variables, inside))
+
+
+def _names(config: Config) -> list[str]:
+    """The names of the tiers that `_open_tiers` opens."""
+    disk = [DISK] if config.disk.directory is not None else []
+    return disk + ([POOL] if config.pool.address else [])
+
+
+def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, metrics: Metrics) -> list[Tier]:
+    """Disk and pool as configured. Does their I/O in threads of this process."""
+    with contextlib.ExitStack() as stack:
+        tiers: list[Tier] = []
+        if config.disk.directory is not None:
+            tiers.append(_disk_tier(config, on_event, metrics))
+            stack.callback(tiers[0].close)
+        if config.pool.address:
+            tiers.append(_open_pool(config, [namespace], metrics).tier)
+        stack.pop_all()
+        return tiers
+
+
+def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
+    assert config.disk.directory is not None
+    return DiskTier.open(
+        config.resolve_path(config.disk.directory),
+        int(config.disk.capacity_bytes),
+        reserve_bytes=int(config.disk.reserve_bytes),
+        codec=parse_codec(config.disk.codec),
+        segment_bytes=int(config.disk.segment_bytes),
+        sync=SyncPolicy.parse(config.disk.sync),
+        direct_io=DirectIo.parse(config.disk.direct_io),
+        name=DISK,
+        on_event=on_event,
+        metrics=metrics,
+    )
+
+
+def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> SharedTier:
+    """A client of its own for each tenant."""
+    tls = _pool_tls(config)
+    names = config.engine_tenants()
+    clients = {tenant_id(name): _pool_client(config, name, namespaces, tls, metrics) for name in names}
+    both = PerTenant(POOL, clients)
+
+    def pin(keys: Sequence[StoreKey], ttl_s: float) -> int:
+        return sum(clients[tenant].pin(theirs, ttl_s) for tenant, theirs in both.by_tenant(keys).items())
+
+    return SharedTier(next(iter(clients.values())) if len(clients) == 1 else both, pin)
+
+
+def _pool_client(
+    config: Config, name: str, namespaces: Sequence[NamespaceId], tls: ClientTls | None, metrics: Metrics
+) -> PoolTier:
+    pool, tenant = config.pool, tenant_id(name)
+    access = PoolAccess(
+        addresses=pool.address,
+        tenant=tenant,
+        token=config.pool_token(name),
+        tls=tls,
+        namespaces=namespaces,
+        connect_timeout_s=pool.connect_timeout_s,
+        shared_memory=pool.shared_memory,
+    )
+    return PoolTier(
+        open_transport(access, metrics),
+        tenant,
+        metrics=metrics,
+        breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
+        call_timeout_s=pool.call_timeout_s,
+        name=POOL,
+    )
+
+
+def _pool_tls(config: Config) -> ClientTls | None:
+    """Raises `ConfigError` when the files are no good: now, rather than at the first connection."""
+    files = config.pool_tls()
+    if files is None:
+        return None
+    tls = ClientTls(files, config.pool.tls_server_name)
+    tls.check()
+    return tls

@@ -1,0 +1,57 @@
+"""Options that commands have in common, and the check that what they name can be written."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.plot import require_drawable
+from kvtier.errors import ConfigError
+
+STANDARD_OUTPUT = Path("-")
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raises `ConfigError` when the file cannot be written: ask before measuring for an hour.
+
+    Leaves everything as it was: what is there keeps its bytes, what is not there is not there afterwards.
+    """
+    try:
+        target = path.resolve()
+        if not target.exists():
+            target.open("xb").close()
+            target.unlink()
+        elif target.is_file():
+            target.open("ab").close()
+        elif target.is_dir():
+            raise IsADirectoryError("it is a folder")
+        elif not os.access(target, os.W_OK):  # a pipe or a device: opening one may block, or end its reader
+            raise PermissionError("not permitted")
+    except (OSError, RuntimeError, ValueError) as error:
+        # Python 3.11 and 3.12 raise RuntimeError for links in a circle; ValueError is for a NUL in the name.
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {reason}; name a file in a folder that exists and is yours to write"
+        ) from error
+
+
+def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write."""
+    if path is not None:
+        require_writable(option.opts[0], path)
+    return path
+
+
+def _json(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    return path if path == STANDARD_OUTPUT else writable(option, path)
+
+
+def _drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    if path is not None:
+        require_drawable(path)
+    return writable(option, path)
+
+
+Json = Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.", callback=_json)]
+Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this .svg or .png file.", callback=_drawable)]

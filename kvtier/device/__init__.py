@@ -1,0 +1,1 @@
+"""The device tier: its block pool, and copies between paged KV and slots in host memory."""

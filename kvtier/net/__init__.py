@@ -1,0 +1,1 @@
+"""Connections: addresses, sockets with deadlines, TLS."""

@@ -1,0 +1,107 @@
+"""What is where: the slots of the arenas, and mirrors of the tiers that the movers keep for themselves."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from kvtier.identity.keys import BlockKey
+from kvtier.offload.changes import ContentChanges
+from kvtier.offload.messages import HOST, Inventory
+from kvtier.offload.planner import MISSING, PENDING, BlockStatus
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.eviction import LRU
+from kvtier.tiers.host.slot_index import Entry, SlotIndex
+
+
+class BlockIndex:
+    """Answers for all ranks at once: slot ids are the same in every arena. Scheduler thread only."""
+
+    def __init__(
+        self, num_slots: int, num_ranks: int, local_tiers: Sequence[str], on_evict: Callable[[BlockKey], None]
+    ) -> None:
+        """
+        :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
+        :param on_evict: told which block lost its slot to another one.
+        """
+        self._on_evict = on_evict
+        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots, LRU())
+        self._forgetting: Counter[str] = Counter()
+        """Tiers that are being emptied: what they have does not count."""
+        self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
+        self.content_changes: ContentChanges | None = None
+        """While somebody watches: every block that comes or goes is noted there."""
+
+    def locate(self, key: BlockKey) -> BlockStatus:
+        """What is known without asking anybody."""
+        entry = self.slots.find(key)
+        if entry is not None:
+            return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
+        for tier in self._mirrors:
+            if self.has(tier, key):
+                return BlockStatus(Status.HIT, tier)
+        return MISSING
+
+    def has(self, tier: str, key: BlockKey) -> bool:
+        """Whether every rank can read this block in that tier, which is `HOST` or one of the local ones."""
+        if tier == HOST:
+            entry = self.slots.find(key)
+            return entry is not None and entry.ready
+        return not self._forgetting[tier] and all(key in mirror for mirror in self._mirrors[tier])
+
+    def note(self, tier: str, keys: Iterable[BlockKey]) -> None:
+        """These blocks may have come to the tier or gone from it."""
+        if self.content_changes is not None:
+            self.content_changes.note(tier, keys)
+
+    def prepare(self, key: BlockKey) -> Entry[BlockKey] | None:
+        """A slot to write this block to; None when it has one already or all are in use."""
+        prepared = self.slots.prepare(key)
+        if isinstance(prepared, WriteStatus):
+            return None
+        if prepared.evicted is not None:
+            self.note(HOST, [prepared.evicted])
+            self._on_evict(prepared.evicted)
+        return prepared.entry
+
+    def commit(self, entry: Entry[BlockKey]) -> None:
+        """All ranks have written the block to its slot: it can be read from now on."""
+        self.slots.commit(entry, nbytes=0)
+        self.note(HOST, [entry.key])
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """A job has used these blocks. From the last to the first, so that tails are evicted before heads."""
+        for key in reversed(keys):
+            self.slots.touch(key)
+
+    def near_eviction(self, depth: int) -> list[BlockKey]:
+        """Ready blocks that the next `depth` new ones would evict. O(depth)."""
+        at_risk = depth - self.slots.num_free
+        return self.slots.coldest(at_risk) if at_risk > 0 else []
+
+    def in_local_tier(self, tier: str) -> set[BlockKey]:
+        """Blocks that some rank has in this tier."""
+        return {BlockKey(key) for mirror in self._mirrors[tier] for key in mirror}
+
+    def begin_forgetting(self, tier: str) -> None:
+        """Nothing is found in this tier until as many `end_forgetting`."""
+        self._forgetting[tier] += 1
+        self._note_all(tier)
+
+    def end_forgetting(self, tier: str) -> None:
+        """A `begin_forgetting` is over, and the mirrors know of it."""
+        self._forgetting[tier] -= 1
+        self._note_all(tier)
+
+    def apply(self, rank: int, changes: Inventory) -> None:
+        """Takes in what one mover's tier has gained and lost."""
+        mirror = self._mirrors[changes.tier][rank]
+        if changes.cleared:
+            self._note_all(changes.tier)
+            mirror.clear()
+        mirror.update(changes.added)
+        mirror.difference_update(changes.removed)
+        self.note(changes.tier, map(BlockKey, chain(changes.added, changes.removed)))
+
+    def _note_all(self, tier: str) -> None:
+        if self.content_changes is not None:
+            self.content_changes.note(tier, self.in_local_tier(tier))

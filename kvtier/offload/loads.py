@@ -1,0 +1,267 @@
+"""Blocks on their way to the device: each from the nearest tier that has it, by way of the arenas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.clock import Clock
+from kvtier.errors import InvariantError
+from kvtier.identity.keys import BlockKey
+from kvtier.offload.host_policy import HostPolicy
+from kvtier.offload.index import BlockIndex
+from kvtier.offload.jobs import Block, DirectorySettings, JobResult, chunks, columns
+from kvtier.offload.message_queue import MessageQueue
+from kvtier.offload.messages import HOST, CancelBatch, LoadBatch, Loaded
+from kvtier.offload.metrics import HierarchyMetrics
+from kvtier.offload.pending_writes import PendingWrites
+from kvtier.offload.planner import PENDING
+from kvtier.offload.speeds import Speeds
+from kvtier.tiers.host.slot_index import Entry
+
+
+@dataclass(slots=True)
+class _Job:
+    """Over when nothing is queued and nothing open: its device slots are the caller's again."""
+
+    job_id: int
+    blocks: list[Block]
+    deadline: float
+    queued: list[int]
+    """Indexes of blocks that the movers were not given yet, in the order in which they will be."""
+    tiers: list[str]
+    """Where each block came from; empty as long as it has not."""
+    open: set[int] = field(default_factory=set)
+    """Batches that may still write to the job's device slots."""
+    ok: set[int] = field(default_factory=set)
+    not_leased: set[int] = field(default_factory=set)
+    """Blocks that the shared tier did not lend: they come by way of the arenas."""
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the movers were given. Over when `on_arena` is empty."""
+
+    batch_id: int
+    job: _Job
+    indexes: list[int]
+    source: str
+    """The tier to read."""
+    entries: list[Entry[BlockKey]]
+    """Index entries of the blocks: pinned if the source is `HOST`, else being written. None for what is lent."""
+    ok: list[bool]
+    on_device: set[int]
+    """Ranks that may still write to the device slots."""
+    on_arena: set[int]
+    """Ranks that may still read or write the arena slots."""
+    seconds: float = 0.0
+    """That the slowest rank has taken."""
+    by_layer: bool = False
+    """The job may be over before the copies are."""
+    cancelled: bool = False
+    """A rank gave up on the device copy."""
+    forget: bool = False
+    """The arenas were reset meanwhile: what it brings is not kept."""
+
+
+class Loads:
+    """Gives the movers what jobs want, as arena slots become free for it. Scheduler thread only."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        owed: PendingWrites,
+        settings: DirectorySettings,
+        *,
+        shared_tier: str,
+        movers: MessageQueue,
+        policy: HostPolicy,
+        metrics: HierarchyMetrics,
+        clock: Clock,
+        on_end: Callable[[JobResult], None],
+    ) -> None:
+        """
+        :param shared_tier: where blocks are read from that neither the arenas nor local tiers have; empty: nowhere.
+        :param policy: told what was used.
+        :param on_end: told of every job that is over.
+        """
+        self._index, self._owed, self._settings = index, owed, settings
+        self._shared_tier, self._movers, self._policy = shared_tier, movers, policy
+        self._metrics, self._clock, self._on_end = metrics, clock, on_end
+        self.speeds = Speeds(clock)
+        self._jobs: dict[int, _Job] = {}
+        """The loads under way, by id."""
+        self._batches: dict[int, _Batch] = {}
+        """The batches under way, by id."""
+
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._batches
+
+    def __len__(self) -> int:
+        """Batches under way."""
+        return len(self._batches)
+
+    def start(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
+        """Does the work of `Directory.start_load`."""
+        deadline = self._clock() + self._settings.load_deadline_s
+        # What is in the arena first: pinned, before another block of this very job takes its slot.
+        queued = sorted(range(len(blocks)), key=lambda index: not self._index.has(HOST, blocks[index][0]))
+        job = _Job(self._movers.new_id(), list(blocks), deadline, queued, [""] * len(blocks))
+        self._jobs[job.job_id] = job
+        if by_layer and blocks and all(self._index.has(HOST, key) for key, _ in blocks):
+            self._issue_by_layer(job)
+        else:
+            self._issue(job)
+        return job.job_id
+
+    def cancel(self, job_id: int) -> None:
+        """Does the work of `Directory.cancel`. It ignores jobs that are over, and jobs that are no loads."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        job.is_cancelled = True
+        job.queued.clear()
+        job.deadline = float("inf")
+        for batch_id in job.open:
+            self._movers.send(CancelBatch(batch_id))
+        self._end_if_over(job)
+
+    def advance(self) -> None:
+        """Gives waiting jobs what has become free, and ends late ones."""
+        now = self._clock()
+        for job in list(self._jobs.values()):
+            if now > job.deadline:
+                self._metrics.deadlines_missed.labels("load").inc()
+                self.cancel(job.job_id)
+            elif job.queued:
+                self._issue(job)
+
+    def cancelled(self, rank: int, batch_id: int) -> None:
+        """A rank keeps off the batch's device slots, but not off its arena slots."""
+        batch = self._batches[batch_id]
+        batch.cancelled = True
+        self._leave_device(batch, rank)
+
+    def queued(self, rank: int, batch_id: int) -> None:
+        """A rank has queued all copies of a load by layer, which leaves its device slots to whoever computes."""
+        self._leave_device(self._batches[batch_id], rank)
+
+    def loaded(self, rank: int, message: Loaded) -> None:
+        """A rank is done with the batch."""
+        batch = self._batches[message.batch_id]
+        batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
+        batch.seconds = max(batch.seconds, message.seconds)
+        self._leave_device(batch, rank)
+        self._leave_arena(batch, rank)
+
+    def forget(self) -> set[BlockKey]:
+        """Keeps nothing of what is under way in the arenas; returns it."""
+        for batch in self._batches.values():
+            batch.forget = True
+        return {entry.key for batch in self._batches.values() for entry in batch.entries}
+
+    def _issue(self, job: _Job) -> None:
+        """Gives the movers as many of the job's blocks as have a slot. The rest waits for the next `advance`.
+
+        Not looked at before: a long job, in an arena that is much smaller, would cost every step its whole length.
+        """
+        by_source: dict[str, dict[int, Entry[BlockKey]]] = {}
+        waiting: list[int] = []
+        leased: list[int] = []
+        queued = iter(job.queued)
+        for index in queued:
+            key = job.blocks[index][0]
+            where = self._index.locate(key)
+            source = where.tier or self._shared_tier
+            if where is PENDING:
+                waiting.append(index)  # another job is bringing it: then it comes from the arena
+            elif self._settings.borrows and source == self._shared_tier and index not in job.not_leased:
+                leased.append(index)
+            elif source:
+                entry = self._index.slots.pin(key) if source == HOST else self._index.prepare(key)
+                if entry is None:
+                    waiting.append(index)
+                    break
+                by_source.setdefault(source, {})[index] = entry
+        job.queued = [*waiting, *queued]
+        for indexes in chunks(leased, self._settings.loan_blocks):
+            self._send(job, indexes, self._shared_tier, [])
+        for source, entries in by_source.items():
+            for indexes in chunks(list(entries), self._settings.batch_of(source)):
+                self._send(job, indexes, source, [entries[index] for index in indexes])
+        self._end_if_over(job)
+
+    def _issue_by_layer(self, job: _Job) -> None:
+        """Gives the movers the whole job in one message: the first layer of all blocks is copied first.
+
+        All blocks are in the arenas. More than one message would bring the first layer of the last one at the end.
+        """
+        entries = [entry for key, _ in job.blocks if (entry := self._index.slots.pin(key)) is not None]
+        if len(entries) != len(job.blocks):
+            raise InvariantError("a block that host memory has cannot be pinned there")
+        job.queued.clear()
+        self._send(job, list(range(len(entries))), HOST, entries, by_layer=True)
+
+    def _send(
+        self, job: _Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]], *, by_layer: bool = False
+    ) -> None:
+        ok, ranks = [True] * len(indexes), self._movers.ranks
+        batch = _Batch(
+            self._movers.new_id(), job, indexes, source, entries, ok, set(ranks), set(ranks), by_layer=by_layer
+        )
+        self.speeds.fetch_begins(source, len(indexes))
+        self._batches[batch.batch_id] = batch
+        job.open.add(batch.batch_id)
+        blocks = [job.blocks[index] for index in indexes]
+        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), by_layer))
+
+    def _leave_device(self, batch: _Batch, rank: int) -> None:
+        """A rank keeps off the batch's device slots from now on; the last one ends the batch for its job."""
+        batch.on_device.discard(rank)
+        job = batch.job
+        if batch.on_device or batch.batch_id not in job.open:
+            return
+        job.open.remove(batch.batch_id)
+        # A job that ends when its copies are queued says nothing about how long they take.
+        num_there = 0 if batch.cancelled or batch.by_layer else sum(batch.ok)
+        self.speeds.fetch_ends(batch.source, len(batch.indexes), num_there=num_there, seconds=batch.seconds)
+        for index, good in zip(batch.indexes, batch.ok, strict=True):
+            if good and not batch.cancelled:
+                job.ok.add(index)
+                job.tiers[index] = batch.source
+            elif not batch.entries and not job.is_cancelled:
+                job.not_leased.add(index)
+                job.queued.append(index)
+        self._end_if_over(job)
+
+    def _leave_arena(self, batch: _Batch, rank: int) -> None:
+        """A rank keeps off the batch's arena slots from now on; the last one ends the batch."""
+        batch.on_arena.discard(rank)
+        if batch.on_arena:
+            return
+        del self._batches[batch.batch_id]
+        if not batch.entries:  # it was lent
+            return
+        for entry, good in zip(batch.entries, batch.ok, strict=True):
+            if batch.source == HOST:
+                self._index.slots.unpin(entry)
+            elif not good:
+                self._index.slots.abort(entry)
+            else:
+                self._index.commit(entry)
+                if batch.forget:
+                    self._index.slots.discard(entry.key)
+                else:
+                    self._owed.entered(entry.key, batch.source)
+
+    def _end_if_over(self, job: _Job) -> None:
+        if job.open or job.queued:
+            return
+        del self._jobs[job.job_id]
+        self._index.touch([key for key, _ in job.blocks])
+        self._policy.note_uses(job.blocks[index][0] for index in job.ok)
+        for tier in job.tiers:
+            self._metrics.blocks_loaded.labels(tier or "none").inc()
+        failed = frozenset(range(len(job.blocks))) - job.ok
+        if failed:
+            self._metrics.degraded_fetches.inc()
+        self._on_end(JobResult(job.job_id, "load", failed, tuple(job.tiers)))

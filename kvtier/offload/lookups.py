@@ -1,0 +1,143 @@
+"""Where blocks are. The shared tier is asked in the background, so that a step never waits for a network."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvtier.clock import Clock
+from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys
+from kvtier.offload.index import BlockIndex
+from kvtier.offload.metrics import HierarchyMetrics
+from kvtier.offload.planner import MISSING, PENDING, BlockStatus
+from kvtier.tiers.base import Status, Tier
+
+_log = logging.getLogger(__name__)
+
+
+class SharedLookups:
+    """Looks up blocks for all ranks at once. Scheduler thread only; `ask` does not block."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        namespaces: Sequence[NamespaceId],
+        *,
+        max_asking: int,
+        num_threads: int,
+        on_answer: Callable[[], None],
+    ) -> None:
+        """:param on_answer: called from another thread when an answer has come."""
+        self._tier = tier
+        self._namespaces = list(dict.fromkeys(namespaces))  # ranks that hold the same have one
+        self._max_asking, self._on_answer = max_asking, on_answer
+        self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
+        self._asking: set[Future[list[Status]]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._tier.name
+
+    def ask(self, keys: Sequence[BlockKey]) -> Future[list[Status]] | None:
+        """A status per key: HIT when every namespace has it. None when too many lookups are under way."""
+        # Abandoned lookups of a hung tier count until its deadline ends them.
+        self._asking = {future for future in self._asking if not future.done()}
+        if len(self._asking) >= self._max_asking:
+            return None
+        future = self._threads.submit(self._lookup, list(keys))
+        self._asking.add(future)
+        future.add_done_callback(lambda _: self._on_answer())
+        return future
+
+    def close(self) -> None:
+        """Waits for the lookups under way, which the tier's deadlines bound."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _lookup(self, keys: list[BlockKey]) -> list[Status]:
+        of_ranks = [key for namespace in self._namespaces for key in rank_keys(keys, namespace)]
+        try:
+            answers = [status for _, status in zip(of_ranks, self._tier.lookup(of_ranks), strict=True)]
+        except Exception:
+            # Tiers do not raise. A bug in one must not reach the scheduler, which would end the engine.
+            _log.exception("looking up %d blocks in %s failed", len(keys), self._tier.name)
+            return [Status.MISS] * len(keys)
+        by_namespace = [answers[start : start + len(keys)] for start in range(0, len(answers), len(keys))]
+        return [_weakest(statuses) for statuses in zip(*by_namespace, strict=True)]
+
+
+@dataclass(slots=True)
+class _Lookup:
+    statuses: list[BlockStatus]
+    asked: list[int]
+    """Indexes that the shared tier is asked about."""
+    future: Future[list[Status]] | None
+    deadline: float
+
+
+class Lookups:
+    """Lookups by ticket: the index answers at once, the shared tier when it is polled. Scheduler thread only."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        shared: SharedLookups | None,
+        metrics: HierarchyMetrics,
+        *,
+        deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        """
+        :param shared: closed with this.
+        :param deadline_s: after which what the shared tier was asked for counts as missing.
+        """
+        self._index, self._shared, self._metrics = index, shared, metrics
+        self._deadline_s, self._clock = deadline_s, clock
+        self._open: dict[int, _Lookup] = {}
+        """By ticket."""
+
+    def start(self, ticket: int, keys: Sequence[BlockKey]) -> None:
+        """Asks where these blocks are."""
+        lookup = _Lookup([self._index.locate(key) for key in keys], [], None, self._clock() + self._deadline_s)
+        if self._shared is not None:
+            lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
+            if lookup.asked:
+                lookup.future = self._shared.ask([keys[i] for i in lookup.asked])
+                if lookup.future is None:
+                    self._metrics.lookups_skipped.inc()
+        self._open[ticket] = lookup
+
+    def poll(self, ticket: int) -> list[BlockStatus] | None:
+        """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
+        lookup = self._open[ticket]
+        if lookup.future is not None and self._shared is not None:
+            if lookup.future.done():
+                for index, status in zip(lookup.asked, lookup.future.result(), strict=True):
+                    lookup.statuses[index] = _found(status, self._shared.name)
+            elif self._clock() < lookup.deadline:
+                return None
+            else:
+                self._metrics.deadlines_missed.labels("lookup").inc()
+        del self._open[ticket]
+        return lookup.statuses
+
+    def cancel(self, ticket: int) -> None:
+        """Ends the ticket without an answer."""
+        del self._open[ticket]
+
+    def close(self) -> None:
+        """Stops the threads that ask."""
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _found(status: Status, tier: str) -> BlockStatus:
+    if status is Status.HIT:
+        return BlockStatus(Status.HIT, tier)
+    return PENDING if status is Status.PENDING else MISSING
+
+
+def _weakest(statuses: tuple[Status, ...]) -> Status:
+    """What all ranks together have: one miss is a miss, else one pending is pending."""
+    if Status.MISS in statuses:
+        return Status.MISS
+    return Status.PENDING if Status.PENDING in statuses else Status.HIT

@@ -1,0 +1,157 @@
+"""What passes between the directory and the movers: plain data. `encode` packs it where it crosses a process.
+
+Nothing here refers to memory or to objects of one process. A batch is broadcast to all movers; each
+applies it to its own namespace, arena and device, and answers for itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgpack
+
+from kvtier.errors import InvalidInputError
+
+HOST = "host"
+"""The tier whose bytes are in the movers' arenas."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBatch:
+    """Fill `arena_slots` from tier `source` (not at all when it is `HOST`), then copy to `device_slots`.
+
+    Without arena slots: copy to the device what the source lends, from where it lies. The rest comes again with some.
+    """
+
+    batch_id: int
+    source: str
+    keys: list[bytes]
+    arena_slots: list[int]
+    device_slots: list[int]
+    by_layer: bool = False
+    """The blocks are all in host memory, and are copied layer after layer: `Queued` comes before `Loaded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBatch:
+    """Copy `device_slots` to `arena_slots`, then write the arena slots to `tiers`."""
+
+    batch_id: int
+    tiers: list[str]
+    keys: list[bytes]
+    arena_slots: list[int]
+    device_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBatch:
+    """Write `arena_slots`, which hold the blocks already, to `tier`. Answered by `Stored`."""
+
+    batch_id: int
+    tier: str
+    keys: list[bytes]
+    arena_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardBatch:
+    """Forget these blocks in `tier`, after the saves and stores that came before. Answered by `Discarded`."""
+
+    batch_id: int
+    tier: str
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBatch:
+    """Do not touch the device slots of this load any more; answered by `Cancelled` or by `Loaded`."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load is over. `ok[i]` is 1 when the device holds the block, and the arena if the load had slots there."""
+
+    batch_id: int
+    ok: bytes
+    seconds: float
+    """The time that the mover took, beside what it took for batches from the same tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Every copy of a load by layer is queued on the device, where whoever computes waits for each layer.
+
+    Its device slots are the caller's. Its arena slots are read until `Loaded`.
+    """
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A load will not write to the device any more. Its arena slots are still in use until `Loaded`."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A save has read its device slots. `ok[i]` is 1 when the arena holds the block."""
+
+    batch_id: int
+    ok: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A save or store is over: its tiers have answered or were skipped. The arena slots are no longer read."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """The tier has forgotten the blocks of a `DiscardBatch`; its inventory has said so before."""
+
+    batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Content changes of a tier that belongs to this mover alone: first `cleared`, then the rest.
+
+    A key is in at most one list: its state at the time of the message.
+    """
+
+    tier: str
+    cleared: bool
+    added: list[bytes]
+    removed: list[bytes]
+
+
+ToMover = LoadBatch | SaveBatch | StoreBatch | DiscardBatch | CancelBatch
+ToDirectory = Loaded | Queued | Cancelled | Copied | Stored | Discarded | Inventory
+
+_KINDS: tuple[type[Any], ...] = (
+    LoadBatch, SaveBatch, StoreBatch, DiscardBatch, CancelBatch,
+    Loaded, Cancelled, Copied, Stored, Discarded, Inventory, Queued,
+)  # fmt: skip
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def encode(message: ToMover | ToDirectory) -> bytes:
+    """msgpack list: kind number, then the fields in declaration order."""
+    packed: bytes = msgpack.packb([_NUMBERS[type(message)], *astuple(message)], use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> Any:
+    """The inverse of `encode`. Raises `InvalidInputError` on anything else."""
+    try:
+        kind, *fields = msgpack.unpackb(data, use_list=True)
+        make: Callable[..., Any] = _KINDS[kind]
+        return make(*fields)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise InvalidInputError(f"not a message of the hierarchy ({len(data)} bytes): {error}") from error

@@ -1,0 +1,108 @@
+"""What the tiers below host memory have not been given yet, by each tier's write policy."""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from kvtier.identity.keys import BlockKey
+from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+
+
+class PendingWrites:
+    """Decides which tiers get a block when it enters host memory, and keeps a list of what others get later.
+
+    A tier with `write_through_selective` is owed a block at its n-th use, one with `write_back` from the
+    start; a debt becomes due at once, or when the block comes close to eviction. Scheduler thread only.
+    """
+
+    def __init__(self, policies: Mapping[str, WritePolicy], uses: UseCounts[BlockKey]) -> None:
+        """
+        :param policies: by name of the tier below.
+        :param uses: shared with the device's boundary; noted by the directory.
+        """
+        self._uses = uses
+        self.at_once = [name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH]
+        """Tiers that get a block in the same batch that copies it from the device; one that comes from another
+        tier is due at once."""
+        self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
+        self._late: dict[str, dict[BlockKey, None]] = {
+            name: {} for name, policy in policies.items() if policy is WritePolicy.WRITE_BACK
+        }
+        """By tier with write_back: blocks that it gets before host memory forgets them. Oldest first."""
+        self._due: dict[str, dict[BlockKey, None]] = {name: {} for name in policies}
+        """By tier: blocks that it gets now."""
+
+    @property
+    def by_uses(self) -> bool:
+        """Whether some tier wants its blocks at their n-th use."""
+        return bool(self._selective)
+
+    @property
+    def late(self) -> int:
+        """Blocks that wait for their eviction to come close."""
+        return sum(map(len, self._late.values()))
+
+    @property
+    def due(self) -> int:
+        """Blocks that are to be written now."""
+        return sum(map(len, self._due.values()))
+
+    def unpaid(self) -> list[tuple[str, int]]:
+        """Blocks that are owed to each tier, now or later."""
+        tiers = {**self._due, **{tier: {} for tier in self._late}}
+        return [(tier, len(self._due[tier]) + len(self._late.get(tier, ()))) for tier in tiers]
+
+    def entered(self, key: BlockKey, source: str) -> None:
+        """Host memory has the block from now on; the tier `source` has it too, or the device when it is empty."""
+        if source:
+            for tier in self.at_once:
+                if tier != source:
+                    self._due[tier][key] = None
+        for tier, blocks in self._late.items():
+            if tier != source:
+                blocks[key] = None
+        for tier in self._selective:
+            if tier != source and self._uses.is_enough(key):
+                self._due[tier][key] = None
+
+    def used_enough(self, key: BlockKey) -> None:
+        """The block, in host memory, had its n-th use just now."""
+        for tier in self._selective:
+            self._due[tier][key] = None
+
+    def evicting(self, keys: Iterable[BlockKey]) -> None:
+        """These blocks come close to eviction."""
+        for key in keys:
+            for tier, blocks in self._late.items():
+                if key in blocks:
+                    del blocks[key]
+                    self._due[tier][key] = None
+
+    def settle_all(self) -> None:
+        """Everything that waits for its eviction is due now."""
+        for blocks in self._late.values():
+            self.evicting(list(blocks))
+
+    def evicted(self, key: BlockKey) -> list[str]:
+        """Host memory has lost the block. Returns the tiers that had to get it and did not. Not those that write
+        through: the block came from a tier that has it."""
+        unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if key in b]
+        for _, blocks in unpaid:
+            del blocks[key]
+        return [tier for tier, _ in unpaid if tier not in self.at_once]
+
+    def take_due(self, most: int) -> list[tuple[str, list[BlockKey]]]:
+        """At most `most` blocks that are due now, by tier."""
+        taken: list[tuple[str, list[BlockKey]]] = []
+        for tier, blocks in self._due.items():
+            keys = list(islice(blocks, most))
+            for key in keys:
+                del blocks[key]
+            most -= len(keys)
+            if keys:
+                taken.append((tier, keys))
+        return taken
+
+    def clear(self) -> None:
+        """Nobody is owed anything: host memory was emptied on purpose."""
+        for blocks in (*self._due.values(), *self._late.values()):
+            blocks.clear()

@@ -1,0 +1,1 @@
+"""Memory above lower tiers as one cache: write policies, reads from below, retention, events."""

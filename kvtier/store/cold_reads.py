@@ -1,0 +1,108 @@
+"""Blocks that memory does not have and a tier below does."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.codec.stored_form import checksum, header_from_checksum
+from kvtier.identity.keys import StoreKey
+from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.host.pins import ReadPin
+from kvtier.tiers.host.slots import WriteSlot
+from kvtier.tiers.host.tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block that may be sent: valid until its lease is released."""
+
+    header: bytes
+    """Stored-form header."""
+    payload: memoryview
+    lease: ReadPin | None
+    """Holds the payload in memory; None when it lies in a buffer of its own."""
+    source: str
+    """Where it was found, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
+
+
+def block_of(key: StoreKey, lease: ReadPin, source: str) -> Block:
+    """The block under a lease. Costs no look at the payload."""
+    return Block(header_from_checksum(key, len(lease.view), lease.checksum), lease.view, lease, source)
+
+
+class ColdReads:
+    """Reads blocks from one tier into slots of the memory tier, each block once, however many ask for it.
+
+    Where memory has no slot to spare, a block is served from a buffer of its own. Any thread; blocks on
+    the tier. Two calls never wait for each other: each finishes its own blocks before it waits.
+    """
+
+    def __init__(self, memory: HostTier, tier: Tier, on_admitted: Callable[[Sequence[StoreKey]], None]) -> None:
+        """:param on_admitted: told of the blocks that memory got from the tier."""
+        self._memory = memory
+        self._tier = tier
+        self._on_admitted = on_admitted
+        self._lock = threading.Lock()
+        self._flights: dict[StoreKey, threading.Event] = {}
+        """Keys being read, with what is set when the reader is done. Guarded by _lock."""
+
+    def fetch(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
+        """Adds to `found` those of `keys` that the tier has with payloads of `nbytes`.
+
+        The caller releases the leases of `found`, also after an exception.
+        """
+        statuses = self._tier.lookup(keys)
+        wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
+        done = threading.Event()
+        with self._lock:
+            others = {key: self._flights[key] for key in wanted if key in self._flights}
+            mine = [key for key in wanted if key not in others]
+            self._flights.update(dict.fromkeys(mine, done))
+        try:
+            self._load(mine, nbytes, found)
+        finally:
+            with self._lock:
+                for key in mine:
+                    del self._flights[key]
+            done.set()
+        for key, flight in others.items():
+            flight.wait()
+            self._load([key], nbytes, found)
+
+    def _load(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
+        """Adds what memory has by now, and the rest from the tier."""
+        slots: dict[StoreKey, WriteSlot] = {}
+        buffers: dict[StoreKey, memoryview] = {}
+        try:
+            for key in keys:
+                slot = self._memory.prepare(key, nbytes)
+                if isinstance(slot, WriteSlot):
+                    slots[key], buffers[key] = slot, slot.view
+                elif slot is WriteStatus.EXISTS and (lease := self._memory.acquire([key])[0]) is not None:
+                    found[key] = block_of(key, lease, self._tier.name)
+                else:
+                    buffers[key] = memoryview(bytearray(nbytes))
+            statuses = self._tier.read(list(buffers), list(buffers.values()))
+            checksums: dict[WriteSlot, int] = {}
+            for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
+                if status is not Status.HIT:
+                    continue
+                if key in slots:
+                    checksums[slots.pop(key)] = checksum(key, buffer)
+                else:
+                    header = header_from_checksum(key, nbytes, checksum(key, buffer))
+                    found[key] = Block(header, buffer, None, f"{self._tier.name}_private")
+            self._admit(checksums, found)
+        finally:
+            for slot in slots.values():
+                self._memory.abort(slot)
+
+    def _admit(self, checksums: dict[WriteSlot, int], found: dict[StoreKey, Block]) -> None:
+        """Makes readable what was just read, and adds it; not what is discarded or evicted again in the same moment."""
+        self._memory.commit_all(checksums)
+        keys = [slot.key for slot in checksums]
+        leases = zip(keys, self._memory.acquire(keys), strict=True)
+        admitted = {key: block_of(key, lease, self._tier.name) for key, lease in leases if lease is not None}
+        found.update(admitted)
+        if admitted:
+            self._on_admitted(list(admitted))

@@ -1,0 +1,127 @@
+"""All tiers below the pool's memory as one: where its blocks go down to, and come up from."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.clock import MONOTONIC
+from kvtier.identity.keys import StoreKey
+from kvtier.store.cold_reads import Block, ColdReads
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
+from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.host.tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTier:
+    """A tier below memory, and how blocks get there."""
+
+    tier: Tier
+    settings: WriteBehindSettings
+
+
+class LowerTiers:
+    """From the fastest to the slowest, or none at all. Any thread, without a lock of memory's."""
+
+    def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: PoolMetrics) -> None:
+        """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
+        self.tiers = [each.tier for each in lower]
+        self._ways = [WriteBehind(memory, each.tier, metrics, each.settings) for each in lower]
+        self._cold_reads = [ColdReads(memory, tier, partial(self._note_admitted, source=tier)) for tier in self.tiers]
+        for tier in self.tiers:
+            metrics.prepare_tier(tier.name)
+
+    def start(self) -> None:
+        """Starts the background writers. Once, before the first write."""
+        for way in self._ways:
+            way.start()
+
+    def problem(self) -> str | None:
+        """What keeps blocks from getting here, None when nothing does."""
+        gone = [tier.name for tier, way in zip(self.tiers, self._ways, strict=True) if not way.alive]
+        return f"a thread that writes to {gone[0]} is gone" if gone else None
+
+    def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> None:
+        """Changes the statuses, which are memory's, of keys that are no HIT there and are one here."""
+        for tier in self.tiers:
+            # Pending too: a block on its way up from a tier below can be read there, and from here after it.
+            missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
+            if not missing:
+                return
+            for i, status in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
+                statuses[i] = status if status is Status.HIT else statuses[i]
+
+    def fetch(self, keys: Sequence[StoreKey], payload_bytes: int, blocks: dict[StoreKey, Block]) -> None:
+        """Adds to `blocks` what is missing there and is here; see `ColdReads.fetch`."""
+        for reads in self._cold_reads:
+            if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
+                reads.fetch(cold, payload_bytes, blocks)
+
+    @property
+    def is_behind(self) -> bool:
+        """Too much waits for a tier that keeps what is acknowledged: take no new block."""
+        return any(way.is_behind for way in self._ways)
+
+    def make_room(self) -> bool:
+        """Memory would refuse a write: lets go of what may wait no longer. True when it did."""
+        made_room = [way.make_room() for way in self._ways]
+        return any(made_room)
+
+    def used(self, keys: Collection[StoreKey]) -> None:
+        """These blocks were read from memory. Never waits."""
+        for way in self._ways:
+            way.used(keys)
+
+    def entered(self, keys: Sequence[StoreKey], source: Tier | None = None) -> list[bool]:
+        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged."""
+        kept = [True] * len(keys)
+        for tier, way in zip(self.tiers, self._ways, strict=True):
+            if tier is source:
+                way.admitted()
+            else:
+                held = way.entered(keys, acknowledged=source is None)
+                kept = [before and now for before, now in zip(kept, held, strict=True)]
+        return kept
+
+    def removed(self, keys: Sequence[StoreKey]) -> None:
+        """Memory gave up these blocks."""
+        for way in self._ways:
+            way.note_removed(keys)
+
+    @contextmanager
+    def without(self, keys: Sequence[StoreKey]) -> Iterator[None]:
+        """Inside, none of these blocks is here or on its way here. Memory discards them there. May wait for a write.
+
+        From below to above, so that no copy on its way down or up outlives a discard: the queues first, then the tiers,
+        then memory, which also refuses what a cold read is about to commit.
+        """
+        with ExitStack() as stack:
+            for way in self._ways:
+                stack.enter_context(way.without(keys))
+            for tier in reversed(self.tiers):
+                tier.discard(keys)
+            yield
+
+    def drain(self, grace_s: float) -> list[DrainReport]:
+        """Gives the tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
+        deadline = MONOTONIC() + grace_s
+        for way in self._ways:
+            way.begin_drain()
+        return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
+
+    def check(self) -> None:
+        """Verifies the tiers' bookkeeping; raises `InvariantError`."""
+        for tier in self.tiers:
+            tier.check()
+
+    def close(self) -> None:
+        """Abandons what is queued, waits for the writes under way and closes the tiers. Idempotent."""
+        for way in self._ways:
+            way.close()
+        for tier in self.tiers:
+            tier.close()
+
+    def _note_admitted(self, keys: Sequence[StoreKey], source: Tier) -> None:
+        self.entered(keys, source)

@@ -1,0 +1,300 @@
+"""All verbs of the cache pool, whatever the transport. Adapters decode, call and encode."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.codec.stored_form import Header, verify
+from kvtier.errors import CorruptBlockError
+from kvtier.events import Event, EventKind, TierState
+from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.memory.slab_layout import SharedSlab
+from kvtier.metrics import Metrics
+from kvtier.protocol.retention import PinStatus
+from kvtier.store.cold_reads import Block, block_of
+from kvtier.store.event_hub import EventHub, Subscription
+from kvtier.store.lower_tiers import LowerTier, LowerTiers
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.retention import Retention, RetentionLimits
+from kvtier.store.write_behind import DrainReport
+from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.host.pins import PinnedSlots
+from kvtier.tiers.host.slab import OWN_PROCESS
+from kvtier.tiers.host.slots import WriteSlot
+from kvtier.tiers.host.tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class TierShare:
+    """One tenant's share of one tier."""
+
+    tier: str
+    num_blocks: int
+    used_bytes: int
+    """Of the tenant, as the tier counts them."""
+    capacity_bytes: int
+    used_percent: int
+    """Of the capacity, by all tenants."""
+    state: TierState
+
+
+class Store:
+    """Blocks in memory, and below it in as many tiers as there are: on disk, in Redis.
+
+    A store key names its tenant, so whoever builds keys from the authenticated tenant and from nothing
+    else can reach that tenant's blocks only. A write is acknowledged when memory has the block, and goes
+    down in the background as each tier's policy says. A read finds it in memory, or in the first tier
+    that has it and then in memory; tiers that did not have it are offered it as if it were new.
+
+    What is acknowledged is kept: below memory is a tier that `keeps_acknowledged`, then the block stays until that
+    tier has it, and writers hear THROTTLED or FULL while that tier is behind. Else memory forgets blocks when it needs
+    their room, each with an event, but none before `min_residency_s`: until then writers hear FULL. Tiers that fail,
+    and those that nobody waits for, refuse no write: then it is as if there were only memory. See
+    docs/adr/0010-acknowledged-means-kept.md.
+
+    What a tenant pins stays in memory for a time, within bounds: see `Retention`.
+
+    Any thread. Nothing is locked while a transport waits for its peer; what it holds meanwhile is bounded:
+    the write slots of one piece that is coming in, the leases of one answer that is going out.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        below: Sequence[LowerTier],
+        hub: EventHub,
+        metrics: PoolMetrics,
+        min_residency_s: float = 0.0,
+        shared: bool = False,
+        pins: RetentionLimits | None = None,
+        tier_metrics: Metrics | None = None,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """
+        :param memory_bytes: capacity of the memory tier, taken as it is used.
+        :param below: from the fastest to the slowest; owned from now on. Their events go to `hub` already.
+        :param hub: receives the memory tier's events, and is closed with the core.
+        :param min_residency_s: blocks stay in memory so long at least; 0 where a tier keeps what is acknowledged.
+        :param shared: the memory is such that clients on this host can map it.
+        :param pins: what tenants may pin in memory; None: nothing.
+        :param tier_metrics: those of the tiers, for memory.
+        :param clock: by which pins end.
+        """
+        self._hub = hub
+        self._metrics = metrics
+        self._num_mapped_reads = metrics.read_blocks.labels("memory")
+        self._memory = HostTier(
+            memory_bytes,
+            name="memory",
+            min_residency_s=0.0 if any(lower.settings.keeps_acknowledged for lower in below) else min_residency_s,
+            shared=shared,
+            on_event=self._on_memory_event,
+            metrics=tier_metrics,
+        )
+        self._pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
+        self._below = LowerTiers(self._memory, below, metrics)
+
+    def start(self) -> None:
+        """Starts the background writers and the thread that ends pins. Once, before the first write."""
+        self._pins.start()
+        self._below.start()
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """A status per key, in order. Not a use."""
+        statuses = self._memory.lookup(keys)
+        self._below.look_up(keys, statuses)
+        return statuses
+
+    @contextmanager
+    def read(self, keys: Sequence[StoreKey], payload_bytes: int) -> Iterator[list[Block | None]]:
+        """Blocks in the order of `keys`, None for a miss, valid inside the `with` only: copy or send, then leave.
+
+        :param payload_bytes: a block of another length is a miss.
+        """
+        blocks: dict[StoreKey, Block] = {}
+        try:
+            for key, lease in zip(keys, self._memory.acquire(keys), strict=True):
+                if lease is not None and key in blocks:
+                    self._memory.release([lease])
+                elif lease is not None:
+                    blocks[key] = block_of(key, lease, "memory")
+            self._below.used(blocks)
+            self._below.fetch(keys, payload_bytes, blocks)
+            found = [blocks.get(key) for key in keys]
+            answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
+            self._count_read(answer)
+            yield answer
+        finally:
+            self._memory.release(block.lease for block in blocks.values())
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        """Notes a use of one request's blocks in memory, so that its tail is evicted before its head."""
+        self._memory.release(self._memory.acquire(keys))
+
+    def begin_write(
+        self, tenant: TenantId, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS
+    ) -> WriteSlot | WriteStatus:
+        """Room for a payload; a slot ends in `commit_all`, `commit_write` or `abort_write`.
+
+        FAILED when the key names another tenant than the one who sends it.
+
+        :param writer: who will fill it: this process, or a client that maps the memory, in one of its own slabs.
+        """
+        outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
+        if key.startswith(tenant):
+            outcome = self._prepare(key, nbytes, writer)
+        if isinstance(outcome, WriteStatus):
+            self._count_write(outcome, 0)
+        return outcome
+
+    def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
+        """Holds the payload in `slot` against its header, then `commit_all`. FAILED when the checksum does not hold."""
+        try:
+            verify(header, slot.key, slot.view)
+        except CorruptBlockError:
+            return self.abort_write(slot)
+        return self.commit_all([slot], [header.checksum])[0]
+
+    def commit_all(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
+        """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED.
+
+        Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
+        shared memory. Whoever reads them holds them against the checksum again. THROTTLED what was evicted again in the
+        same moment, before a tier that should keep it could have it.
+        """
+        self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
+        kept = self._below.entered([slot.key for slot in slots])
+        num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
+        self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
+        self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
+        return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
+
+    def abort_write(self, slot: WriteSlot) -> WriteStatus:
+        """Gives the slot back: the block did not arrive. FAILED."""
+        self._memory.abort(slot)
+        self._count_write(WriteStatus.FAILED, 0)
+        return WriteStatus.FAILED
+
+    def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> PinnedSlots:
+        """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""
+        held = self._memory.acquire_places(keys, sizes)
+        if self._below.tiers:
+            self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
+        self._num_mapped_reads.inc(held.num_held)
+        return held
+
+    def release_places(self, held: PinnedSlots) -> None:
+        """Idempotent."""
+        self._memory.release_places(held)
+
+    def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
+        """See `HostTier.open_slab`."""
+        return self._memory.open_slab(tenant, number, writer)
+
+    def retire_writer(self, writer: int) -> None:
+        """See `HostTier.retire_writer`."""
+        self._memory.retire_writer(writer)
+
+    @property
+    def max_pin_s(self) -> float:
+        """The longest time of a pin; 0: there are none."""
+        return self._pins.max_s
+
+    def pin(self, tenant: TenantId, keys: Sequence[StoreKey], ttl_s: float) -> list[PinStatus]:
+        """Keeps blocks in memory for `ttl_s` seconds, at most `max_pin_s`; a status per key.
+
+        Pinned again, a block stays until the later of both ends. Only what is in memory is pinned: how long a block
+        is that is only below, its key does not say. Never waits for a tier below. See `Retention` for the bounds.
+        """
+        return self._pins.pin(tenant, keys, ttl_s)
+
+    def unpin(self, keys: Sequence[StoreKey]) -> int:
+        """Ends pins, whoever of the tenant made them; returns how many there were. The blocks stay until evicted."""
+        return self._pins.unpin(keys)
+
+    def discard(self, keys: Sequence[StoreKey]) -> int:
+        """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
+        distinct = list(dict.fromkeys(keys))
+        num_there = sum(status is Status.HIT for status in self.lookup(distinct))
+        with self._below.without(distinct):
+            self._memory.discard(distinct)
+        return num_there
+
+    def usage(self, tenant: TenantId) -> list[TierShare]:
+        """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
+        return [_share(tier, tenant) for tier in self._local_tiers()]
+
+    def local_usages(self) -> dict[str, Callable[[], Usage]]:
+        """By name of each tier on this machine, what asks it how full it is."""
+        return {tier.name: tier.usage for tier in self._local_tiers()}
+
+    def subscribe(self, tenant: TenantId) -> Subscription:
+        """The tenant's events from now on; the caller closes the subscription."""
+        return self._hub.subscribe(tenant)
+
+    def problem(self) -> str | None:
+        """What keeps the pool from doing its work, None when nothing does."""
+        if not self._pins.alive:
+            return "the thread that ends pins is gone"
+        return self._below.problem()
+
+    def end_event_streams(self) -> None:
+        """Ends all subscriptions, and takes no new ones."""
+        self._hub.close()
+
+    def drain(self, grace_s: float) -> list[DrainReport]:
+        """Gives the lower tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
+        return self._below.drain(grace_s)
+
+    def check(self) -> None:
+        """Verifies the bookkeeping of all tiers and of pins; raises `InvariantError`."""
+        self._pins.check()
+        self._memory.check()
+        self._below.check()
+
+    def close(self) -> None:
+        """Abandons what is queued and closes the tiers. Idempotent."""
+        self._hub.close()
+        self._below.close()
+        self._memory.close()
+        self._pins.close()
+
+    def _on_memory_event(self, event: Event) -> None:
+        self._hub.publish(event)
+        if event.kind is EventKind.REMOVED:
+            self._pins.forget(event.keys)
+            self._below.removed(event.keys)
+
+    def _local_tiers(self) -> list[HostTier | DiskTier]:
+        """Those on this machine, which count by tenant."""
+        return [tier for tier in (self._memory, *self._below.tiers) if isinstance(tier, (HostTier, DiskTier))]
+
+    def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
+        """Room in memory for a block that may be acknowledged when it is there."""
+        if self._below.is_behind and self._memory.lookup([key]) == [Status.MISS]:
+            return WriteStatus.THROTTLED
+        outcome = self._memory.prepare(key, nbytes, writer=writer)
+        if outcome is WriteStatus.FULL and self._below.make_room():
+            return self._memory.prepare(key, nbytes, writer=writer)
+        return outcome
+
+    def _count_read(self, blocks: Sequence[Block | None]) -> None:
+        for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():
+            self._metrics.read_blocks.labels(source).inc(amount)
+        self._metrics.sent_bytes.inc(sum(len(b.payload) for b in blocks if b is not None))
+
+    def _count_write(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
+        if num_blocks:
+            self._metrics.written_blocks.labels(status.name.lower()).inc(num_blocks)
+            self._metrics.received_bytes.inc(nbytes)
+
+
+def _share(tier: HostTier | DiskTier, tenant: TenantId) -> TierShare:
+    own, total = tier.usage_of(tenant), tier.usage()
+    percent = 100 * total.used_bytes // total.capacity_bytes
+    state = tier.state if isinstance(tier, DiskTier) else TierState.WRITABLE
+    return TierShare(tier.name, own.num_blocks, own.used_bytes, total.capacity_bytes, percent, state)

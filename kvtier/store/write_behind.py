@@ -1,0 +1,262 @@
+"""Blocks on their way from memory to one tier below, in the background, as its write policy says."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier.identity.keys import StoreKey
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.write_queue import WriteQueue
+from kvtier.store.write_workers import WriteWorkers
+from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+from kvtier.tiers.host.pins import ReadPin
+from kvtier.tiers.host.tier import HostTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteBehindSettings:
+    """How blocks get to one tier below memory."""
+
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    keeps_acknowledged: bool = False
+    """An acknowledged block waits in memory until this tier has it, and writers are refused when too much waits. For
+    a local disk under `write_through`. Off for a tier that nobody may have to wait for, such as a server elsewhere."""
+    selective_uses: int = 2
+    """The use at which `write_through_selective` writes a block. Writing it to the pool is the first."""
+    max_counted_uses: int = 1 << 18
+    """Blocks whose uses are remembered, about 200 bytes each."""
+    queue_bytes: int
+    """Payload bytes pinned, queued and being written, from which on a tier that keeps what is acknowledged is behind;
+    at most, for another. Too small: writers are refused, or bursts kept in memory only. Too large: memory has room
+    for little else while the tier catches up."""
+    write_back_share: float = 1 / 16
+    """The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
+    num_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What a tier got at the end, and what it did not."""
+
+    tier: str
+    num_written: int
+    """Waited when the drain began, there now."""
+    num_abandoned: int
+    """Waited, and there was no time left; those being written at this moment may still get there."""
+    num_memory_only: int
+    """In memory alone, because the tier refused them or the queue was full when they came."""
+
+
+class WriteBehind:
+    """The blocks that memory has and the tier below gets, and the threads that write them.
+
+    What is queued is pinned: it cannot be evicted, so it is readable until the tier has it. A tier that
+    `keeps_acknowledged` gets every acknowledged block into its queue: whoever admits writes asks `is_behind` first. A
+    write that was under way by then may still exceed `queue_bytes`; its room in memory was taken already. Any other
+    tier's queue ends at `queue_bytes`, and gives its room back when memory needs it (`make_room`).
+
+    A block that finds no place in the queue, or that the tier does not take, stays in memory only; it is tried again
+    while the writers are idle, when the tier has taken others, every few seconds, and at the end. So a tier that takes
+    nothing, a broken disk too, holds nobody up: the pool is one in memory until it is back. A block that memory gives
+    up before the tier has it is counted as `evicted_unwritten`: nobody waits. Any thread may call anything.
+    """
+
+    def __init__(self, memory: HostTier, tier: Tier, metrics: PoolMetrics, settings: WriteBehindSettings) -> None:
+        """`start` starts the writers. Memory and tier stay the caller's."""
+        self._memory = memory
+        self._tier = tier
+        self._metrics = metrics
+        self._settings = settings
+        self._selective = settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        self._write_back = settings.policy is WritePolicy.WRITE_BACK
+        self._waiting = WriteQueue(metrics.write_down_queue_bytes.labels(tier.name).set)
+        self._uses: UseCounts[StoreKey] = UseCounts(settings.selective_uses, settings.max_counted_uses)
+        """Guarded by the queue's lock."""
+        self._num_before_drain = 0
+        """Guarded by the queue's lock."""
+        self._writers = WriteWorkers(
+            memory,
+            tier,
+            metrics,
+            self._waiting,
+            write_back_share=settings.write_back_share,
+            num_threads=settings.num_threads,
+        )
+
+    def start(self) -> None:
+        """Starts the writers. Once."""
+        self._writers.start()
+
+    @property
+    def alive(self) -> bool:
+        """All writers run."""
+        return self._writers.alive
+
+    @property
+    def is_behind(self) -> bool:
+        """Too much waits for a tier that keeps what is acknowledged: take no new block. Never of another tier."""
+        if not self._settings.keeps_acknowledged:
+            return False
+        with self._waiting.changed:
+            return self._waiting.works and self._waiting.pinned_bytes >= self._settings.queue_bytes
+
+    def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool) -> list[bool]:
+        """Memory has these blocks from now on, and did not get them from this tier. A use. Never waits.
+
+        False for a block that memory has lost again before it could be pinned: it must not be acknowledged.
+
+        :param acknowledged: they come from a writer, not from another tier.
+        """
+        if self._write_back:
+            with self._waiting.changed:
+                for key, status in zip(keys, self._memory.lookup(keys), strict=True):
+                    if status is not Status.MISS and not self._waiting.is_barred(key):
+                        self._note_owed(key)
+            return [True] * len(keys)
+        if self._selective:
+            with self._waiting.changed:
+                for key in keys:
+                    self._uses.note(key)
+                due = [key for key in keys if self._uses.is_enough(key)]
+            self._queue(due)
+            return [True] * len(keys)
+        promised = acknowledged and self._settings.keeps_acknowledged
+        held = self._queue(keys, promised=promised)
+        return held if promised else [True] * len(keys)
+
+    def admitted(self) -> None:
+        """Memory got a block that this tier has: others may be nearer to their eviction now. Never waits."""
+        if self._write_back:
+            with self._waiting.changed:
+                self._waiting.entered = True
+                self._waiting.changed.notify()
+
+    def used(self, keys: Iterable[StoreKey]) -> None:
+        """These blocks were read from memory. Never waits."""
+        if self._selective:
+            with self._waiting.changed:
+                enough = [key for key in keys if self._uses.note(key)]
+            self._queue(enough)
+
+    def make_room(self) -> bool:
+        """Memory would refuse a write: lets go of what is queued for a tier that keeps nothing. True when it did."""
+        if self._settings.keeps_acknowledged:
+            return False
+        with self._waiting.changed:
+            leases = self._waiting.unpin()
+        self._memory.release(leases)
+        self._count("dropped", len(leases))
+        return bool(leases)
+
+    @contextmanager
+    def without(self, keys: Iterable[StoreKey]) -> Iterator[None]:
+        """Inside, none of these blocks is on its way. Waits for those being written at this moment."""
+        wanted = set(keys)
+        with self._waiting.changed:
+            leases = self._waiting.bar(wanted)
+            self._waiting.changed.notify_all()
+            self._waiting.changed.wait_for(lambda: not self._waiting.is_writing(wanted))
+            self._waiting.forget(wanted)
+        self._memory.release(leases)
+        self._count("cancelled", len(leases))
+        try:
+            yield
+        finally:
+            with self._waiting.changed:
+                self._waiting.unbar(wanted)
+
+    def note_removed(self, keys: Sequence[StoreKey]) -> None:
+        """Memory gave up these blocks: counts those that the tier should have had.
+
+        Told late, it may have some of them again by now: those are not lost.
+        """
+        with self._waiting.changed:
+            tracked = self._waiting.unpinned(keys)
+            there = self._memory.lookup(tracked)
+            lost = [key for key, status in zip(tracked, there, strict=True) if status is Status.MISS]
+            self._waiting.forget(lost)
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(lost))
+
+    def begin_drain(self) -> None:
+        """Starts to write all that is owed, and once more what was put off. What enters memory now is not queued."""
+        with self._waiting.changed:
+            if not self._waiting.closing:
+                self._waiting.works = self._waiting.closing = True
+                self._num_before_drain = self._waiting.num_written
+                self._waiting.changed.notify_all()
+
+    def drain(self, deadline_s: float) -> DrainReport:
+        """Waits up to `deadline_s` seconds for the tier to get what it is owed, then abandons the rest."""
+        self.begin_drain()
+        waiting = self._waiting
+        with waiting.changed:
+            waiting.changed.wait_for(lambda: not (waiting.num_writing or waiting.more_to_write), timeout=deadline_s)
+            given_up = waiting.num_waiting
+            report = DrainReport(
+                self._tier.name,
+                num_written=waiting.num_written - self._num_before_drain,
+                num_abandoned=given_up + waiting.num_writing,
+                num_memory_only=waiting.num_memory_only,
+            )
+            leases = waiting.give_up()
+            waiting.changed.notify_all()
+        self._memory.release(leases)
+        self._count("abandoned", given_up)
+        return report
+
+    def close(self) -> None:
+        """Abandons what is owed and waits for the writes under way. Idempotent."""
+        self.drain(0.0)
+        self._writers.join()
+
+    def _queue(self, keys: Sequence[StoreKey], *, promised: bool = False) -> list[bool]:
+        """Pins and queues what there is room for; all of it when it is `promised`. Says what memory still has."""
+        leases = self._memory.acquire(keys)
+        unused: list[ReadPin] = []
+        queued: list[StoreKey] = []
+        num_dropped = 0
+        with self._waiting.changed:
+            for key, lease in zip(keys, leases, strict=True):
+                if lease is None:
+                    continue
+                if self._has_place(key, len(lease.view), promised):
+                    self._waiting.push(key, lease)
+                    queued.append(key)
+                    continue
+                unused.append(lease)
+                if not (self._waiting.is_on_its_way(key) or self._waiting.is_barred(key)):
+                    (self._waiting.leave_out if self._waiting.closing else self._waiting.put_off)(key)
+                    num_dropped += 1
+            self._waiting.changed.notify(len(queued))
+        self._memory.release(unused)
+        self._count("dropped", num_dropped)
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(leases.count(None))
+        self._take_back_discarded(queued)
+        return [lease is not None for lease in leases]
+
+    def _has_place(self, key: StoreKey, nbytes: int, promised: bool) -> bool:
+        """Under the queue's lock. While the tier takes nothing, what was promised is no more than the rest."""
+        if self._waiting.closing or self._waiting.is_on_its_way(key) or self._waiting.is_barred(key):
+            return False
+        return (promised and self._waiting.works) or self._waiting.pinned_bytes + nbytes <= self._settings.queue_bytes
+
+    def _take_back_discarded(self, queued: Sequence[StoreKey]) -> None:
+        """What was discarded between its lease and the queue, the tier must not get back."""
+        statuses = self._memory.lookup(queued) if queued else []
+        if gone := [key for key, status in zip(queued, statuses, strict=True) if status is Status.MISS]:
+            with self.without(gone):
+                self._tier.discard(gone)
+
+    def _note_owed(self, key: StoreKey) -> None:
+        """Under the queue's lock."""
+        if self._waiting.closing:
+            self._waiting.leave_out(key)
+            return
+        self._waiting.owe(key)
+        self._waiting.entered = True
+        self._waiting.changed.notify()
+
+    def _count(self, result: str, amount: int = 1) -> None:
+        if amount:
+            self._metrics.written_down_blocks.labels(self._tier.name, result).inc(amount)

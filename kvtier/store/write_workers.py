@@ -1,0 +1,139 @@
+"""The threads that write to one tier what waits for it."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from kvtier.identity.keys import StoreKey
+from kvtier.store.copying import copy_down
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.write_queue import WriteQueue
+from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.tiers.host.pins import ReadPin
+from kvtier.tiers.host.tier import HostTier
+
+_log = logging.getLogger(__name__)
+_BATCH_BLOCKS = 16
+_RETRY_S = 5.0
+"""Between tries to give a tier that took nothing what was put off."""
+_TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
+_RESULTS = {
+    WriteStatus.STORED: "stored",
+    WriteStatus.EXISTS: "exists",
+    WriteStatus.FULL: "full",
+    WriteStatus.THROTTLED: "failed",
+    WriteStatus.FAILED: "failed",
+    None: "corrupt",
+}
+_Answers = Mapping[StoreKey, WriteStatus | None]
+"""As `copy_down` gives them."""
+
+
+class WriteWorkers:
+    """Take blocks from a `WriteQueue`, a batch at a time, until it is closing and nothing is left."""
+
+    def __init__(
+        self,
+        memory: HostTier,
+        tier: Tier,
+        metrics: PoolMetrics,
+        waiting: WriteQueue,
+        *,
+        write_back_share: float,
+        num_threads: int,
+    ) -> None:
+        """Owns nothing but the threads, which `start` starts."""
+        self._memory = memory
+        self._tier = tier
+        self._metrics = metrics
+        self._waiting = waiting
+        self._write_back_share = write_back_share
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvtier-write-{tier.name}-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+
+    def start(self) -> None:
+        """Once."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """All threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> None:
+        """Waits for the threads to end; the queue is closing."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _run(self) -> None:
+        while batch := self._take():
+            leases = {key: lease for key, lease in batch.items() if lease is not None}
+            answers: _Answers
+            try:
+                answers = copy_down(self._tier, leases)
+            except Exception:
+                # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
+                _log.exception("writing %d blocks to %s failed", len(batch), self._tier.name)
+                answers = dict.fromkeys(leases, WriteStatus.FAILED)
+            if corrupt := [key for key, answer in answers.items() if answer is None]:
+                _log.warning("dropped %d blocks that are not what their writers committed", len(corrupt))
+                self._memory.discard(corrupt)
+            self._finish(batch, answers)
+
+    def _take(self) -> dict[StoreKey, ReadPin | None]:
+        """The next few blocks to write; empty when closing and nothing is left."""
+        waiting = self._waiting
+        while True:
+            with waiting.changed:
+                ready = waiting.changed.wait_for(
+                    lambda: waiting.entered or waiting.closing or waiting.more_to_write, timeout=_RETRY_S
+                )
+                waiting.works = waiting.works or not ready
+                waiting.entered = False
+                if batch := waiting.take_queued(_BATCH_BLOCKS):
+                    return batch
+                if waiting.closing and not waiting.more_to_write:
+                    return {}
+                look_for_cold = bool(waiting.num_owed) and not waiting.closing
+            cold = self._memory.near_eviction(self._write_back_share) if look_for_cold else []
+            if batch := self._take_unpinned(cold):
+                return batch
+
+    def _take_unpinned(self, cold: Sequence[StoreKey]) -> dict[StoreKey, ReadPin | None]:
+        """What `write_back` owes and memory is about to evict, or all of it when closing; else what was put off."""
+        waiting = self._waiting
+        with waiting.changed:
+            due = waiting.take_owed(None if waiting.closing else cold, _BATCH_BLOCKS)
+            if not due and waiting.is_time_for_put_off:
+                due = waiting.take_put_off(_BATCH_BLOCKS)
+            # There may be more of it, for this thread or another one.
+            waiting.entered = waiting.entered or len(due) == _BATCH_BLOCKS
+        batch = dict(zip(due, self._memory.acquire(due, touch=False), strict=True))
+        with waiting.changed:
+            waiting.pin(batch)
+            waiting.changed.notify()
+        return batch
+
+    def _finish(self, batch: Mapping[StoreKey, ReadPin | None], answers: _Answers) -> None:
+        """:param answers: for all of `batch` that memory still had."""
+        waiting = self._waiting
+        # Before anybody hears that they are done: who has waited for a drain finds them counted.
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
+        for answer in answers.values():
+            self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[answer]).inc()
+        with waiting.changed:
+            if given := [answer for answer in answers.values() if answer is not None]:
+                waiting.works = any(answer in _TAKEN for answer in given)
+            for key, lease in batch.items():
+                waiting.finish(key, lease)
+                answer = answers.get(key)
+                if answer in _TAKEN:
+                    waiting.num_written += 1
+                elif answer is not None:
+                    waiting.put_off(key)
+            waiting.changed.notify_all()
+        self._memory.release(batch.values())

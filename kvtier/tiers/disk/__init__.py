@@ -1,0 +1,1 @@
+"""The disk tier: a log of segments on a local file system."""

@@ -1,0 +1,154 @@
+"""Reading records: neighbours in one read, straight into the callers' buffers where the file system allows it."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec.stored_form import Codec, Header, unpack, verify
+from kvtier.errors import CorruptBlockError
+from kvtier.tiers.common.codec_choice import CodecChoice
+from kvtier.tiers.disk.log.buffers import Buffers, is_aligned
+from kvtier.tiers.disk.log.format import PAGE, pages_of
+
+_RUN_BYTES = 4 << 20
+"""Read at once: enough for full speed, few enough for several threads."""
+_RUN_BLOCKS = 256
+
+ReadPages = Callable[[int, Sequence[memoryview], int], int]
+"""Segment number, pieces, first page; see `FileLayer.read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One block to read."""
+
+    index: int
+    """In the caller's batch."""
+    segment: int
+    page: int
+    header: Header
+    """From the index, under the key that was asked for: whatever lies there instead does not match its checksum."""
+    into: memoryview
+
+    @property
+    def num_pages(self) -> int:
+        return pages_of(self.header.stored_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A run as it was read, or what became of that. To be given to `BlockReader.check`."""
+
+    run: list[Wanted]
+    problem: OSError | None
+    num_read: int = 0
+    places: Sequence[memoryview] = ()
+    """Where the payloads are as stored."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Memory of some of them, lent until they are checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one block."""
+
+    wanted: Wanted
+    problem: OSError | CorruptBlockError | None
+    """None: every byte is there and verified."""
+
+
+def runs_of(blocks: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    """Blocks that lie side by side, in runs that are read at once."""
+    run: list[Wanted] = []
+    nbytes = 0
+    for block in sorted(blocks, key=lambda block: (block.segment, block.page)):
+        last = run[-1] if run else None
+        if last is not None and (
+            block.segment != last.segment
+            or block.page != last.page + last.num_pages
+            or len(run) == _RUN_BLOCKS
+            or nbytes + block.header.stored_length > _RUN_BYTES
+        ):
+            yield run
+            run, nbytes = [], 0
+        run.append(block)
+        nbytes += block.header.stored_length
+    if run:
+        yield run
+
+
+class BlockReader:
+    """Reads runs, and verifies them. Any thread."""
+
+    def __init__(self, read_pages: ReadPages, buffers: Buffers, codecs: CodecChoice, *, direct: bool) -> None:
+        """:param direct: buffers must be page-aligned; those that are not are filled from one that is."""
+        self._read_pages = read_pages
+        self._buffers = buffers
+        self._codecs = codecs
+        self._direct = direct
+
+    def load(self, run: list[Wanted]) -> list[Loaded]:
+        """Reads a run. Where the medium fails for several blocks, each is tried by itself."""
+        try:
+            return [self._load(run)]
+        except OSError as error:
+            if len(run) == 1:
+                return [Loaded(run, error)]
+        return [loaded for block in run for loaded in self.load([block])]
+
+    def check(self, parts: Iterable[Loaded]) -> list[Answer]:
+        """An answer per block, in order. No I/O."""
+        return [answer for loaded in parts for answer in self._check(loaded)]
+
+    def _check(self, loaded: Loaded) -> list[Answer]:
+        if loaded.problem is not None:
+            return [Answer(block, loaded.problem) for block in loaded.run]
+        first_page = loaded.run[0].page
+        with loaded.held:
+            return [
+                self._checked(block, place, first_page, loaded.num_read)
+                for block, place in zip(loaded.run, loaded.places, strict=True)
+            ]
+
+    def _load(self, run: list[Wanted]) -> Loaded:
+        straight = [self._fits_straight(block) for block in run]
+        staged = sum(block.num_pages for block, fits in zip(run, straight, strict=True) if not fits)
+        with ExitStack() as held:
+            stage = held.enter_context(self._buffers.lend((staged + 1) * PAGE))
+            padding, at = stage[:PAGE], PAGE
+            pieces: list[memoryview] = []
+            places: list[memoryview] = []
+            for block, fits in zip(run, straight, strict=True):
+                nbytes = block.header.stored_length
+                if fits:
+                    places.append(block.into)
+                    pieces += [block.into] if nbytes else []
+                    pieces += [padding[: -nbytes % PAGE]] if nbytes % PAGE else []
+                else:
+                    pages = stage[at : at + block.num_pages * PAGE]
+                    at += len(pages)
+                    places.append(pages[:nbytes])
+                    pieces.append(pages)
+            began_s = MONOTONIC()
+            num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
+            self._codecs.read(num_read, MONOTONIC() - began_s)
+            return Loaded(run, None, num_read, places, held.pop_all())
+
+    def _fits_straight(self, block: Wanted) -> bool:
+        if block.header.codec is not Codec.RAW:
+            return False
+        return not self._direct or is_aligned(block.into)
+
+    @staticmethod
+    def _checked(block: Wanted, place: memoryview, first_page: int, num_read: int) -> Answer:
+        end = (block.page - first_page) * PAGE + block.header.stored_length
+        try:
+            if num_read < end:
+                raise CorruptBlockError(f"the file ends {end - num_read:,} bytes early")
+            verify(block.header, block.header.key, place)
+            if place is not block.into:
+                unpack(block.header, place, block.into)
+        except CorruptBlockError as error:
+            return Answer(block, error)
+        return Answer(block, None)

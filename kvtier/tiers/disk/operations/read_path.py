@@ -1,0 +1,90 @@
+"""Which blocks to read where, and what becomes of them: bad ones are dropped, moved ones are looked for again."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvtier.codec.stored_form import Codec, Header
+from kvtier.events import EventKind
+from kvtier.identity.keys import StoreKey
+from kvtier.tiers.base import Status
+from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.disk.log.reading import Answer, Wanted
+from kvtier.tiers.disk.medium.health import MediumHealth, is_passing
+from kvtier.tiers.disk.operations.tombstones import Tombstones
+from kvtier.tiers.disk.state.log_state import LogState
+
+_ROUNDS = 3
+"""A block that is moved while it is read is read again where it is then."""
+_PLACE = ("segment", "page", "codec", "raw_length", "stored_length", "checksum")
+
+ReadBlocks = Callable[[Sequence[Wanted]], Iterable[Answer]]
+"""An answer per block, in any order."""
+
+
+class ReadPath:
+    """Reads blocks by their keys. Any thread."""
+
+    def __init__(self, state: LogState, tombstones: Tombstones, events: EventQueue, health: MediumHealth) -> None:
+        self._state = state
+        self._tombstones = tombstones
+        self._events = events
+        self._health = health
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview], read_blocks: ReadBlocks) -> list[Status]:
+        """See `Tier.read`."""
+        statuses = [Status.MISS] * len(keys)
+        left: Sequence[int] = range(len(keys))
+        for _ in range(_ROUNDS):
+            answers = list(read_blocks(self._find(keys, into, left)))
+            for answer in answers:
+                if answer.problem is None:
+                    statuses[answer.wanted.index] = Status.HIT
+            left = self._note(answers)
+            if not left:
+                break
+        return statuses
+
+    def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
+        """Where the blocks are that are there and as long as what they are to fill."""
+        tags = self._state.tags([keys[i] for i in left])
+        with self._state.lock:
+            rows, records = self._state.use(tags)
+            if self._state.untold:
+                self._events.post(EventKind.REMOVED, [keys[left[at]] for at in np.flatnonzero(rows < 0).tolist()])
+        there = np.flatnonzero(rows >= 0).tolist()
+        fields = zip(*(records[name].tolist() for name in _PLACE), strict=True)
+        wanted = []
+        for at, (segment, page, codec, raw, stored, checksum) in zip(there, fields, strict=True):
+            index = left[at]
+            if raw == len(into[index]):
+                header = Header(keys[index], Codec(codec), raw, stored, checksum)
+                wanted.append(Wanted(index, segment, page, header, into[index]))
+        return wanted
+
+    def _note(self, answers: Iterable[Answer]) -> list[int]:
+        """Drops what turned out bad; what was moved or evicted meanwhile is to be looked for again."""
+        again: list[int] = []
+        bad: list[Answer] = []
+        for answer in answers:
+            if answer.problem is None:
+                self._health.read()
+            elif isinstance(answer.problem, OSError) and is_passing(answer.problem):
+                self._health.note("read", answer.problem)
+            else:
+                bad.append(answer)
+        places = [(a.wanted.header.key, a.wanted.segment, a.wanted.page) for a in bad]
+        dropped = self._tombstones.drop(places) if places else []
+        for answer, is_dropped in zip(bad, dropped, strict=True):
+            if not is_dropped:
+                again.append(answer.wanted.index)
+            elif not isinstance(answer.problem, OSError):
+                self._health.corrupt(answer.problem)
+            elif self._health.read_failed(answer.problem, answer.wanted.segment):
+                self._switch_off()
+        return again
+
+    def _switch_off(self) -> None:
+        with self._state.lock:
+            self._state.off = True
+            self._events.post(EventKind.CLEARED)

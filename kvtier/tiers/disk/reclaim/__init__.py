@@ -1,0 +1,1 @@
+"""How a disk tier gets space back: eviction of segments, compaction, tombstones, files used again."""

@@ -1,0 +1,303 @@
+"""Which segments there are, who has how many, and which one goes first. Bookkeeping only."""
+
+import math
+import threading
+from collections.abc import Iterator
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.errors import InvariantError
+from kvtier.identity.keys import TenantId
+from kvtier.tiers.disk.log.format import MAX_NUMBER, PAGE, head_pages
+from kvtier.tiers.disk.log.segments import NO_EPOCH, SEGMENTS_AT_LEAST, Extent, Segment, share_bytes
+from kvtier.tiers.disk.state.lowest import Lowest
+from kvtier.tiers.disk.state.tenant_segments import TenantSegments
+
+_STUCK_S = 30.0
+"""A segment that could not be removed is left alone for so long."""
+
+
+class SegmentSet:
+    """All segments of a folder. Not thread-safe: the tier's lock guards all of it.
+
+    What is asked under that lock costs the same however many tenants and segments there are, but for `__iter__` and
+    `check`.
+    """
+
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._segments: dict[int, Segment] = {}
+        self._of: dict[TenantId, TenantSegments] = {}
+        self._fullest: Lowest[TenantId] = Lowest()
+        """Pages taken, negative."""
+        self._roomiest: Lowest[int] = Lowest()
+        """`spare_pages` of open segments, negative."""
+        self._file_bytes = 0
+        self._set_aside_bytes = 0
+        """For files about to be made, and of files that cannot be read."""
+        self._next_number = 1
+
+    @property
+    def used_bytes(self) -> int:
+        """Disk space of all files, those about to be made included."""
+        return self._file_bytes + self._set_aside_bytes
+
+    def bytes_of(self, tenant: TenantId) -> int:
+        return self._of[tenant].nbytes if tenant in self._of else 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments.values())
+
+    def __contains__(self, tenant: TenantId) -> bool:
+        """Whether the tenant has a segment."""
+        return tenant in self._of
+
+    def find(self, number: int) -> Segment | None:
+        return self._segments.get(number)
+
+    def num_blocks_of(self, tenant: TenantId) -> int:
+        return self._of[tenant].num_live if tenant in self._of else 0
+
+    def is_open(self, segment: Segment) -> bool:
+        """Whether it takes extents."""
+        return self._of[segment.id.tenant].open is segment
+
+    def end_of(self, tenant: TenantId) -> tuple[int, int]:
+        """Number and page before which lies all of the tenant that has a place by now."""
+        of = self._of.get(tenant)
+        return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
+
+    def next_number(self) -> int:
+        """For a new segment. Never given again."""
+        number = self._next_number
+        if number > MAX_NUMBER:
+            raise OSError(f"segment numbers are used up at {MAX_NUMBER}: empty the folder")
+        self._next_number += 1
+        return number
+
+    def not_before(self, number: int) -> None:
+        """Numbers up to this one are taken."""
+        self._next_number = max(self._next_number, number + 1)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Counts disk space from before a file is made, so that the sum is never less than what is there."""
+        self._set_aside_bytes += nbytes
+
+    def add(self, segment: Segment, *, from_aside: bool) -> None:
+        """A file that is there. A new one, whose space was set aside, takes extents from now on, unless retired."""
+        nbytes = segment.num_pages * PAGE
+        of = self._of.setdefault(segment.id.tenant, TenantSegments())
+        self._segments[segment.number] = of.segments[segment.number] = segment
+        of.nbytes += nbytes
+        of.num_live += segment.num_live
+        self._file_bytes += nbytes
+        self._took(segment, segment.next_page)
+        of.note(segment)
+        if from_aside:
+            self._set_aside_bytes -= nbytes
+            if not segment.retired:
+                of.open = segment
+                self._roomiest.put(segment.number, -segment.spare_pages)
+
+    def take(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
+        """Room for a head and payloads in the tenant's open segment; None when it has none.
+
+        :param epoch: the smallest that a record in it has.
+        """
+        of = self._of.get(tenant)
+        segment = of.open if of is not None else None
+        if segment is None or segment.evicting or not segment.takes(num_entries, payload_pages):
+            return None
+        return self.extend(segment, num_entries, payload_pages, epoch)
+
+    def extend(self, segment: Segment, num_entries: int, payload_pages: int, epoch: int) -> Extent:
+        """`take`, of a certain segment that has room."""
+        head = head_pages(num_entries)
+        extent = Extent(segment, segment.next_page, head, head + payload_pages)
+        segment.next_page += extent.num_pages
+        segment.num_entries += num_entries
+        segment.in_flight += 1
+        segment.min_epoch = min(segment.min_epoch, epoch)
+        self._took(segment, extent.num_pages)
+        self._of[segment.id.tenant].note(segment)
+        if self.is_open(segment):
+            self._roomiest.put(segment.number, -segment.spare_pages)
+        return extent
+
+    def count(self, segment: Segment, change: int) -> None:
+        """So many records more are found in it."""
+        of = self._of[segment.id.tenant]
+        segment.num_live += change
+        of.num_live += change
+        of.note(segment)
+
+    def note_forget(self, segment: Segment, epoch: int) -> None:
+        """A tombstone of this epoch is in it."""
+        segment.last_forget = max(segment.last_forget, epoch)
+        self._of[segment.id.tenant].note(segment)
+
+    def first_epoch(self, tenant: TenantId, but: Segment | None = None) -> tuple[int, int]:
+        """The smallest of any record of the tenant, dead ones included, and the segment's number; not in `but`."""
+        of = self._of.get(tenant)
+        found = of.first_epoch(but) if of is not None else None
+        return found if found is not None else (NO_EPOCH, 0)
+
+    def first_empty(self, tenant: TenantId, *, open_too: bool) -> Segment | None:
+        """Of those without a live record that nobody writes to or removes: the one whose tombstones are the oldest.
+
+        :param open_too: the one that takes extents counts.
+        """
+        of = self._of.get(tenant)
+        return of.first_empty(self._clock(), open_too=open_too) if of is not None else None
+
+    def is_unused(self, segment: Segment, *, open_too: bool) -> bool:
+        """Whether it has no live record, and nobody writes to it, or removes it, or tried to a moment ago."""
+        return segment.is_unused(self._clock(), open_too=open_too)
+
+    def retire(self, tenant: TenantId) -> Segment | None:
+        """The tenant's open segment takes no more; None when there was none."""
+        of = self._of.get(tenant)
+        segment = of.open if of is not None else None
+        if of is not None and segment is not None:
+            segment.retired, of.open = True, None
+            self._roomiest.drop(segment.number)
+        return segment
+
+    def shrink(self, segment: Segment, num_pages: int) -> None:
+        """Its file was cut behind the last page that counts."""
+        nbytes = (segment.num_pages - num_pages) * PAGE
+        self._of[segment.id.tenant].nbytes -= nbytes
+        self._file_bytes -= nbytes
+        self._took(segment, num_pages - segment.next_page)
+        segment.next_page = segment.num_pages = num_pages
+
+    def wanted_bytes(self, tenant: TenantId, capacity_bytes: int) -> int:
+        """Of the tenant's next segment: its part of a fair share, or as large a part of what it has if that is more."""
+        of = self._of.get(tenant)
+        num_pages = of.num_pages // SEGMENTS_AT_LEAST if of is not None else 0
+        return max(share_bytes(capacity_bytes, len(self._of) + (of is None)), num_pages * PAGE)
+
+    def roomiest(self, capacity_bytes: int) -> Segment | None:
+        """An open segment that has more room left than its tenant would get anew, and that nobody writes to."""
+
+        def is_fair(number: int) -> bool:
+            segment = self._segments[number]
+            spare_bytes = segment.spare_pages * PAGE
+            return segment.in_flight > 0 or spare_bytes <= self.wanted_bytes(segment.id.tenant, capacity_bytes)
+
+        # Those above are few: their tenants have more than a fair share, or came when there were fewer.
+        least = share_bytes(capacity_bytes, max(1, len(self._of))) // PAGE
+        found = self._roomiest.first(is_fair, below=-least)
+        return self._segments[found[1]] if found is not None else None
+
+    def victim(self) -> Segment | None:
+        """The oldest segment that may go and has more than tombstones, of the tenant that has taken most pages."""
+        now_s = self._clock()
+        found = self._fullest.first(lambda tenant: self._of[tenant].oldest(now_s) is None)
+        return self._of[found[1]].oldest(now_s) if found is not None else None
+
+    def owes(self, tenant: TenantId) -> bool:
+        """Whether there may be records of the tenant on disk that the index does not have."""
+        return tenant in self._of and self._of[tenant].num_owing > 0
+
+    def owe(self, segment: Segment) -> None:
+        """Its file may have records that the index does not: who discards them later is to write a tombstone."""
+        self._set_owing(segment, owing=True)
+
+    def sealed(self, segment: Segment, num_pages: int) -> None:
+        """Its footer says what it has, and its file is cut behind that."""
+        self.shrink(segment, num_pages)
+        segment.sealed, segment.landed = True, []
+
+    def unsure_of(self, tenant: TenantId) -> list[int]:
+        """Numbers of the tenant's segments that may have records that the index does not: some are being written."""
+        of = self._of.get(tenant)
+        return [s.number for s in of.segments.values() if s.owing or s.in_flight] if of is not None else []
+
+    def doom(self, segment: Segment) -> threading.Event:
+        """It is to be removed by those who write to it or evict it; set when that was tried."""
+        segment.doomed = True
+        segment.removed = segment.removed or threading.Event()
+        self.owe(segment)
+        if self.is_open(segment):
+            self.retire(segment.id.tenant)
+        return segment.removed
+
+    def mark(self, segment: Segment) -> Segment:
+        """The caller is about to remove it."""
+        segment.evicting = True
+        self.owe(segment)
+        if self.is_open(segment):
+            self.retire(segment.id.tenant)
+        return segment
+
+    def stuck(self, segment: Segment) -> None:
+        """It could not be removed."""
+        segment.evicting, segment.compacted, segment.stuck_until_s = False, False, self._clock() + _STUCK_S
+        self._tell(segment)
+
+    def emptied(self, segment: Segment) -> None:
+        """Its file has nothing in it, and could not be unlinked. It counts a page: there is to be an end to them."""
+        segment.last_forget = 0
+        self.compacted(segment, 1, 0)
+        segment.stuck_until_s = self._clock() + _STUCK_S
+
+    def compacted(self, segment: Segment, num_pages: int, num_entries: int) -> None:
+        """A segment that was to be removed has nothing but tombstones now, and so many pages."""
+        of = self._of[segment.id.tenant]
+        segment.doomed = False
+        self._set_owing(segment, owing=False)
+        self.sealed(segment, num_pages)
+        of.epochs.drop(segment.number)
+        segment.num_entries, segment.min_epoch, segment.compacted = num_entries, NO_EPOCH, True
+        segment.evicting, segment.stuck_until_s = False, -math.inf
+        of.note(segment)
+        self._tell(segment)
+
+    def gone(self, segment: Segment) -> None:
+        """Its file is no longer there."""
+        of = self._of[segment.id.tenant]
+        of.nbytes -= segment.num_pages * PAGE
+        self._file_bytes -= segment.num_pages * PAGE
+        self._took(segment, -segment.next_page)
+        self._set_owing(segment, owing=False)
+        del self._segments[segment.number]
+        of.drop(segment)
+        self._tell(segment)
+        if not of.segments:
+            del self._of[segment.id.tenant]
+            self._fullest.drop(segment.id.tenant)
+
+    def check(self, num_records: int) -> None:
+        """Raises `InvariantError` when the books do not add up."""
+        if sum(segment.num_live for segment in self) != num_records:
+            raise InvariantError(f"disk segments: live records are miscounted, the index has {num_records}")
+        if self._file_bytes != sum(segment.num_pages for segment in self) * PAGE:
+            raise InvariantError("disk segments: their bytes are miscounted")
+        for segment in self:
+            if segment.next_page > segment.num_pages or segment.num_live < 0 or segment.in_flight < 0:
+                raise InvariantError(f"disk segment {segment.number}: {segment.next_page} of {segment.num_pages} pages")
+        for of in self._of.values():
+            of.check()
+        opened = [of.open for of in self._of.values() if of.open is not None]
+        spare, fullest = self._roomiest.first(), self._fullest.first()
+        if -(spare[0] if spare is not None else 0) != max((segment.spare_pages for segment in opened), default=0):
+            raise InvariantError("disk segments: it is not known which one has most room")
+        if -(fullest[0] if fullest is not None else 0) != max((of.num_pages for of in self._of.values()), default=0):
+            raise InvariantError("disk segments: it is not known which tenant has most")
+
+    def _set_owing(self, segment: Segment, owing: bool) -> None:
+        self._of[segment.id.tenant].num_owing += owing - segment.owing
+        segment.owing = owing
+
+    def _took(self, segment: Segment, num_pages: int) -> None:
+        """So many pages more are taken of its tenant's share."""
+        of = self._of[segment.id.tenant]
+        of.num_pages += num_pages
+        self._fullest.put(segment.id.tenant, -of.num_pages)
+
+    @staticmethod
+    def _tell(segment: Segment) -> None:
+        """Those who wait for it to go."""
+        if segment.removed is not None:
+            segment.removed.set()
+            segment.removed = None

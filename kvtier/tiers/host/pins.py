@@ -1,0 +1,163 @@
+"""Blocks of a host tier held where they are: leases for who reads them here, places for who maps the memory, pins."""
+
+from collections.abc import Iterable, Sequence
+
+from kvtier.identity.keys import StoreKey
+from kvtier.protocol.shared_memory import PLACE
+from kvtier.tiers.base import Status
+from kvtier.tiers.host.slab import Slab, WriterSlots
+from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.slots import HostSlots, give_back
+
+
+class ReadPin:
+    """A committed block that stays in place until `HostTier.release`."""
+
+    __slots__ = ("_entry", "_writer_slots", "checksum", "view")
+
+    def __init__(self, view: memoryview, entry: Entry[StoreKey], writer_slots: WriterSlots) -> None:
+        self.view = view
+        """The payload, read-only. Do not use it after release: the slot may hold another block."""
+        self.checksum = entry.checksum
+        """What was given to commit: by convention the stored form's (`kvtier.codec.stored_form.checksum`)."""
+        self._entry: Entry[StoreKey] | None = entry
+        """None once released. Guarded by the tier's lock."""
+        self._writer_slots = writer_slots
+
+
+class SlabPin:
+    """A committed block that stays in memory until `HostTier.unpin`, for as long as the caller likes."""
+
+    __slots__ = ("_entry", "_slab", "key", "nbytes")
+
+    def __init__(self, entry: Entry[StoreKey], slab: Slab) -> None:
+        self.key = entry.key
+        self.nbytes = entry.nbytes
+        """Of the payload."""
+        self._slab = slab
+        self._entry: Entry[StoreKey] | None = entry
+        """None once unpinned. Guarded by the tier's lock."""
+
+    def is_of_same_block(self, other: "SlabPin") -> bool:
+        """Not only of the same key: a block that was discarded may have been stored again. Both are held."""
+        return self._entry is other._entry
+
+    @property
+    def slab(self) -> int:
+        """Number of the slab that it is in, which cannot be dropped meanwhile."""
+        return self._slab.number
+
+    @property
+    def slab_bytes(self) -> int:
+        """Memory of that slab."""
+        return self._slab.nbytes
+
+
+class PinnedSlots:
+    """Where blocks lie that another process is reading, until `HostTier.release_places`."""
+
+    __slots__ = ("_held", "places", "statuses")
+
+    def __init__(self, held: list[tuple[WriterSlots, Entry[StoreKey]]], statuses: bytes, places: bytes) -> None:
+        self._held = held
+        """Empty once released. Guarded by the tier's lock."""
+        self.statuses = statuses
+        """HIT or MISS per key, in order."""
+        self.places = places
+        """A `kvtier.protocol.shared_memory.PLACE` per hit."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held, hits all of them."""
+        return len(self.places) // PLACE.size
+
+
+class Pins:
+    """Takes holds and ends them. Any thread."""
+
+    def __init__(self, slots: HostSlots) -> None:
+        self._slots = slots
+
+    def acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[ReadPin | None]:
+        """See `HostTier.acquire`."""
+        leases: list[ReadPin | None] = []
+        with self._slots.lock:
+            for key in reversed(keys):
+                held = self._slots.hold(key, touch=touch)
+                if held is None:
+                    leases.append(None)
+                    continue
+                writer_slots, entry = held
+                leases.append(
+                    ReadPin(writer_slots.size_class.view(entry, entry.nbytes).toreadonly(), entry, writer_slots)
+                )
+        leases.reverse()
+        return leases
+
+    def release(self, leases: Iterable[ReadPin | None]) -> None:
+        """See `HostTier.release`."""
+        with self._slots.lock:
+            for lease in leases:
+                if lease is not None and lease._entry is not None:
+                    lease._writer_slots.index.unpin(lease._entry)
+                    lease._entry = None
+
+    def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> PinnedSlots:
+        """See `HostTier.acquire_places`."""
+        every: list[tuple[WriterSlots, Entry[StoreKey]]] = []
+        places: list[bytes] = []
+        statuses = bytearray(len(keys))
+        with self._slots.lock:
+            for i in range(len(keys) - 1, -1, -1):
+                held = self._slots.hold(keys[i], nbytes=payload_bytes[i])
+                if held is None:
+                    continue
+                _, entry = held
+                every.append(held)
+                places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
+                statuses[i] = Status.HIT
+        places.reverse()
+        return PinnedSlots(every, bytes(statuses), b"".join(places))
+
+    def release_places(self, places: PinnedSlots) -> None:
+        """See `HostTier.release_places`."""
+        with self._slots.lock:
+            held, places._held = places._held, []
+            for writer_slots, entry in held:
+                writer_slots.index.unpin(entry)
+
+    def pin(self, keys: Sequence[StoreKey]) -> list[SlabPin | None]:
+        """See `HostTier.pin`."""
+        pins: list[SlabPin | None] = []
+        with self._slots.lock:
+            for key in reversed(keys):
+                held = self._slots.hold(key)
+                if held is None:
+                    pins.append(None)
+                    continue
+                writer_slots, entry = held
+                slab = writer_slots.size_class.slab_of(entry)
+                slab.num_pins += 1
+                pins.append(SlabPin(entry, slab))
+        pins.reverse()
+        return pins
+
+    def unpin(self, pins: Iterable[SlabPin]) -> None:
+        """See `HostTier.unpin`."""
+        with self._slots.lock:
+            for pin in pins:
+                entry, pin._entry = pin._entry, None
+                if entry is None:
+                    continue
+                writer_slots = pin._slab.writer_slots
+                pin._slab.num_pins -= 1
+                writer_slots.index.unpin(entry)
+                if writer_slots.retired:
+                    self._slots.memory.note_freed(writer_slots, entry.slot)
+            dropped = self._slots.memory.take_dropped()
+        give_back(dropped)
+
+    def are_findable(self, pins: Sequence[SlabPin]) -> list[bool]:
+        """See `HostTier.are_findable`."""
+        with self._slots.lock:
+            return [p._entry is not None and p._slab.writer_slots.index.find(p.key) is p._entry for p in pins]

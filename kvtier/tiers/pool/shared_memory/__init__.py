@@ -1,0 +1,1 @@
+"""The cache pool's memory, mapped by a client on the same host."""

@@ -1,0 +1,101 @@
+"""Blocks of a pool's mapped memory, lent on: see `kvtier.tiers.lease`."""
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec.stored_form import checksum
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.slab_layout import SLAB_STRIDE, SharedSlab
+from kvtier.tiers.lease import MappableSlab, SlotRef
+from kvtier.tiers.pool.shared_memory.hold import PartHold
+from kvtier.tiers.pool.shared_memory.link import MemoryLink
+from kvtier.tiers.pool.shared_memory.session import Session
+
+
+class PoolSlab:
+    """`MappableSlab`: one of the pool's, which this process has mapped. Does not keep it mapped."""
+
+    def __init__(self, link: MemoryLink, session: Session, number: int) -> None:
+        """:param number: what the pool calls it, in this session."""
+        self._link, self._session, self._number = link, session, number
+
+    @property
+    def has_ended(self) -> bool:
+        """See `MappableSlab.has_ended`. With its connection, too: the memory of a pool that has ended is nobody's."""
+        slab = self._session.slabs.get(self._number)
+        return self._session.has_ended or slab is None or not slab.in_use
+
+    def share(self, timeout_s: float) -> SharedSlab | None:
+        """See `MappableSlab.share`."""
+        return None if self.has_ended else self._link.fetch(self._session, self._number, MONOTONIC() + timeout_s)
+
+
+class PoolLease:
+    """`Lease` of blocks in the pool's memory."""
+
+    def __init__(
+        self,
+        link: MemoryLink,
+        keys: Sequence[StoreKey],
+        nbytes: int,
+        parts: Sequence[tuple[int, int]],
+        *,
+        ready: Container[int],
+        deadline: float,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """Blocks until the pool has answered, and all that is to be lent is verified. Errors as of `MemoryLink`.
+
+        :param parts: ranges of `keys` that are asked for in one message each. With none, nothing is lent.
+        :param on_end: told how many bytes were lent.
+        """
+        self._nbytes, self._on_end = nbytes, on_end
+        self.places: list[SlotRef | None] = [None] * len(keys)
+        self.not_ready: dict[int, MappableSlab] = {}
+        self.held_until_s = math.inf
+        self._holds: list[PartHold] = []
+        try:
+            for start, stop in parts:
+                self._holds.append(PartHold(link, keys[start:stop], [nbytes] * (stop - start), deadline))
+            for (start, stop), hold in zip(parts, self._holds, strict=True):
+                hold.await_places()
+                self.held_until_s = min(self.held_until_s, hold.held_until_s)
+                self._lease(hold, start, keys[start:stop], ready, deadline)
+                self._offer(link, hold.session, {block.slot // SLAB_STRIDE for block in hold.blocks()}, ready)
+            if not parts:
+                session = link.session_by(deadline)
+                self._offer(link, session, session.slabs, ready)
+        except BaseException:
+            self._release()
+            raise
+
+    def release(self) -> None:
+        """See `Lease.release`."""
+        self._release()
+        self._on_end(self._nbytes * (len(self.places) - self.places.count(None)))
+
+    def _lease(
+        self, hold: PartHold, first: int, keys: Sequence[StoreKey], ready: Container[int], deadline: float
+    ) -> None:
+        """What is not whole is not lent: whoever then reads it finds out, and has it dropped."""
+        for block in hold.blocks():
+            if MONOTONIC() > deadline:
+                return
+            slab = block.slab
+            if slab.serial not in ready:
+                continue
+            if checksum(keys[block.position], slab.slot(block.slot, self._nbytes)) == block.checksum:
+                place = SlotRef(slab.serial, block.slot % SLAB_STRIDE, block.generation)
+                self.places[first + block.position] = place
+
+    def _offer(self, link: MemoryLink, session: Session, numbers: Iterable[int], ready: Container[int]) -> None:
+        slabs = session.slabs
+        for number in list(numbers):
+            slab = slabs.get(number)
+            if slab is not None and slab.serial not in ready:
+                self.not_ready[slab.serial] = PoolSlab(link, session, number)
+
+    def _release(self) -> None:
+        for hold in self._holds:
+            hold.release()

@@ -1,0 +1,62 @@
+"""One part of a read from the mapped memory of a pool: held, copied and released together.
+
+A part waits for the pool only before its first copy: while it is copied, the pool finds the blocks of the next one.
+"""
+
+from collections.abc import Sequence
+
+from kvtier.clock import MONOTONIC
+from kvtier.codec.stored_form import copy_checked
+from kvtier.errors import CorruptBlockError
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.pieces import Target
+from kvtier.tiers.pool.shared_memory.hold import PartHold
+from kvtier.tiers.pool.shared_memory.link import MemoryLink
+
+
+class ReadPart:
+    """Some blocks of a read. One thread. Errors are those of `MemoryLink`; whatever happens, `release` it."""
+
+    def __init__(
+        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[Target], part: slice, deadline: float
+    ) -> None:
+        """Asks the pool to hold what it has of these blocks in its memory.
+
+        :param part: of the batch of `keys` and `into`.
+        """
+        self._first = part.start
+        self._keys, self._into = keys[part], into[part]
+        self._deadline = deadline
+        self._hold = PartHold(link, self._keys, [len(buffer) for buffer in self._into], deadline)
+
+    def await_places(self) -> None:
+        """Blocks until the pool has answered, and maps what it said."""
+        self._hold.await_places()
+
+    def copy(self) -> list[tuple[int, CorruptBlockError | None]]:
+        """Place in the batch of each block that is whole, or broken. Ends early when there is no time left.
+
+        All that can be is done before the first copy or after the last: a copy leaves nothing else in the processor's
+        caches, and the same lines cost three times as much between two of them.
+        """
+        held = self._hold.blocks()
+        sources = [block.slab.slot(block.slot, len(self._into[block.position])) for block in held]
+        copied: list[tuple[int, float]] = []
+        """Checksum of each, and when it was copied."""
+        for block, source in zip(held, sources, strict=True):
+            copied.append((copy_checked(self._keys[block.position], self._into[block.position], source), MONOTONIC()))
+            if copied[-1][1] > self._deadline:
+                break
+        held_until_s = self._hold.held_until_s
+        return [
+            (
+                self._first + block.position,
+                None if copy == block.checksum else CorruptBlockError("checksum mismatch in shared memory"),
+            )
+            for block, (copy, at) in zip(held, copied, strict=False)
+            if block.is_in_place() and at < held_until_s
+        ]
+
+    def release(self) -> None:
+        """The pool may do with the blocks what it likes."""
+        self._hold.release()

@@ -1,0 +1,89 @@
+"""Blocks that the tiers of a tier process lend to the engine: the process's end. See `kvtier.tiers.lease`.
+
+The engine maps slabs of the tier by descriptors that come by way of this process, and tells which of them are ready.
+"""
+
+import itertools
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+
+from kvtier.errors import KvtierError
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.slab_layout import SharedSlab
+from kvtier.tiers.base import Tier
+from kvtier.tiers.lease import Lease, LeasingTier, MappableSlab, SlotRef
+from kvtier.tiers.sidecar.messages import NO_SLAB, pack_numbers
+
+NO_LEASE = 0
+"""Id of what lends nothing."""
+_NOTHING = {"lease": NO_LEASE, "not_ready": b""}
+_NOWHERE = SlotRef(NO_SLAB, 0, 0)
+_SHARE_S = 1.0
+"""For a descriptor of a slab."""
+
+
+class LeaseTable:
+    """Loans and slabs of all tiers of this process. Any thread."""
+
+    def __init__(self) -> None:
+        # Unlike those of the process before: the engine may still tell that its loans are over.
+        self._ids = itertools.count(NO_LEASE + 1 + secrets.randbits(62))
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        """By id. Guarded by _lock."""
+        self._slabs: dict[int, MappableSlab] = {}
+        """By serial: those that the engine was told of. Guarded by _lock."""
+        self._ready: set[int] = set()
+        """Serials of those that the engine has mapped. Replaced under _lock, not changed."""
+
+    def lease(self, tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> Mapping[str, object]:
+        """Id of the loan, the place of each block, until when it holds, and slabs that are worth mapping."""
+        lease = tier.lease(keys, nbytes, self._ready) if isinstance(tier, LeasingTier) else None
+        if lease is None:
+            return _NOTHING
+        with self._lock:
+            self._slabs.update(lease.not_ready)
+        not_ready = pack_numbers(list(lease.not_ready))
+        if not any(lease.places):
+            lease.release()
+            return {**_NOTHING, "not_ready": not_ready}
+        with self._lock:
+            lease_id = next(self._ids)
+            self._leases[lease_id] = lease
+        serials, slots, generations = zip(*(place or _NOWHERE for place in lease.places), strict=True)
+        return {
+            "lease": lease_id,
+            "held_until_ms": int(lease.held_until_s * 1000),
+            "serials": pack_numbers(serials),
+            "slots": pack_numbers(slots),
+            "generations": pack_numbers(generations),
+            "not_ready": not_ready,
+        }
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Ends these loans, but for those of another process, which ended with it."""
+        with self._lock:
+            leases = [self._leases.pop(lease_id) for lease_id in lease_ids if lease_id in self._leases]
+        for lease in leases:
+            lease.release()
+
+    def share(self, serial: int) -> SharedSlab | None:
+        """A slab for the engine to map; None: it is gone, or cannot be had now."""
+        with self._lock:
+            slab = self._slabs.get(serial)
+        try:
+            return slab.share(_SHARE_S) if slab is not None else None
+        except (OSError, KvtierError):
+            return None  # asked for again by whoever wants a block of it
+
+    def note_mapped(self, serials: Sequence[int]) -> list[int]:
+        """Takes these for the slabs that the engine has mapped; returns those of them that it should unmap.
+
+        What has ended is not lent any more, nor known.
+        """
+        with self._lock:
+            for serial in [serial for serial, slab in self._slabs.items() if slab.has_ended]:
+                del self._slabs[serial]
+            self._ready = self._slabs.keys() & set(serials)
+            return [serial for serial in serials if serial not in self._slabs]

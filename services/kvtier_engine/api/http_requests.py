@@ -1,0 +1,94 @@
+"""Reading requests, and refusing bad ones the way OpenAI's API does."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from kvtier_engine.api.answers import error_body
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_CLIENT_CLOSED = 499
+"""nginx's status for a client that went away; nobody reads it."""
+_UNIONS = {
+    "prompt": "must be text or a list of token ids",
+    "stop": "must be text or a list of at most 4 texts, each of 1 to 1024 characters",
+}
+"""What parameters of several types are. Errors of such name the types' places too, which no client has heard of."""
+
+
+class ApiError(Exception):
+    """Becomes an OpenAI-style error response."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = error_body(message, kind, param, code)
+
+
+async def parse_body(http: HttpRequest, kind: type[Body], most_bytes: int) -> Body:
+    """The request's body.
+
+    :raises ApiError: no JSON, too long, or not what `kind` says; names the first wrong parameter.
+    """
+    data = await _read(http, most_bytes)
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = [str(part) for part in first["loc"]]
+        param = place[0] if place and place[0] in _UNIONS else ".".join(place)
+        raise ApiError(400, f"{param or 'body'}: {_explain(first)}", param=param or None) from error
+
+
+async def _read(http: HttpRequest, most_bytes: int) -> bytes:
+    """One that no request needs is refused before it takes memory, and minutes to tokenise."""
+    body = bytearray()
+    async for piece in http.stream():  # to its end: clients that are still sending do not hear an answer
+        if len(body) <= most_bytes:
+            body += piece
+    if len(body) > most_bytes:
+        raise ApiError(413, f"the body is longer than {most_bytes:,} bytes, more than one request can use here")
+    return bytes(body)
+
+
+def _explain(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "this engine does not know this parameter; leave it out"
+    if len(error["loc"]) > 1 and error["loc"][0] in _UNIONS:
+        return _UNIONS[error["loc"][0]]
+    return str(error["msg"])
+
+
+async def answer_api_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status)
+
+
+async def answer_http_error(http: HttpRequest, error: Exception) -> Response:
+    """No such route, or another method."""
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+
+async def answer_client_gone(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)
+
+
+async def answer_bug(http: HttpRequest, error: Exception) -> Response:
+    return JSONResponse(error_body("an error inside the server; see its log", "server_error"), 500)
+
+
+HANDLERS: dict[Any, Any] = {
+    ApiError: answer_api_error,
+    HTTPException: answer_http_error,
+    ClientDisconnect: answer_client_gone,
+    Exception: answer_bug,
+}
+"""What starlette does with exceptions."""

@@ -1,0 +1,183 @@
+"""The HTTP side: starlette in a thread of its own, beside the engine's. The only place with asyncio."""
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
+from kvtier_engine.api.answers import AnswerFormat
+from kvtier_engine.api.event_stream import EventStream
+from kvtier_engine.api.generation import Ask, Generation, stopping
+from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
+from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
+from kvtier_engine.scheduling.engine import Engine
+from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.text.answer_text import AnswerText
+from kvtier_engine.text.tokenizer import ChatTokenizer
+
+_BODY_BYTES_PER_TOKEN = 64
+_BODY_BYTES_BESIDES = 64 * 1024
+"""Together the longest body that is read: tokens take about 5 bytes, escaped and rare ones some ten."""
+
+
+class Server:
+    """The endpoints of one engine and one model. Handlers run in the event loop; tokenisation in a thread.
+
+    Nobody is asked who they are: whoever reaches the port may use the engine, and reset its cache. Only web pages may
+    not reset it: they reach the loopback address of whoever looks at them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        *,
+        model_name: str,
+        eos_token_ids: tuple[int, ...],
+        registry: CollectorRegistry,
+    ) -> None:
+        """:param registry: what `/metrics` exports. The engine stays the caller's, who starts and closes it."""
+        self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
+        self._model_name, self._eos_token_ids = model_name, eos_token_ids
+        self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        app = Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/cache/reset", self._reset_cache, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._one_model),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers=HANDLERS,
+        )
+        app.router.redirect_slashes = False  # a redirect is no answer of OpenAI's; clients that post do not follow it
+        return app
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        arrived_at = MONOTONIC()
+        body = await parse_body(http, CompletionBody, self._most_body_bytes)
+        self._check(body)
+        if isinstance(body.prompt, str):
+            tokens = (await run_in_threadpool(self._tokenizer.encode, body.prompt)).tolist()
+        else:
+            tokens = body.prompt
+        sampling = self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at))
+
+    async def _chat(self, http: HttpRequest) -> Response:
+        arrived_at = MONOTONIC()
+        body = await parse_body(http, ChatBody, self._most_body_bytes)
+        self._check(body)
+        messages = [message.model_dump() for message in body.messages]
+        try:
+            tokens = (await run_in_threadpool(self._tokenizer.encode_chat, messages)).tolist()
+        except InvalidInputError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        room = max(1, self._engine.limits.max_total_tokens - len(tokens))
+        sampling = self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
+        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at))
+
+    def _check(self, body: SamplingBody) -> None:
+        """What can be refused before anything is tokenised."""
+        self._check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model_name):
+            message = f"there is no model {name!r} here, only {self._model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _sampling(self, body: SamplingBody, max_tokens: int) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=body.seed,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
+        answer = AnswerFormat(
+            chat=isinstance(body, ChatBody),
+            model=self._model_name,
+            prompt_token_ids=ask.tokens if body.return_prompt_token_ids else None,
+            usage_chunk=body.wants_usage_chunk,
+        )
+        generation = self._generate(http, body, ask)
+        if body.stream:
+            return EventStream(generation, answer)
+        return JSONResponse(answer.whole(*await _read_all(generation)))
+
+    def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Generation:
+        stop = body.stop_sequences
+        text = AnswerText(self._tokenizer.detokenizer(), stop)
+        prompt = "messages" if isinstance(body, ChatBody) else "prompt"
+        try:
+            return Generation(self._engine, http, ask, text, read_along=bool(body.stream or stop))
+        except LimitExceededError as error:
+            raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
+        except InvalidInputError as error:
+            raise ApiError(400, str(error), param=prompt) from error
+        except ClosedError as error:
+            raise _unavailable(error) from error
+
+    async def _reset_cache(self, http: HttpRequest) -> Response:
+        await parse_body(http, ResetBody, self._most_body_bytes)
+        if "origin" in http.headers:  # browsers add it to every POST of a page, and no page can leave it out
+            raise ApiError(403, "web pages may not reset the cache: send the request without an Origin header")
+        done: Future[int | None] = Future()
+        try:
+            self._engine.reset_cache(done.set_result)
+            num_blocks = await asyncio.shield(asyncio.wrap_future(done))
+        except ClosedError as error:
+            raise _unavailable(error) from error
+        except asyncio.CancelledError:
+            raise stopping() from None
+        if num_blocks is None:
+            raise stopping()
+        return JSONResponse({"object": "cache.reset", "scope": "engine", "forgotten_blocks": {"device": num_blocks}})
+
+    async def _models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def _one_model(self, http: HttpRequest) -> Response:
+        self._check_model(http.path_params["model"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, object]:
+        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "kvtier"}
+
+    async def _health(self, http: HttpRequest) -> Response:
+        healthy = self._engine.healthy
+        return JSONResponse({"status": "ok" if healthy else "failed"}, 200 if healthy else 503)
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _read_all(generation: Generation) -> tuple[str, Completion]:
+    texts = []
+    with contextlib.closing(generation):
+        while True:
+            text, done = await generation.read()
+            texts.append(text)
+            if done is not None:
+                return "".join(texts), done
+
+
+def _unavailable(error: ClosedError) -> ApiError:
+    return ApiError(503, str(error), code="unavailable")

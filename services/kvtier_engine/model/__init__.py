@@ -1,0 +1,1 @@
+"""The model: weights, paged KV, forward pass, CUDA graphs."""

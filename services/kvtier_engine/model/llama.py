@@ -1,0 +1,158 @@
+"""The forward pass of a Llama, Qwen2 or Qwen3 model over paged KV."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtier_engine.model.model_config import ModelConfig
+from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.model.rope import RopeTable, rotate
+from kvtier_engine.model.weights import LayerWeights, LlamaWeights
+from kvtier_kernels import LayerAttention, find_shared_prefixes, step_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sequence, and where the sequence lives."""
+
+    token_ids: Sequence[int]
+    """At least one, the ones to compute now."""
+    start: int
+    """Position of `token_ids[0]`: how many tokens of the sequence have KV in the blocks already."""
+    block_table: Sequence[int]
+    """Blocks of the sequence in order; enough for `start + len(token_ids)` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a forward pass takes, on the device."""
+
+    token_ids: Tensor
+    """int64 `[num_tokens]`, those of one sequence after those of another; `positions` likewise."""
+    positions: Tensor
+    attend: LayerAttention
+    """Writes and reads the sequences' KV."""
+    last_rows: Tensor | None
+    """int64 `[num_seqs]`: which tokens are the last of their sequences. None where each sequence has one token."""
+
+
+class LlamaModel:
+    """Weights and arithmetic; holds no state of any sequence. One thread at a time calls `forward`."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+        self._config = config
+        self._weights = weights
+        with torch.device(weights.embedding.device):  # what it allocates, it allocates there
+            self._rope = RopeTable(config, weights.embedding.dtype)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor:
+        """Computes the chunks' tokens, writes their KV into their blocks, and returns what follows each chunk.
+
+        The same chunk over the same cached values gives the same bits, whichever blocks hold it, as
+        long as the chunks beside it have the same lengths and, on CUDA, share as many blocks.
+
+        :param chunks: of distinct sequences, at least one.
+        :param kv: of this model's geometry and dtype, on the weights' device. Only the blocks of new tokens change.
+        :returns: float32 `[len(chunks), vocab_size]`, on that device: logits after the last token of each chunk.
+        """
+        return self.compute(self._gather(chunks, kv), kv)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores of attention."""
+        return float(self._config.head_dim**-0.5)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self._config.num_attention_heads
+
+    def compute(self, batch: Batch, kv: PagedKV) -> Tensor:
+        """`forward` of a batch whose tensors are there. Call it in inference mode.
+
+        Nothing of it waits for the device, and what it launches depends on the tensors' shapes and the batch's `attend`
+        alone.
+        """
+        weights, config = self._weights, self._config
+        cos, sin = self._rope.at(batch.positions)
+        hidden = F.embedding(batch.token_ids, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            hidden += self._attention(layer, normed, cos, sin, kv.layer(index), batch.attend)
+            normed = _rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
+            hidden += _mlp(layer, normed)
+        last = hidden if batch.last_rows is None else hidden[batch.last_rows]
+        last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
+        return F.linear(last, weights.lm_head).float()
+
+    def _attention(
+        self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, attend: LayerAttention
+    ) -> Tensor:
+        heads, kv_heads, head_dim = (
+            self._config.num_attention_heads,
+            self._config.num_key_value_heads,
+            self._config.head_dim,
+        )
+        fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
+        query_key = fused[:, : heads + kv_heads]
+        if layer.qk_norm is not None:
+            query_key = _rms_norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
+        rotated = rotate(query_key, cos, sin)
+        attended = attend(kv_layer, rotated[:, :heads], rotated[:, heads:], fused[:, heads + kv_heads :])
+        return F.linear(attended.flatten(1), layer.attention_output)
+
+    def _gather(self, chunks: Sequence[Chunk], kv: PagedKV) -> Batch:
+        tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        starts = [0, *itertools.accumulate(lengths)]
+        # By numpy: a list goes into an array of it in a tenth of the time that a tensor takes.
+        tables = np.zeros((len(chunks), max(len(chunk.block_table) for chunk in chunks)), np.int64)
+        token_ids, positions, block_ids = (np.empty(starts[-1], np.int64) for _ in range(3))
+        for row, chunk in enumerate(chunks):
+            tables[row, : len(chunk.block_table)] = chunk.block_table
+            new = slice(starts[row], starts[row + 1])
+            token_ids[new] = chunk.token_ids
+            positions[new] = np.arange(chunk.start, chunk.start + lengths[row])
+            block_ids[new] = tables[row, positions[new] // tokens_per_block]
+        seq_lens = torch.tensor([chunk.start + length for chunk, length in zip(chunks, lengths, strict=True)])
+        tables_here, decodes = torch.from_numpy(tables), max(lengths) == 1
+
+        def there(array: npt.NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        query_starts = there(np.array(starts))
+        return Batch(
+            token_ids=there(token_ids),
+            positions=there(positions),
+            attend=step_attention(
+                (there(block_ids), there(positions % tokens_per_block)),
+                there(tables),
+                query_starts,
+                there(seq_lens.numpy()),
+                scale=self.scale,
+                max_seq_len=int(seq_lens.max()),
+                num_keys=int(seq_lens.sum()),
+                prefixes=find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None,
+            ),
+            last_rows=None if decodes else query_starts[1:] - 1,
+        )
+
+
+def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
+    gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate).mul_(up), layer.down)
+
+
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Hugging Face's order of roundings, in three passes: twice as fast as `F.rms_norm` on CPU."""
+    wide = hidden.float()
+    norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norms.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
+    return (wide * scale).to(hidden.dtype).mul_(weight)

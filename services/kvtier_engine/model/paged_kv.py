@@ -1,0 +1,124 @@
+"""The engine's KV memory: one tensor of blocks."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import ConfigError
+from kvtier.identity.namespace import Namespace
+from kvtier_engine.model.model_config import ModelConfig
+from kvtier_kernels.records import DTYPES as RECORD_DTYPES
+from kvtier_kernels.records import LossyCodec, RecordLayout
+
+PHYSICAL_LAYOUT = "L2NHD"
+"""Inside a block: layer, key or value, token, KV head, head dimension."""
+BACKENDS = {"cpu": "torch-cpu", "cuda": "torch-cuda"}
+"""Names of backends, by type of device. The two round differently, in every matrix product that leads to KV."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """KV of `num_blocks` blocks. Block-first, so that a block of all layers is one contiguous range of bytes.
+
+    The scheduler thread writes blocks in `forward`; movers copy whole blocks in and out, only such as the
+    scheduler does not touch meanwhile.
+    """
+
+    tensor: Tensor
+    """`[num_blocks, num_layers, 2, tokens_per_block, num_kv_heads, head_dim]`, contiguous."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.size(0)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.tensor.size(3)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the payload of every tier, unless a lossy codec makes it smaller."""
+        return self.tensor.stride(0) * self.tensor.element_size()
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a forward pass that begins now may wait for a load."""
+        return False
+
+    def layer(self, index: int) -> Tensor:
+        """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
+        return self.tensor[:, index]
+
+    def record_layout(self, lossy_codec: str) -> RecordLayout:
+        """The layout of a block, which is one page, in the form of this codec.
+
+        :raises ConfigError: it does not take KV of this dtype.
+        """
+        if self.tensor.dtype not in RECORD_DTYPES:
+            raise ConfigError(
+                f'engine.lossy_codec: "{lossy_codec}" takes KV of 16 bits: set engine.dtype to "bfloat16", '
+                'or engine.lossy_codec to "none"'
+            )
+        head_dim = self.tensor.size(-1)
+        return RecordLayout(LossyCodec(lossy_codec), self.tensor.dtype, head_dim, self.tensor[0].numel() // head_dim)
+
+    def byte_rows(self) -> Tensor:
+        """uint8 `[num_blocks, block_bytes]`, a view of the same memory: what movers copy."""
+        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+
+def allocate_kv(
+    config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype, device: torch.device = _CPU
+) -> PagedKV:
+    """Zeroed, and thereby pre-faulted: a first touch inside a step would cost ten times a copy."""
+    shape = (num_blocks, *_block_shape(config, tokens_per_block))
+    return PagedKV(torch.empty(shape, dtype=dtype, device=device).zero_())
+
+
+def bytes_per_block(config: ModelConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """`PagedKV.block_bytes`, before there is one."""
+    return math.prod(_block_shape(config, tokens_per_block)) * dtype.itemsize
+
+
+def _block_shape(config: ModelConfig, tokens_per_block: int) -> tuple[int, ...]:
+    return (config.num_hidden_layers, 2, tokens_per_block, config.num_key_value_heads, config.head_dim)
+
+
+def _model_digest(config: ModelConfig, weights_digest: bytes) -> bytes:
+    """The digest of the weights and of their use: an edited rope or epsilon gives other KV from the same weights."""
+    arithmetic = asdict(config)
+    for beside in ("eos_token_ids", "max_position_embeddings"):
+        del arithmetic[beside]
+    packed = json.dumps(arithmetic, sort_keys=True).encode()
+    return hashlib.sha256(b"kvtier.model.v1" + weights_digest + packed).digest()
+
+
+def kv_namespace(
+    config: ModelConfig,
+    weights_digest: bytes,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    *,
+    lossy_codec: str = "",
+) -> Namespace:
+    """Which bytes the blocks of this engine hold.
+
+    :param lossy_codec: in whose form they leave the device; empty for as they are.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return Namespace(
+        weights_digest=_model_digest(config, weights_digest),
+        dtype=name,
+        kv_dtype=name,
+        physical_layout=PHYSICAL_LAYOUT,
+        backend=BACKENDS[device.type],
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        lossy_codec=lossy_codec,
+    )

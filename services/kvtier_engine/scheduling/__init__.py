@@ -1,0 +1,1 @@
+"""Who computes when: requests, scheduler, prefix cache, sampling."""

@@ -1,0 +1,43 @@
+"""What the engine counts. One instance per registry and engine."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvtier_engine.scheduling.request import Completion
+
+_TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class EngineMetrics:
+    """Counters of one engine; changed by the scheduler thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvtier_engine_{name}", text, labels, registry=registry)
+
+        self.registry = registry
+        self.requests = counter("requests", "Requests that ended: stop, length, cancelled, failed", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that were not computed, by tier", "tier")
+        self.answer_tokens = counter("answer_tokens", "Tokens generated")
+        self.preemptions = counter("preemptions", "Requests that lost their blocks and started again")
+        self.step_seconds = counter("step_seconds", "Time in steps that computed something")
+        self.forward_seconds = counter("forward_seconds", "From launching the model to having its result")
+        self.cache_seconds = counter("cache_seconds", "In hashing, lookup, allocation and other cache bookkeeping")
+        self.running = Gauge("kvtier_engine_running", "Requests in the batch", registry=registry)
+        self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
+        self.ttft_seconds = Histogram(
+            "kvtier_engine_ttft_seconds",
+            "Arrival of a request to its first new token",
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+
+    def count(self, completion: Completion) -> None:
+        """One ended request."""
+        self.requests.labels(completion.finish_reason).inc()
+        self.prompt_tokens.inc(completion.num_prompt_tokens)
+        self.answer_tokens.inc(len(completion.token_ids))
+        for tier, num_tokens in completion.cached_by_tier.items():
+            self.cached_tokens.labels(tier).inc(num_tokens)
+        if completion.ttft_s is not None:
+            self.ttft_seconds.observe(completion.ttft_s)

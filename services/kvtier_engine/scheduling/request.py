@@ -1,0 +1,146 @@
+"""One request on its way through the engine."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.identity.keys import BlockHasher, BlockKey
+from kvtier.offload import BlockStatus
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, and when to stop."""
+
+    max_tokens: int
+    """At most so many new tokens, from 1."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together are at least so likely are drawn; above 0, 1 draws from all."""
+    seed: int | None = None
+    """The same seed gives the same draws; None seeds from the system."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of these ends the answer; it is the answer's last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The end of a request."""
+
+    token_ids: tuple[int, ...]
+    """New tokens, with the end-of-text token if that ended them."""
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    cached_by_tier: Mapping[str, int]
+    """Prompt tokens that were not computed, by where their KV was: `device` and the names of the tiers."""
+    ttft_s: float | None
+    """From the arrival of the request to its first new token; None when there was none."""
+
+
+DoneCallback = Callable[[Completion], None]
+"""Called once, in the engine's thread; must not block."""
+TokenCallback = Callable[[int], None]
+"""Called with each new token, in the engine's thread and within its steps: must be cheap and not block."""
+
+
+class Stage(enum.Enum):
+    WAITING = enum.auto()
+    """Has no blocks. Its lookup may be under way."""
+    LOADING = enum.auto()
+    """Has all blocks of its tokens; some are being fetched into."""
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What the tiers below the device said of the blocks from `first_block` on."""
+
+    first_block: int
+    asked_at: float
+    ticket: int | None
+    """None when there is nothing to wait for."""
+    statuses: list[BlockStatus] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Tokens, blocks and progress of one request. Scheduler thread only, once it is submitted.
+
+    Tokens are in three runs: `[0, num_computed)` have KV in the blocks, the rest has not, and the
+    blocks of `[0, num_published * tokens_per_block)` are known under their keys.
+    """
+
+    request_id: int
+    tokens: list[int]
+    """Prompt, then answer."""
+    sampling: Sampling
+    hasher: BlockHasher | None
+    """Of the request's tenant. None: this request neither uses nor feeds the cache."""
+    on_done: DoneCallback
+    arrived_at: float
+    """On the scheduler's clock."""
+    on_token: TokenCallback | None = None
+    """None when nobody reads along: then tokens cost nothing before the end."""
+    num_prompt_tokens: int = 0
+    stage: Stage = Stage.WAITING
+    keys: list[BlockKey] = field(default_factory=list)
+    """Of the leading full blocks: at first the prompt's, later also the answer's."""
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    """Blocks."""
+    lookup: Lookup | None = None
+    pending_since: float | None = None
+    """When a lookup first ended in a block that is being written."""
+    job_id: int | None = None
+    """The load under way."""
+    refused_at: int | None = None
+    """How many blocks were free when they were too few."""
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    counted: bool = False
+    """`cached_by_tier` is final: what a later start finds are tokens computed for this very request."""
+    ttft_s: float | None = None
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+        if self.sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.sampling.seed)
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def hash_blocks(self, num_blocks: int, tokens_per_block: int) -> None:
+        """Extends `keys` to at least `num_blocks`, which must be full."""
+        if self.hasher is None or len(self.keys) >= num_blocks:
+            return
+        start = len(self.keys)
+        fresh: npt.NDArray[np.int32] = np.array(
+            self.tokens[start * tokens_per_block : num_blocks * tokens_per_block], dtype=np.int32
+        )
+        self.keys += self.hasher.hash_blocks(fresh, parent=self.keys[-1] if start else None)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
+            finish_reason=reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            cached_by_tier=dict(self.cached_by_tier),
+            ttft_s=self.ttft_s,
+        )

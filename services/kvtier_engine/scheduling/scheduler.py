@@ -1,0 +1,247 @@
+"""Continuous batching: who computes how many tokens in each step."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier_engine.model.llama import Chunk
+from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.scheduling.compute_times import ComputeTimes
+from kvtier_engine.scheduling.metrics import EngineMetrics
+from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
+from kvtier_engine.scheduling.request import FinishReason, Request, Stage
+from kvtier_engine.scheduling.sampling import sample
+
+_WARM_UP_TOKENS = 64
+
+
+class Model(Protocol):
+    """What the scheduler needs of a model: `LlamaModel`."""
+
+    def forward(self, chunks: Sequence[Chunk], kv: PagedKV) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Bounds of a step."""
+
+    max_batch_tokens: int = 4096
+    """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
+    max_running: int = 16
+    """Requests that have blocks, or are next to get some."""
+
+
+class Scheduler:
+    """Scheduler thread only. A step never waits for a tier.
+
+    Requests are served in order of arrival. Decoding ones come first in every step, then prefills in
+    chunks. When blocks run out, the latest running one gives up its own and starts again later; what it
+    had computed stays findable until it is overwritten.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKV,
+        cache: PrefixCache,
+        metrics: EngineMetrics,
+        settings: SchedulerSettings | None = None,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """
+        :param kv: on CPU, `forward` has computed when it returns; elsewhere, only when a token has been sampled.
+        :param cache: over exactly the blocks of `kv`.
+        """
+        self._model, self._kv, self._cache, self._metrics = model, kv, cache, metrics
+        self._settings, self._clock = settings or SchedulerSettings(), clock
+        self._compute_times = ComputeTimes(asynchronous=kv.tensor.device.type != "cpu")
+        self._waiting: deque[Request] = deque()
+        self._loading: list[Request] = []
+        """Ended ones too, until their blocks are left alone."""
+        self._running: list[Request] = []
+        """In order of arrival."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that hold or want blocks."""
+        return len(self._waiting) + len(self._loading) + len(self._running)
+
+    def warm_up(self) -> None:
+        """Computes into blocks that nobody has, before the first request: for a process's first pass over the
+        weights takes twice as long as the next."""
+        num_tokens = min(_WARM_UP_TOKENS, self._kv.num_blocks * self._kv.tokens_per_block)
+        self._model.forward([Chunk([0] * num_tokens, 0, range(self._kv.num_blocks))], self._kv)
+        self._model.forward([Chunk([0], 0, range(self._kv.num_blocks))], self._kv)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. It must fit into the blocks alone, with its whole answer."""
+        started = self._clock()
+        request.hash_blocks(len(request.tokens) // self._cache.tokens_per_block, self._cache.tokens_per_block)
+        self._waiting.append(request)
+        hashed_s = self._clock() - started
+        self._metrics.cache_seconds.inc(hashed_s)
+        self._metrics.step_seconds.inc(hashed_s)
+
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
+        """Ends a request early. Unknown ones have ended already."""
+        for request in (*self._waiting, *self._loading, *self._running):
+            if request.request_id == request_id:
+                self._end(request, reason)
+
+    def reset_cache(self) -> int:
+        """Forgets all cached blocks (`PrefixCache.reset`); those that wait ask again. Returns the device's number."""
+        for request in self._waiting:
+            self._cache.cancel_lookup(request)
+        return self._cache.reset((*self._loading, *self._running))
+
+    def end_all(self) -> None:
+        """Ends every request early."""
+        for request in (*self._waiting, *self._loading, *self._running):
+            self._end(request, "cancelled")
+
+    def abandon_all(self, reason: FinishReason) -> None:
+        """Tells all requesters that it is over, and leaves their blocks as they are: for an engine that ends."""
+        for request in (*self._waiting, *self._loading, *self._running):
+            self._tell(request, reason)
+
+    def step(self) -> bool:
+        """Computes one batch. False when there was nothing to compute: then tiers or new requests come first."""
+        started = self._clock()
+        self._take_loaded()
+        self._admit()
+        plan = self._plan()
+        self._metrics.running.set(len(self._running))
+        self._metrics.waiting.set(len(self._waiting) + len(self._loading))
+        if not plan:
+            self._compute_times.end_idle_step()
+            self._cache.end_step()
+            return False
+        planned, is_arriving = self._clock(), self._kv.is_arriving
+        sampled = self._compute(plan)
+        computed = self._clock()
+        for request, _ in plan:
+            self._cache.publish(request)
+        self._cache.end_step()
+        ended = self._clock()
+        for request, _ in plan:
+            self._end_if_over(request)
+        self._metrics.cache_seconds.inc((planned - started) + (ended - computed))
+        self._metrics.step_seconds.inc(ended - started)
+        num_tokens = [count for _, count in plan]
+        booked = self._compute_times.end_step(num_tokens, planned, computed, sampled=sampled, is_arriving=is_arriving)
+        if booked is not None:
+            self._metrics.forward_seconds.inc(booked.seconds)
+            if booked.is_pure:
+                self._cache.note_computed(booked.num_tokens, booked.seconds)
+        return True
+
+    def _take_loaded(self) -> None:
+        for request in self._cache.poll():
+            self._loading.remove(request)
+            if request.stage is Stage.ENDED:
+                self._cache.release(request)
+            else:
+                self._run(request)
+
+    def _run(self, request: Request) -> None:
+        request.stage = Stage.RUNNING
+        self._running.append(request)
+        self._running.sort(key=lambda r: r.request_id)
+
+    def _admit(self) -> None:
+        """Starts waiting requests in order; one that has to wait for a tier is passed by others."""
+        later: list[Request] = []
+        while self._waiting and len(self._loading) + len(self._running) + len(later) < self._settings.max_running:
+            request = self._waiting.popleft()
+            is_alone = not (self._running or self._loading or self._waiting or later)
+            admission = self._cache.admit(request, is_alone=is_alone)
+            if admission is Admission.RUNNING:
+                self._run(request)
+            elif admission is Admission.LOADING:
+                request.stage = Stage.LOADING
+                self._loading.append(request)
+            else:
+                later.append(request)
+                if admission is Admission.NO_ROOM:
+                    break
+        self._waiting.extendleft(reversed(later))
+
+    def _plan(self) -> list[tuple[Request, int]]:
+        """(request, number of tokens) of the next batch."""
+        for request in tuple(self._running):
+            if request.stage is Stage.RUNNING:
+                self._make_room(request)
+        budget = self._settings.max_batch_tokens
+        plan: list[tuple[Request, int]] = []
+        for request in sorted(self._running, key=lambda r: r.num_to_compute > 1):
+            have_blocks = len(request.block_ids) * self._cache.tokens_per_block - request.num_computed
+            num_tokens = min(request.num_to_compute, have_blocks, budget)
+            if num_tokens > 0:
+                plan.append((request, num_tokens))
+                budget -= num_tokens
+        return plan
+
+    def _make_room(self, request: Request) -> None:
+        """Blocks for all tokens of `request`, if need be those of later ones; else it sits out this step."""
+        while not self._cache.grow(request):
+            # Copies end within milliseconds by themselves; then giving up anything would be a waste.
+            if self._cache.copies_hold_blocks or len(self._running) == 1:
+                return
+            victim = self._running.pop()
+            self._cache.release(victim)
+            victim.stage = Stage.WAITING
+            self._waiting.appendleft(victim)
+            self._metrics.preemptions.inc()
+            if victim is request:
+                return
+
+    def _compute(self, plan: list[tuple[Request, int]]) -> bool:
+        """Whether a token was sampled, for which the host waits until the device has computed all of the step."""
+        chunks = [
+            Chunk(request.tokens[request.num_computed :][:num_tokens], request.num_computed, request.block_ids)
+            for request, num_tokens in plan
+        ]
+        logits = self._model.forward(chunks, self._kv)
+        sampled = False
+        for row, (request, num_tokens) in enumerate(plan):
+            request.num_computed += num_tokens
+            if request.num_to_compute == 0:
+                request.tokens.append(sample(logits[row], request))
+                sampled = True
+                if request.ttft_s is None:
+                    request.ttft_s = self._clock() - request.arrived_at
+                if request.on_token is not None:
+                    request.on_token(request.tokens[-1])
+        return sampled
+
+    def _end_if_over(self, request: Request) -> None:
+        num_answer = request.num_answer_tokens
+        if num_answer and request.tokens[-1] in request.sampling.eos_token_ids:
+            self._end(request, "stop")
+        elif num_answer >= request.sampling.max_tokens:
+            self._end(request, "length")
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Tells the requester, and gives blocks back, those of a load as soon as it leaves them alone."""
+        if request.stage is Stage.ENDED:
+            return
+        if request.stage is Stage.WAITING:
+            self._waiting.remove(request)
+            self._cache.cancel_lookup(request)
+        elif request.stage is Stage.LOADING:
+            self._cache.cancel_load(request)
+        else:
+            self._running.remove(request)
+            self._cache.release(request)
+        self._tell(request, reason)
+
+    def _tell(self, request: Request, reason: FinishReason) -> None:
+        if request.stage is not Stage.ENDED:
+            request.stage = Stage.ENDED
+            completion = request.completion(reason)
+            self._metrics.count(completion)
+            request.on_done(completion)

@@ -1,0 +1,1 @@
+"""The block protocol: listening, sessions, verbs, shared memory."""

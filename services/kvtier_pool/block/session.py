@@ -1,0 +1,195 @@
+"""One connection of the block protocol: HELLO, then requests one after the other, to the last words of either side."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import InvalidInputError, KvtierError
+from kvtier.net.tls_errors import TlsError
+from kvtier.net.wrong_protocol import WrongProtocolError
+from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, Result, Verb, result_for
+from kvtier.protocol.block_socket import FrameSocket, require_no_payload
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.store import Store
+from kvtier_pool.auth import Authenticator
+from kvtier_pool.block.client_scope import ClientScope
+from kvtier_pool.block.request_context import RequestContext
+from kvtier_pool.block.shared_memory import ClientMemory, SharedClients
+from kvtier_pool.block.shared_verbs import SharedVerbs
+from kvtier_pool.block.verbs import BlockVerbs, Handler
+from kvtier_pool.settings import PoolLimits
+from kvtier_pool.wrong_protocol import answer_for
+
+_log = logging.getLogger(__name__)
+_HELLO_S = 5.0
+"""How long a peer may keep a thread before it has shown a token."""
+_LAST_WORDS_S = 1.0
+"""How long the answer that ends a connection may take to be sent and received."""
+
+
+class BlockSession:
+    """Serves one peer. `run` on a thread of its own; `finish` and `cut` from any thread."""
+
+    def __init__(
+        self,
+        connection: FrameSocket,
+        core: Store,
+        authenticator: Authenticator,
+        limits: PoolLimits,
+        metrics: PoolMetrics,
+        clients: SharedClients | None = None,
+        certificate_names: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """
+        :param connection: owned from now on.
+        :param clients: where the peer may share memory with the pool.
+        :param certificate_names: of the peer's verified certificate; called when it has said hello.
+        """
+        self._connection = connection
+        self._core = core
+        self._authenticator = authenticator
+        self._limits = limits
+        self._metrics = metrics
+        self._clients = clients
+        self._memory: ClientMemory | None = None
+        """What the peer holds in shared memory, where there is any. Own thread only."""
+        self._certificate_names = certificate_names
+        self.greeted = False
+        """The peer has shown whose it is. Written by the own thread only."""
+        self._request_id = 0
+        """Of the request being served. Own thread only."""
+        self._lock = threading.Lock()
+        self._idle = False
+        """Between two requests. Guarded by _lock."""
+        self._finishing = False
+        """Guarded by _lock."""
+
+    def run(self) -> None:
+        """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
+        try:
+            scope = self._greet()
+            if scope is not None:
+                handlers = self._handlers(scope)
+                while self._next_request():
+                    self._serve(handlers)
+        except WrongProtocolError as error:
+            _log.info("connection closed: %s", error)
+            self._end_with(Result.INVALID, str(error), stranger=None if self.greeted else answer_for(error.first))
+        except KvtierError as error:
+            self._end_with(result_for(error), str(error))
+        except TlsError as error:
+            _log.info("connection refused: %s", error)
+        except OSError as error:
+            _log.debug("connection lost: %s", error)
+        except Exception:
+            _log.exception("a request failed")
+            self._end_with(Result.INTERNAL, "internal error of the pool; see its log")
+        finally:
+            self._connection.close()
+            if self._clients is not None and self._memory is not None:
+                self._clients.end(self._memory)
+
+    def finish(self) -> None:
+        """Ends it now when it is idle, else after the request that it is serving."""
+        with self._lock:
+            self._finishing = True
+            idle = self._idle
+        if idle:
+            self._connection.shut_down()
+
+    def cut(self) -> None:
+        """Ends it in the middle of whatever it is doing."""
+        self._connection.shut_down()
+
+    def _greet(self) -> ClientScope | None:
+        """The peer, once it has said who it is; None when no version is common to both."""
+        request = self._receive(_HELLO_S, MAX_HELLO_BYTES)
+        require_no_payload(request.payload_bytes)
+        hello = request.request
+        if hello.text("verb") != Verb.HELLO:
+            raise InvalidInputError("the first request of a connection must be hello")
+        common = [version for version in VERSIONS if version in hello.numbers("versions")]
+        if not common:
+            message = f"the pool speaks versions {list(VERSIONS)} of the block protocol: upgrade the older side"
+            self._end_with(Result.INCOMPATIBLE, message)
+            return None
+        token = hello.text("token") if hello.has("token") else None
+        tenant = self._authenticator.tenant_of(token, self._certificate_names())
+        self.greeted = True  # before the peer hears it and opens the next one
+        scope = ClientScope(tenant, hello, self._limits)
+        _log.debug("client %r connected", hello.text("client")[:100])
+        request.answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant, **self._offers()})
+        return scope
+
+    def _offers(self) -> dict[str, object]:
+        """What this pool has beyond the verbs that all have."""
+        offers: dict[str, object] = {}
+        if self._clients is not None:
+            offers["lease_ms"] = round(self._clients.lease_s * 1000)
+            offers["max_held_bytes"] = self._clients.max_held_bytes
+        if self._core.max_pin_s:
+            offers["max_pin_ms"] = round(self._core.max_pin_s * 1000)
+        return offers
+
+    def _handlers(self, scope: ClientScope) -> Mapping[str, Handler]:
+        """By verb."""
+        handlers = BlockVerbs(self._core, scope, self._limits.max_block_bytes).handlers
+        if self._clients is None:
+            return handlers
+        self._memory = self._clients.open(scope.tenant)
+        return handlers | SharedVerbs(self._memory, scope).handlers
+
+    def _next_request(self) -> bool:
+        """Waits for a request to begin; False when there will be none."""
+        with self._lock:
+            self._idle = not self._finishing
+        if not self._idle or not self._connection.wait():
+            return False
+        with self._lock:
+            self._idle = False
+        return True
+
+    def _receive(self, seconds: float, max_header_bytes: int = MAX_HEADER_BYTES) -> RequestContext:
+        """The next request: it and its answers may take so long."""
+        now = MONOTONIC()
+        stall_s = self._limits.max_stall_s
+        request, payload_bytes = self._connection.receive_head(
+            deadline=now + min(seconds, stall_s), max_header_bytes=max_header_bytes
+        )
+        self._request_id = request.number("id")
+        return RequestContext(self._connection, request, payload_bytes, deadline=now + seconds, max_stall_s=stall_s)
+
+    def _serve(self, handlers: Mapping[str, Handler]) -> None:
+        request = self._receive(self._limits.max_call_s)
+        verb = request.request.text("verb")
+        handler = handlers.get(verb)
+        if handler is None:
+            raise InvalidInputError(f"verb {verb[:100]!r} is not known here")
+        if verb != Verb.WRITE:
+            require_no_payload(request.payload_bytes)
+        result: str = Result.INTERNAL
+        try:
+            handler(request)
+            result = Result.OK
+        except KvtierError as error:
+            result = result_for(error)
+            raise
+        except OSError:
+            result = "lost"
+            raise
+        finally:
+            self._metrics.count_block_call(verb, result)
+
+    def _end_with(self, result: Result, message: str, *, stranger: bytes | None = None) -> None:
+        """The last answer of this connection, if the peer still takes it."""
+        deadline = MONOTONIC() + _LAST_WORDS_S
+        header = {"id": self._request_id, "result": result, "message": message, "versions": list(VERSIONS)}
+        try:
+            if stranger is not None:
+                self._connection.send_bytes(stranger, deadline=deadline)
+            else:
+                self._connection.send_frame(header, deadline=deadline)
+            self._connection.linger(deadline=deadline)
+        except OSError as error:
+            _log.debug("the last answer was not sent: %s", error)

@@ -1,0 +1,58 @@
+"""The verbs of the block protocol for clients on this host, which map the pool's memory: decode, call, encode."""
+
+import os
+import struct
+
+from kvtier.protocol.block import Verb
+from kvtier.protocol.shared_memory import WORD
+from kvtier_pool.block.client_scope import ClientScope
+from kvtier_pool.block.request_context import RequestContext
+from kvtier_pool.block.shared_memory import ClientMemory
+from kvtier_pool.block.verbs import Handler
+
+
+class SharedVerbs:
+    """One connection's. Its thread only. Those that give something back are not answered."""
+
+    def __init__(self, memory: ClientMemory, scope: ClientScope) -> None:
+        self._memory = memory
+        self._scope = scope
+        self.handlers: dict[str, Handler] = {
+            Verb.ACQUIRE: self._acquire,
+            Verb.RELEASE: self._release,
+            Verb.PREPARE: self._prepare,
+            Verb.COMMIT: self._commit,
+            Verb.ABORT: self._abort,
+            Verb.MAP: self._map,
+        }
+        """By verb."""
+
+    def _acquire(self, request: RequestContext) -> None:
+        lease, statuses, places = self._memory.acquire(*self._scope.blocks(request.request))
+        request.answer({"lease": lease, "statuses": statuses, "places": places})
+
+    def _release(self, request: RequestContext) -> None:
+        self._memory.release(request.request.number("lease"))
+
+    def _prepare(self, request: RequestContext) -> None:
+        write, statuses, slots = self._memory.prepare(*self._scope.blocks(request.request))
+        request.answer({"write": write, "statuses": statuses, "slots": struct.pack(f"<{len(slots)}Q", *slots)})
+
+    def _commit(self, request: RequestContext) -> None:
+        checksums = [checksum for (checksum,) in request.request.records("checksums", WORD)]
+        statuses = self._memory.commit(request.request.number("write"), checksums)
+        request.answer({"statuses": bytes(statuses)})
+
+    def _abort(self, request: RequestContext) -> None:
+        self._memory.abort(request.request.number("write"))
+
+    def _map(self, request: RequestContext) -> None:
+        slab = self._memory.open_slab(request.request.number("slab"))
+        if slab is None:
+            request.answer({"num_slots": 0})
+            return
+        fields = {"num_slots": slab.num_slots, "slot_bytes": slab.slot_bytes, "writable": int(slab.writable)}
+        try:
+            request.answer(fields, descriptors=[slab.descriptor])
+        finally:
+            os.close(slab.descriptor)

@@ -1,0 +1,135 @@
+"""The verbs of the block protocol for all clients, wherever they are: decode, call `Store`, encode."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.codec.stored_form import Header
+from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
+from kvtier.protocol.block import MAX_FRAME_BLOCKS, MAX_FRAME_PAYLOAD_BYTES, Verb
+from kvtier.protocol.groups import windows
+from kvtier.store.store import Store
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.host.slots import WriteSlot
+from kvtier_pool.block.client_scope import ClientScope
+from kvtier_pool.block.request_context import RequestContext
+from kvtier_pool.requests import pin_ttl_ms
+
+_PIECE_BYTES = 2 << 20
+"""Of payloads that come in: with many writers, fewer turns of the interpreter's lock and of the cores count for more
+than the processor's second-level cache."""
+Handler = Callable[[RequestContext], None]
+"""Serves one request."""
+
+
+class BlockVerbs:
+    """One connection's. Its thread only."""
+
+    def __init__(self, core: Store, scope: ClientScope, max_block_bytes: int) -> None:
+        """:param max_block_bytes: of one payload that is written; a longer one is FULL."""
+        self._core = core
+        self._scope = scope
+        self._max_block_bytes = max_block_bytes
+        self.handlers: dict[str, Handler] = {
+            Verb.LOOKUP: self._lookup,
+            Verb.READ: self._read,
+            Verb.WRITE: self._write,
+            Verb.DISCARD: self._discard,
+            Verb.USAGE: self._usage,
+        }
+        """By verb."""
+        if core.max_pin_s:
+            self.handlers |= {Verb.PIN: self._pin, Verb.UNPIN: self._unpin}
+
+    def _lookup(self, request: RequestContext) -> None:
+        request.answer({"statuses": bytes(self._core.lookup(self._scope.keys(request.request)))})
+
+    def _discard(self, request: RequestContext) -> None:
+        request.answer({"num_discarded": self._core.discard(self._scope.keys(request.request))})
+
+    def _usage(self, request: RequestContext) -> None:
+        tiers = [
+            {
+                "name": share.tier,
+                "num_blocks": share.num_blocks,
+                "used_bytes": share.used_bytes,
+                "capacity_bytes": share.capacity_bytes,
+                "used_percent": share.used_percent,
+            }
+            for share in self._core.usage(self._scope.tenant)
+        ]
+        request.answer({"tiers": tiers})
+
+    def _pin(self, request: RequestContext) -> None:
+        ttl_ms = pin_ttl_ms(request.request.number("ttl_ms"), self._core.max_pin_s)
+        statuses = self._core.pin(self._scope.tenant, self._scope.keys(request.request), ttl_ms / 1000)
+        request.answer({"statuses": bytes(statuses), "ttl_ms": ttl_ms})
+
+    def _unpin(self, request: RequestContext) -> None:
+        request.answer({"num_unpinned": self._core.unpin(self._scope.keys(request.request))})
+
+    def _read(self, request: RequestContext) -> None:
+        """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""
+        keys, sizes = self._scope.blocks(request.request)
+        for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
+            with self._core.read(keys[start:stop], sizes[start]) as found:
+                blocks = [block for block in found if block is not None]
+                fields = {
+                    "statuses": bytes(Status.MISS if block is None else Status.HIT for block in found),
+                    "headers": b"".join(block.header for block in blocks),
+                }
+                request.answer(fields, [block.payload for block in blocks])
+        self._core.touch(keys)
+        request.answer({"statuses": b"", "headers": b""})
+
+    def _write(self, request: RequestContext) -> None:
+        headers = self._scope.headers(request.request, request.payload_bytes)
+        sizes = [header.stored_length for header in headers]
+        statuses: list[WriteStatus] = []
+        try:
+            for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
+                statuses += self._take(request, headers[start:stop])
+        finally:
+            stored = zip(headers, statuses, strict=False)
+            self._core.touch([header.key for header, status in stored if status is WriteStatus.STORED])
+        request.answer({"statuses": bytes(statuses)})
+
+    def _take(self, request: RequestContext, headers: Sequence[Header]) -> list[WriteStatus]:
+        """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere.
+
+        What has come is kept, whatever becomes of the rest.
+        """
+        outcomes: list[WriteSlot | WriteStatus] = []
+        arrived: list[int] = []
+        """Places of those that are what their headers say."""
+        try:
+            for header in headers:
+                outcomes.append(self._begin(header))
+            arriving = [
+                ArrivingBlock.wanted(i, header, outcome.view)
+                if isinstance(outcome, WriteSlot)
+                else ArrivingBlock(i, header.stored_length)
+                for i, (header, outcome) in enumerate(zip(headers, outcomes, strict=True))
+            ]
+            for block in receive_blocks(request.next_piece(), arriving, _PIECE_BYTES):
+                slot = outcomes[block.tag]
+                if isinstance(slot, WriteSlot) and block.fault is None:
+                    arrived.append(block.tag)
+                elif isinstance(slot, WriteSlot):
+                    outcomes[block.tag] = self._core.abort_write(slot)
+        finally:
+            self._commit(arrived, headers, outcomes)
+            statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
+        return statuses
+
+    def _commit(
+        self, arrived: Sequence[int], headers: Sequence[Header], outcomes: list[WriteSlot | WriteStatus]
+    ) -> None:
+        """Puts statuses in place of the slots that stand at the places `arrived`."""
+        slots = [slot for i in arrived if isinstance(slot := outcomes[i], WriteSlot)]
+        statuses = self._core.commit_all(slots, [headers[i].checksum for i in arrived])
+        for i, status in zip(arrived, statuses, strict=True):
+            outcomes[i] = status
+
+    def _begin(self, header: Header) -> WriteSlot | WriteStatus:
+        if header.stored_length > self._max_block_bytes:
+            return WriteStatus.FULL
+        return self._core.begin_write(self._scope.tenant, header.key, header.stored_length)

@@ -1,0 +1,1 @@
+"""The gRPC API: an adapter over the store."""

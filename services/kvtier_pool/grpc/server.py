@@ -1,0 +1,151 @@
+"""The listening gRPC server: pool, health, reflection."""
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.net.address import UNIX_PREFIX
+from kvtier.net.certificates import Renewed, TlsFiles, read_pem, server_context
+from kvtier.protocol.status import code_for
+from kvtier_pool.auth import Authenticator
+from kvtier_pool.grpc.health import SERVICE as HEALTH_SERVICE
+from kvtier_pool.grpc.health import HealthServicer
+from kvtier_pool.grpc.servicer import SERVICE, PoolServicer, certificate_names_of
+from kvtier_pool.listener import require_nobody_there
+from kvtier_pool.settings import PoolSettings
+
+_MAX_MESSAGE_BYTES = 4 << 20
+_OPTIONS = (
+    # Two servers on one port would share it without a word.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # Finds clients that are gone without a word, so that their upload's slot is given back.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+_HANDSHAKE_S = 5.0
+"""As long as HELLO of the block protocol has: then who has not begun to speak HTTP/2 makes way."""
+_IDLE_S = 60.0
+"""A connection without a call is closed then; clients open another one with their next call."""
+_KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_listen` empty, or have another key signed"
+
+
+class PoolServer:
+    """Binds, serves and stops. One thread calls it."""
+
+    def __init__(self, servicer: PoolServicer, authenticator: Authenticator, settings: PoolSettings) -> None:
+        """Binds nothing yet: see `start`."""
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kvtier-grpc"),
+            interceptors=[_ReflectionGuard(authenticator)],
+            options=(
+                *_OPTIONS,
+                # Each costs a descriptor, and nobody needs a token to open one.
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
+                ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
+            ),
+            maximum_concurrent_rpcs=4 * settings.num_threads,
+            compression=grpc.Compression.NoCompression,
+        )
+        reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
+        self._server.add_generic_rpc_handlers((servicer.handler(), HealthServicer(SERVICE).handler()))
+        self._listen = settings.grpc_listen
+        self._tls = settings.tls
+
+    def start(self) -> tuple[str, ...]:
+        """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
+        addresses = tuple(map(self._bind, self._listen))
+        self._server.start()
+        return addresses
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no new calls, gives those in flight `grace_s` seconds, then cancels them. Waits."""
+        self._server.stop(grace_s).wait()
+
+    def _bind(self, address: str) -> str:
+        tls = None if address.startswith(UNIX_PREFIX) else self._tls
+        try:
+            if address.startswith(UNIX_PREFIX):
+                require_nobody_there(address.removeprefix(UNIX_PREFIX))  # gRPC would take the name from whoever has it
+            if tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(tls))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
+        except RuntimeError as error:
+            if tls is not None and not _usable(tls):
+                raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error
+            raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
+        return address if address.startswith(UNIX_PREFIX) else f"{address.rpartition(':')[0]}:{port}"
+
+
+class _ReflectionGuard(grpc.ServerInterceptor):
+    """Reflection streams keep a thread each, so they are for those who have credentials."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        handler = continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{reflection.SERVICE_NAME}/"):
+            return handler
+        serve = handler.stream_stream
+        assert serve is not None, "reflection has other calls than streams by now"
+
+        def guarded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+            except KvtierError as error:
+                context.abort(code_for(error), str(error))
+            return serve(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+def _usable(files: TlsFiles) -> bool:
+    """Whether gRPC takes them on a port that is free: it does not say why it does not listen."""
+    probe = grpc.server(futures.ThreadPoolExecutor(1), options=_OPTIONS)
+    try:
+        probe.add_secure_port("127.0.0.1:0", _credentials(files))
+    except RuntimeError:
+        return False
+    probe.start()  # one that was never started keeps its port
+    probe.stop(None).wait()
+    return True
+
+
+def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """For one address: gRPC takes them as they are but once, and asks for newer ones after that.
+
+    Raises `ConfigError` when the files are no good. Renewed ones count from the next connection on.
+    """
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        server_context(files)  # names what is wrong, which gRPC does not
+        assert files.certificate is not None
+        assert files.key is not None
+        pair = (read_pem(files.key), read_pem(files.certificate))
+        return grpc.ssl_server_certificate_configuration([pair], None if files.ca is None else read_pem(files.ca))
+
+    renewed = Renewed(files.paths, read)
+    given = renewed.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """None: as before."""
+        nonlocal given
+        before, given = given, renewed.current()
+        return None if given is before else given
+
+    # The stubs know of no None, which grpc documents.
+    return grpc.dynamic_ssl_server_credentials(given, fetch, files.ca is not None)  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""gRPC adapter of the pool: decodes, calls `Store`, encodes. The API is `kvtier/protocol/pool.proto`."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import groupby
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
+from kvtier.events import Event, EventKind, TierState
+from kvtier.identity.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
+from kvtier.protocol import pool_pb2
+from kvtier.protocol.frames import decode_frames, encode_blocks
+from kvtier.protocol.groups import windows
+from kvtier.protocol.status import code_for
+from kvtier.store.cold_reads import Block
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.store import Store
+from kvtier.tiers.base import Status
+from kvtier_pool.auth import Authenticator
+from kvtier_pool.grpc.upload import Upload
+from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
+from kvtier_pool.settings import PoolLimits
+from kvtier_pool.subject_names import names_in
+
+_log = logging.getLogger(__name__)
+
+SERVICE = pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name
+_READ_WINDOW_BYTES = 4 << 20
+"""Blocks read at once: enough for parallel disk reads, little enough to pin and to copy."""
+_EVENT_KINDS = {
+    EventKind.STORED: pool_pb2.Event.STORED,
+    EventKind.REMOVED: pool_pb2.Event.REMOVED,
+    EventKind.CLEARED: pool_pb2.Event.CLEARED,
+    EventKind.WRITABLE: pool_pb2.Event.WRITABLE,
+    EventKind.READ_ONLY: pool_pb2.Event.READ_ONLY,
+    EventKind.OFF: pool_pb2.Event.OFF,
+}
+_TIER_STATES = {
+    TierState.WRITABLE: pool_pb2.TierUsage.WRITABLE,
+    TierState.READ_ONLY: pool_pb2.TierUsage.READ_ONLY,
+    TierState.OFF: pool_pb2.TierUsage.OFF,
+}
+_M = TypeVar("_M", bound=Message)
+
+
+class PoolServicer:
+    """The RPCs; without those of pins where there are none. Each runs on a thread of the server, one call at a time.
+
+    All take their request as a stream, which looks the same to clients: a call that grpc calls unary waits for its
+    message, however long, before anybody asks who is calling.
+    """
+
+    def __init__(self, core: Store, authenticator: Authenticator, limits: PoolLimits, metrics: PoolMetrics) -> None:
+        self._core = core
+        self._authenticator = authenticator
+        self._limits = limits
+        self._metrics = metrics
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Lookup": grpc.stream_unary_rpc_method_handler(self._lookup),
+            "Read": grpc.stream_stream_rpc_method_handler(self._read),
+            "Write": grpc.stream_unary_rpc_method_handler(self._write),
+            "Discard": grpc.stream_unary_rpc_method_handler(self._discard),
+            "Usage": grpc.stream_unary_rpc_method_handler(self._usage),
+            "Events": grpc.stream_stream_rpc_method_handler(self._events),
+        }
+        if self._core.max_pin_s:
+            handlers["Pin"] = grpc.stream_unary_rpc_method_handler(self._pin)
+            handlers["Unpin"] = grpc.stream_unary_rpc_method_handler(self._unpin)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Lookup", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.LookupRequest, requests).groups)
+            return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
+
+    def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        with self._call("Read", context) as tenant:
+            self._require_deadline(context)
+            request = _parse(pool_pb2.ReadRequest, requests)
+            keys = self._keys(tenant, [group.keys for group in request.groups])
+            sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
+            require_room(sizes, self._limits)
+            for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
+                # All messages of a window are made before the first is sent: nothing is pinned while we wait.
+                with self._core.read(keys[start:stop], sizes[start]) as found:
+                    messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
+                yield from messages
+            self._core.touch(keys)
+
+    def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Write", context) as tenant:
+            self._require_deadline(context)
+            with closing(Upload(self._core, tenant, self._limits)) as upload:
+                for message in messages:
+                    for frame in decode_frames(message):
+                        upload.feed(frame)
+                return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
+
+    def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Discard", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
+            return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
+
+    def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Pin", context) as tenant:
+            request = _parse(pool_pb2.PinRequest, requests)
+            ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
+            statuses = self._core.pin(tenant, self._keys(tenant, request.groups), ttl_ms / 1000)
+            return pool_pb2.PinResponse(statuses=bytes(statuses), ttl_ms=ttl_ms).SerializeToString()
+
+    def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Unpin", context) as tenant:
+            keys = self._keys(tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
+            return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
+
+    def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._call("Usage", context) as tenant:
+            _parse(pool_pb2.UsageRequest, requests)
+            tiers = [
+                pool_pb2.TierUsage(
+                    name=share.tier,
+                    num_blocks=share.num_blocks,
+                    used_bytes=share.used_bytes,
+                    capacity_bytes=share.capacity_bytes,
+                    used_percent=share.used_percent,
+                    state=_TIER_STATES[share.state],
+                )
+                for share in self._core.usage(tenant)
+            ]
+            return pool_pb2.UsageResponse(tiers=tiers).SerializeToString()
+
+    def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        with self._call("Events", context) as tenant:
+            _parse(pool_pb2.EventsRequest, requests)
+            with closing(self._core.subscribe(tenant)) as subscription:
+                if not context.add_callback(subscription.close):
+                    return
+                while (batch := subscription.wait()) is not None:
+                    events = [_event_message(event) for event in batch.events]
+                    yield pool_pb2.EventBatch(events=events, lost=batch.lost).SerializeToString()
+            raise UnavailableError("the pool is shutting down")
+
+    @contextmanager
+    def _call(self, verb: str, context: grpc.ServicerContext) -> Iterator[TenantId]:
+        """Gives the caller's tenant, turns exceptions into status codes, counts."""
+        code = grpc.StatusCode.CANCELLED
+        try:
+            yield self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+            code = grpc.StatusCode.OK
+        except KvtierError as error:
+            code = code_for(error)
+            context.abort(code, str(error))
+        except grpc.RpcError:
+            raise  # the client is gone
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            _log.exception("%s failed", verb)
+            context.abort(code, "internal error of the pool; see its log")
+        finally:
+            self._metrics.calls.labels(verb, code.name).inc()
+
+    def _keys(self, tenant: TenantId, groups: Iterable[pool_pb2.Keys]) -> list[StoreKey]:
+        keys: list[StoreKey] = []
+        for group in groups:
+            add_keys(keys, tenant, group.namespace_id, group.hashes, self._limits)
+        return keys
+
+    def _require_deadline(self, context: grpc.ServicerContext) -> None:
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > self._limits.max_call_s:
+            raise InvalidInputError(f"set a deadline of at most {self._limits.max_call_s:g} s on reads and writes")
+
+
+def certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:
+    """DNS names and URIs of the caller's certificate, which gRPC has verified; none without one."""
+    found: Mapping[str, Any] = context.auth_context()  # to sequences of bytes, which the stubs do not say
+    # Not its `peer_dns` and `peer_uri`: those are cut at a NUL, which makes one name of another.
+    return frozenset().union(*(names_in(pem.decode()) for pem in found.get("x509_pem_cert", ())))
+
+
+def _parse(kind: type[_M], requests: Iterator[bytes]) -> _M:
+    """The one message of a call; waits for it."""
+    message = next(requests, None)
+    if message is None:
+        raise InvalidInputError(f"the call ended without its {kind.__name__}")
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InvalidInputError(f"not a {kind.__name__}: {error}") from error
+
+
+def _answer(index: int, block: Block | None) -> tuple[int, int, bytes, memoryview]:
+    """The arguments of `encode_blocks` for one block of a read."""
+    if block is None:
+        return index, Status.MISS, b"", memoryview(b"")
+    return index, Status.HIT, block.header, block.payload
+
+
+def _event_message(event: Event) -> pool_pb2.Event:
+    keys = [
+        pool_pb2.Keys(namespace_id=namespace, hashes=b"".join(chain_hash for _, chain_hash in run))
+        for namespace, run in groupby((split_store_key(key)[1:] for key in event.keys), key=lambda pair: pair[0])
+    ]
+    return pool_pb2.Event(kind=_EVENT_KINDS[event.kind], tier=event.tier, keys=keys)

@@ -1,0 +1,91 @@
+"""`python -m kvtier_kernels.selfcheck`, where the GPU is the interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtier_kernels import paged_attention_reference
+from kvtier_kernels.attention import merge_states, paged_decode, prefix_prefill, shared_prefix_decode
+from kvtier_kernels.copies import block_checksum, block_copy, part_copy, plane_copy, quantised_copy
+from kvtier_kernels.selfcheck import command as selfcheck
+from kvtier_kernels.selfcheck import copies as selfcheck_copies
+from kvtier_kernels.writes import slot_quantise, slot_write
+
+CPU = torch.device("cpu")
+NUM_COPY_CHECKS = 5 * 3 + 2 + 3 + 2 * 2 * 2 + 3
+
+
+@pytest.fixture(autouse=True)
+def _less_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "HEADS", ((6, 2, 64),))
+    monkeypatch.setattr(selfcheck_copies, "NUM_PAIRS", 3)
+    monkeypatch.setattr(selfcheck_copies, "NUM_PARTS", 2)
+
+
+def test_right_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "DTYPES", (torch.bfloat16, torch.float32))
+    checks = dict(selfcheck.run_checks(CPU, longest=70))
+    assert len(checks) == 2 * 7 + 2 * 4 + NUM_COPY_CHECKS
+    assert set(checks.values()) == {""}
+
+
+def test_shares_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [(str(number), lambda: "") for number in range(10)]
+    monkeypatch.setattr(selfcheck, "all_checks", lambda *_: iter(checks))
+    names = [[name for name, _ in selfcheck.run_checks(CPU, share=share, num_shares=3)] for share in range(3)]
+    assert names == [["0", "3", "6", "9"], ["1", "4", "7"], ["2", "5", "8"]]
+
+
+def test_a_kernel_that_raises_stops_no_other_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising() -> str:
+        raise RuntimeError("out of resource:\n shared memory")
+
+    monkeypatch.setattr(selfcheck, "all_checks", lambda *_: iter([("first", raising), ("second", lambda: "")]))
+    found = list(selfcheck.run_checks(CPU))
+    assert found == [("first", "RuntimeError: out of resource: shared memory"), ("second", "")]
+
+
+def _wrong_prefill(
+    *arguments: Tensor, scale: float, num_splits: int | None = None, lse: Tensor, **options: Any
+) -> Tensor:
+    return paged_attention_reference(*arguments, scale=1.1 * scale, lse=lse, **options)
+
+
+def _wrong_decode(
+    query: Tensor, kv_layer: Tensor, tables: Tensor, lens: Tensor, *_shared: Any, **options: Any
+) -> Tensor:
+    return _wrong_prefill(query, kv_layer, tables, torch.arange(lens.numel() + 1), lens, **options)
+
+
+def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_prefill, "prefix_prefill", _wrong_prefill)
+    monkeypatch.setattr(paged_decode, "paged_decode", _wrong_decode)
+    monkeypatch.setattr(shared_prefix_decode, "shared_prefix_decode", _wrong_decode)
+    monkeypatch.setattr(merge_states, "merge_two_states", lambda *_args: None)
+    monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
+    monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
+    monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids: torch.zeros_like(block_ids))
+    monkeypatch.setattr(slot_quantise, "quantise_slots", lambda *_args: None)
+    monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: None)
+    monkeypatch.setattr(plane_copy, "plane_copy", lambda *_args, **_options: None)
+    monkeypatch.setattr(quantised_copy, "quantised_copy", lambda *_args, **_options: None)
+    monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))
+    for name, failure in selfcheck.run_checks(CPU, longest=70):
+        assert failure, name
+        assert "Error: " not in failure, name
+
+
+def test_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_prefill, "prefix_prefill", lambda query, *_args, **_options: query * float("nan"))
+    name, failure = next(selfcheck.run_checks(CPU, longest=70))
+    assert name.startswith("prefix_prefill")
+    assert failure.startswith("output is off by nan")
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines: list[str] = []
+    assert selfcheck.main(write=lines.append) == 2
+    assert lines == ["no CUDA device: nothing was checked"]

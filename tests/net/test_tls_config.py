@@ -1,0 +1,171 @@
+"""What is wrong with certificates, keys and their configuration, said before anything is served."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from certificates import Authority
+from kvtier.config import Config, parse_config
+from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
+from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_context
+from kvtier.net.tls import ClientTls
+from kvtier.tiers.pool.grpc_transport import GrpcTransport
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier_pool.cli import settings_of
+from pool_rig import TENANTS, TOKENS, running_pool
+
+DIGEST = next(iter(TENANTS))
+
+
+def parse(folder: Path, **tables: Any) -> Config:
+    return parse_config({"tenant": "red", "tenants": {"red": {}}} | tables, source="k.toml", folder=folder, environ={})
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    service = {"tls_certificate": "pool.pem", "tls_key": "/etc/pool.key", "tls_client_ca": "ca.pem"}
+    engine = {"tls_certificate": "e.pem", "tls_key": "e.key", "tls_ca": "ca.pem", "tls_server_name": "pool"}
+    config = parse(tmp_path, pool_service=service, pool=engine)
+    assert config.pool_service_tls() == TlsFiles(
+        certificate=tmp_path / "pool.pem", key=Path("/etc/pool.key"), ca=tmp_path / "ca.pem"
+    )
+    assert config.pool_tls() == TlsFiles(certificate=tmp_path / "e.pem", key=tmp_path / "e.key", ca=tmp_path / "ca.pem")
+    assert parse(tmp_path).pool_tls() is parse(tmp_path).pool_service_tls() is None
+
+
+def test_a_certificate_stands_for_the_token(tmp_path: Path) -> None:
+    engine = {"tls_certificate": "e.pem", "tls_key": "e.key", "tls_ca": "ca.pem"}
+    assert parse(tmp_path, pool=engine).pool_token("red") is None
+    with pytest.raises(ConfigError, match=r"tenants\.red\.token"):
+        parse(tmp_path, pool={"tls_ca": "ca.pem"}).pool_token("red")
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"tls_certificate": "e.pem", "tls_key": "e.key"}, "pool.tls_certificate: needs tls_ca"),
+        ({"tls_server_name": "pool"}, "pool.tls_server_name: needs tls_ca"),
+        ({"tls_ca": "ca.pem", "tls_key": "e.key"}, "tls_key without tls_certificate"),
+        ({"tls_ca": "ca.pem", "tls_certificate": "e.pem"}, "tls_certificate without tls_key"),
+    ],
+)
+def test_an_engine_s_half_of_a_configuration(tmp_path: Path, pool: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, pool=pool).pool_tls()
+
+
+@pytest.mark.parametrize(
+    ("service", "tenant", "message"),
+    [
+        ({"tls_certificate": "p.pem"}, {}, "tls_certificate without tls_key"),
+        ({"tls_client_ca": "ca.pem"}, {}, "tls_client_ca without tls_certificate"),
+        ({}, {"certificate_names": ["a.example"]}, "certificate_names without tls_client_ca"),
+        (
+            {"tls_certificate": "p.pem", "tls_key": "p.key"},
+            {"certificate_names": ["a.example"]},
+            "certificate_names without tls_client_ca",
+        ),
+    ],
+)
+def test_a_pool_s_half_of_a_configuration(
+    tmp_path: Path, service: dict[str, str], tenant: dict[str, Any], message: str
+) -> None:
+    tenants = {"red": {"token_sha256": [DIGEST]} | tenant}
+    config = parse(tmp_path, pool_service=service, tenants=tenants)
+    with pytest.raises(ConfigError, match=message):
+        settings_of(config, config)
+
+
+def test_names_in_certificates_are_one_tenant_s(tmp_path: Path) -> None:
+    tenants = {"red": {"certificate_names": ["a.example", "spiffe://a"]}, "blue": {"certificate_names": ["b.example"]}}
+    config = parse(tmp_path, tenants=tenants)
+    assert config.accepted_certificates() == {"a.example": "red", "spiffe://a": "red", "b.example": "blue"}
+    assert config.accepted_tokens() == {}, "nobody needs one"
+    tenants["blue"]["certificate_names"].append("a.example")
+    with pytest.raises(ConfigError, match=r"'a\.example' is also of tenant 'red'"):
+        parse(tmp_path, tenants=tenants).accepted_certificates()
+
+
+def encrypted(pem: bytes) -> bytes:
+    key = serialization.load_pem_private_key(pem, None)
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"password"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("missing certificate", "cannot read .*pool.pem: No such file"),
+        ("missing key", "cannot read .*pool.key: No such file"),
+        ("missing ca", "cannot read .*authority.pem: No such file"),
+        ("another key", "pool.key is not that of .*pool.pem"),
+        ("encrypted key", "pool.key is encrypted"),
+        ("no certificate", "pool.pem or .*pool.key is not PEM"),
+        ("no key", "pool.pem or .*pool.key is not PEM"),
+        ("no ca", "authority.pem holds no CA certificate"),
+        ("FIFO certificate", "pool.pem is no file"),
+        ("FIFO key", "pool.key is no file"),
+        ("FIFO ca", "authority.pem is no file"),
+    ],
+)
+def test_files_that_are_no_good_are_named(tmp_path: Path, broken: str, message: str) -> None:
+    ca = Authority(tmp_path)
+    pair = ca.issue("pool", "127.0.0.1")
+    another = ca.issue("another", "127.0.0.1")
+    how, _, which = broken.partition(" ")
+    path = {"certificate": pair.certificate, "key": pair.key, "ca": ca.certificate}[which]
+    if how in ("missing", "FIFO"):
+        path.unlink()
+        if how == "FIFO":
+            os.mkfifo(path)
+    else:
+        content = {"another": another.key.read_bytes(), "encrypted": encrypted(pair.key.read_bytes()), "no": b"none\n"}
+        path.write_bytes(content[how])
+    files = TlsFiles(certificate=pair.certificate, key=pair.key, ca=ca.certificate)
+    for make in (server_context, client_context):
+        with pytest.raises(ConfigError, match=message):
+            make(files)
+    with pytest.raises(ConfigError, match=message), running_pool(tls=files):
+        pass
+    with pytest.raises(ConfigError, match=message):
+        GrpcTransport("127.0.0.1:1", TOKENS["red"], tls=ClientTls(files))
+
+
+def test_what_was_made_last_stays_until_the_files_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    renewed = Renewed([path], lambda: int(path.read_text()))
+    with pytest.raises(ConfigError, match="cannot read"):
+        renewed.current()
+    path.write_text("1")
+    assert renewed.current() == 1
+    path.unlink()
+    assert renewed.current() == 1
+    os.mkfifo(path)
+    assert renewed.current() == 1, "nobody waits for a writer"
+    path.unlink()
+    path.write_text("22")
+    assert renewed.current() == 22
+
+
+CERTIFIED = TlsFiles(certificate=Path("e.pem"), key=Path("e.key"), ca=Path("ca.pem"))
+
+
+@pytest.mark.parametrize(
+    ("address", "tls"),
+    [
+        ("127.0.0.1:1", None),
+        ("127.0.0.1:1", ClientTls(TlsFiles(ca=Path("ca.pem")))),
+        ("unix:/pool.sock", ClientTls(CERTIFIED)),
+    ],
+)
+def test_a_client_needs_a_token_or_a_certificate(address: str, tls: ClientTls | None) -> None:
+    with pytest.raises(ConfigError, match="only over TLS can a certificate"):
+        SocketTransport(address, None, tenant_id("red"), tls=tls)
+    with pytest.raises(ConfigError, match="only over TLS can a certificate"):
+        GrpcTransport(address, None, tls=tls)

@@ -1,0 +1,348 @@
+"""When blocks go down: from the device to host memory, and from there to the tiers below."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, pool_tier, until
+from kvtier.device.block_pool import BlockPool
+from kvtier.errors import InvalidInputError
+from kvtier.identity.keys import BlockKey, rank_keys
+from kvtier.offload import Block, Cleaner, DirectorySettings, InventoryLog
+from kvtier.tiers.base import Status
+from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+from kvtier.tiers.host.tier import HostTier
+
+SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
+
+
+pool = pytest.fixture(pool_tier)
+
+
+def in_tier(tier: HostTier, hashes: list[BlockKey]) -> list[bool]:
+    return [s is Status.HIT for s in tier.lookup(rank_keys(hashes, NAMESPACE))]
+
+
+def blocks(hashes: list[BlockKey], first_slot: int = 0) -> list[Block]:
+    return [(h, first_slot + i) for i, h in enumerate(hashes)]
+
+
+def selective(pool: HostTier, **settings: object) -> Rig:
+    return Rig(pool, settings=DirectorySettings(tier_policies={"pool": SELECTIVE}, **settings))  # type: ignore[arg-type]
+
+
+def written_back(pool: HostTier | Held, num_slots: int = 16) -> Rig:
+    return Rig(pool, num_slots=num_slots, settings=DirectorySettings(tier_policies={"pool": WRITE_BACK}))
+
+
+def full(rig: Rig, hashes: list[BlockKey], first_slot: int = 0) -> None:
+    """Blocks become full on the device, and what is due is done."""
+    rig.hierarchy.save_full(blocks(hashes, first_slot))
+    rig.settle()
+
+
+class TestUseCounts:
+    def test_a_key_is_enough_from_its_nth_use_on_and_says_so_once(self) -> None:
+        counts: UseCounts[bytes] = UseCounts(3, 10)
+        assert [counts.note(b"a") for _ in range(5)] == [False, False, True, False, False]
+        assert counts.is_enough(b"a")
+        assert not counts.is_enough(b"b")
+
+    def test_one_use_is_enough_at_once(self) -> None:
+        counts: UseCounts[bytes] = UseCounts(1, 10)
+        assert counts.note(b"a")
+
+    def test_the_key_used_longest_ago_is_forgotten(self) -> None:
+        counts: UseCounts[bytes] = UseCounts(2, 2)
+        for key in (b"a", b"b", b"a", b"c"):
+            counts.note(key)
+        assert counts.is_enough(b"a")
+        assert not counts.note(b"b"), "forgotten: this is its first use again"
+
+    @pytest.mark.parametrize(("enough", "max_keys"), [(0, 1), (1, 0)])
+    def test_bounds(self, enough: int, max_keys: int) -> None:
+        with pytest.raises(InvalidInputError):
+            UseCounts(enough, max_keys)
+
+
+class TestTowardsTiersBelow:
+    def test_write_through_is_the_default(self, pool: HostTier) -> None:
+        rig, hashes = Rig(pool), chain(4)
+        full(rig, hashes)
+        assert in_tier(pool, hashes) == [True] * 4
+        rig.close()
+
+    def test_selective_waits_for_the_second_use(self, pool: HostTier) -> None:
+        rig, hashes = selective(pool), chain(4)
+        full(rig, hashes)
+        assert in_tier(pool, hashes) == [False] * 4
+        assert rig.load(hashes[:2], [10, 11]).tiers == ("host", "host")
+        rig.settle()
+        assert in_tier(pool, hashes) == [True, True, False, False]
+        rig.close()
+        assert in_tier(pool, hashes) == [True, True, False, False]
+
+    def test_a_hit_on_the_device_is_a_use(self, pool: HostTier) -> None:
+        rig, hashes = selective(pool), chain(4)
+        full(rig, hashes)
+        assert rig.hierarchy.note_hits(blocks(hashes[:1])) is None
+        rig.settle()
+        assert in_tier(pool, hashes) == [True, False, False, False]
+        rig.close()
+
+    def test_a_block_computed_twice_was_used_twice(self, pool: HostTier) -> None:
+        """Evicted from everywhere between the two."""
+        rig = Rig(pool, num_slots=4, settings=DirectorySettings(tier_policies={"pool": SELECTIVE}, saving_fraction=1.0))
+        hashes, others = chain(4), chain(4, seed=1)
+        full(rig, hashes)
+        full(rig, others)
+        assert rig.tiers_of(hashes) == ["MISS"] * 4
+        full(rig, hashes)
+        assert in_tier(pool, hashes) == [True] * 4
+        rig.close()
+
+    def test_a_hit_while_the_block_is_being_copied_counts(self, pool: HostTier) -> None:
+        rig, hashes = selective(pool), chain(4)
+        rig.hierarchy.save_full(blocks(hashes))
+        rig.hierarchy.note_hits(blocks(hashes))
+        rig.settle()
+        until(lambda: rig.hierarchy.poll() or all(in_tier(pool, hashes)) or None)
+        rig.settle()
+        rig.close()
+
+    def test_write_back_waits_for_eviction(self, pool: HostTier) -> None:
+        """16 slots, of which the coldest 4 are kept written."""
+        rig, hashes = written_back(pool), chain(14)
+        full(rig, hashes[:6])
+        full(rig, hashes[6:12])
+        assert in_tier(pool, hashes[:12]) == [False] * 12
+        full(rig, hashes[12:])
+        # 14 of 16 are in use: the next 4 blocks would evict two, and a save's tail is colder than its head.
+        assert sum(in_tier(pool, hashes)) == 2
+        assert in_tier(pool, hashes[4:6]) == [True, True]
+        rig.close()
+        assert in_tier(pool, hashes) == [True] * 14, "a stop writes what is owed"
+
+    def test_written_back_blocks_come_back_byte_for_byte(self, pool: HostTier) -> None:
+        rig, hashes = written_back(pool), chain(32)
+        original = rig.device.copy()
+        for start in range(0, 32, 2):
+            full(rig, hashes[start : start + 2], start)
+        rig.device[:] = 0
+        found = rig.tiers_of(hashes)
+        assert set(found) == {"host", "pool"}
+        assert rig.counter("evicted_unwritten", tier="pool") == 0
+        assert not rig.load(hashes, range(32)).failed
+        assert np.array_equal(rig.device, original)
+        rig.settle()
+        rig.close()
+
+    def test_write_back_forgets_rather_than_waits(self) -> None:
+        inner = memory_tier("pool")
+        held = Held(inner)
+        held.gate.clear()
+        rig, hashes = written_back(held), chain(32)
+        for start in range(0, 32, 2):
+            job = rig.hierarchy.save_full(blocks(hashes[start : start + 2], start))
+            assert job is not None
+            rig.result(job)
+        assert rig.counter("evicted_unwritten", tier="pool") > 0
+        held.gate.set()
+        rig.settle()
+        rig.close()
+        inner.close()
+
+    def test_what_came_from_the_tier_is_not_owed_to_it(self, pool: HostTier) -> None:
+        first, hashes = Rig(pool), chain(4)
+        full(first, hashes)
+        first.close()
+        held = Held(pool)
+        rig = written_back(held)
+        assert rig.load(hashes, range(4)).tiers == ("pool",) * 4
+        held.entered.clear()
+        rig.close()
+        assert not held.entered.is_set()
+
+    def test_policies_are_each_tiers_own(self, pool: HostTier) -> None:
+        inventory = InventoryLog([TENANT], NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        policies = {"disk": WRITE_BACK, "pool": WritePolicy.WRITE_THROUGH}
+        rig = Rig(pool, local=disk, inventory=inventory, settings=DirectorySettings(tier_policies=policies))
+        hashes = chain(4)
+        full(rig, hashes)
+        assert (in_tier(disk, hashes), in_tier(pool, hashes)) == ([False] * 4, [True] * 4)
+        rig.close()
+        assert in_tier(disk, hashes) == [True] * 4
+        disk.close()
+
+    def test_a_block_that_comes_up_is_offered_to_the_other_tiers(self, pool: HostTier) -> None:
+        first, hashes = Rig(pool), chain(4)
+        full(first, hashes)
+        first.close()
+        inventory = InventoryLog([TENANT], NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        rig = Rig(pool, local=disk, inventory=inventory)
+        assert rig.load(hashes, range(4)).tiers == ("pool",) * 4
+        rig.settle()
+        assert in_tier(disk, hashes) == [True] * 4
+        rig.close()
+        disk.close()
+
+    def test_a_stop_waits_for_saves_that_hold_the_room(self) -> None:
+        """All that may be saving is on its way to the pool when the stop comes; the disk gets its share after."""
+        inventory = InventoryLog([TENANT], NAMESPACE)
+        inner = memory_tier("pool")
+        held = Held(inner)
+        held.gate.clear()
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        rig = Rig(
+            held,
+            local=disk,
+            inventory=inventory,
+            num_slots=16,
+            settings=DirectorySettings(tier_policies={"disk": WRITE_BACK}),
+        )
+        hashes = chain(8)
+        rig.result(rig.hierarchy.save_full(blocks(hashes)) or 0)
+        threading.Timer(0.2, held.gate.set).start()
+        rig.close()
+        assert in_tier(disk, hashes) == [True] * 8
+        disk.close()
+        inner.close()
+
+    def test_what_a_stop_has_no_time_for_is_counted(self) -> None:
+        inner = memory_tier("pool")
+        held = Held(inner)
+        rig = Rig(held, num_slots=16, settings=DirectorySettings(tier_policies={"pool": WRITE_BACK}), settle_s=0.05)
+        full(rig, chain(8))
+        held.gate.clear()
+        with ThreadPoolExecutor(1) as other:
+
+            def open_when_counted() -> None:
+                until(lambda: rig.counter("evicted_unwritten", tier="pool") > 0 or None)
+                held.gate.set()
+
+            opening = other.submit(open_when_counted)
+            rig.close()
+            opening.result()
+        written = inner.usage().num_blocks
+        assert rig.counter("evicted_unwritten", tier="pool") == 8 - written > 0
+        inner.close()
+
+
+class TestTowardsHostMemory:
+    def test_selective_copies_what_is_hit(self, pool: HostTier) -> None:
+        rig, hashes = Rig(pool, settings=DirectorySettings(host_policy=SELECTIVE)), chain(4)
+        assert rig.hierarchy.save_full(blocks(hashes)) is None
+        assert rig.tiers_of(hashes) == ["MISS"] * 4
+        job = rig.hierarchy.note_hits(blocks(hashes)[:2])
+        assert job is not None
+        assert not rig.result(job).failed
+        assert rig.tiers_of(hashes) == ["host", "host", "MISS", "MISS"]
+        assert rig.hierarchy.note_hits(blocks(hashes)[:2]) is None, "once"
+        rig.settle()
+        assert in_tier(pool, hashes) == [True, True, False, False]
+        rig.close()
+
+    def test_selective_copies_what_is_computed_again(self, pool: HostTier) -> None:
+        rig, hashes = Rig(pool, settings=DirectorySettings(host_policy=SELECTIVE)), chain(2)
+        assert rig.hierarchy.save_full(blocks(hashes)) is None
+        assert rig.hierarchy.save_full(blocks(hashes)) is not None
+        rig.settle()
+        rig.close()
+
+    @pytest.mark.parametrize("policy", [SELECTIVE, WRITE_BACK])
+    def test_the_cleaner_copies_before_eviction_only_what_is_worth_it(
+        self, pool: HostTier, policy: WritePolicy
+    ) -> None:
+        rig, hashes = Rig(pool, settings=DirectorySettings(host_policy=policy)), chain(8)
+        block_pool = BlockPool(8, on_evict=rig.hierarchy.note_eviction)
+        cleaner = Cleaner(block_pool, rig.hierarchy, rig.metrics, depth_blocks=8)
+        block_ids = block_pool.allocate(8)
+        assert block_ids is not None
+        for block_id, chain_hash in zip(block_ids, hashes, strict=True):
+            block_pool.assign_key(block_id, chain_hash)
+        assert rig.hierarchy.save_full(list(zip(hashes, block_ids, strict=True))) is None
+        block_pool.free(block_ids)
+        cleaner.step()
+        for result in until(rig.hierarchy.poll) if policy is WRITE_BACK else []:
+            assert cleaner.take(result)
+        rig.settle()
+        assert rig.tiers_of(hashes) == (["host"] * 8 if policy is WRITE_BACK else ["MISS"] * 8)
+        rig.close()
+
+
+class TestReset:
+    def test_everything_of_this_engine_is_forgotten_and_the_shared_tier_keeps_its_own(self, pool: HostTier) -> None:
+        inventory = InventoryLog([TENANT], NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        rig, hashes = Rig(pool, local=disk, inventory=inventory), chain(8)
+        full(rig, hashes[:4])
+        rig.hierarchy.save_full(blocks(hashes[4:]))  # on the move
+        rig.hierarchy.reset()
+        rig.settle()
+        until(lambda: (not any(in_tier(disk, hashes))) or None)
+        assert all(in_tier(pool, hashes))
+        assert rig.tiers_of(hashes) == ["pool"] * 8
+        assert not rig.load(hashes, range(8)).failed
+        full(rig, hashes)
+        rig.close()
+        disk.check()
+        disk.close()
+
+    def test_a_tier_that_is_slow_to_forget_is_not_found_meanwhile(self, pool: HostTier) -> None:
+        inventory = InventoryLog([TENANT], NAMESPACE)
+        disk = HostTier(2**22, slab_bytes=2**16, name="disk", on_event=inventory.on_event)
+        held = Held(disk)
+        rig, hashes = Rig(local=held, inventory=inventory), chain(8)
+        full(rig, hashes[:6])
+        held.gate.clear()
+        held.entered.clear()
+        rig.hierarchy.save_full(blocks(hashes[6:]))  # keeps the disk's writer busy
+        assert held.entered.wait(10)
+        rig.hierarchy.reset()
+        assert rig.tiers_of(hashes[:6]) == ["MISS"] * 6
+        assert rig.load(hashes[:6], range(6)).failed == set(range(6))
+        held.gate.set()
+        rig.settle()
+        assert rig.tiers_of(hashes) == ["MISS"] * 8
+        full(rig, hashes)
+        assert in_tier(disk, hashes) == [True] * 8
+        rig.close()
+        disk.close()
+
+    def test_loads_under_way_end_well_and_leave_nothing(self, pool: HostTier) -> None:
+        first, hashes = Rig(pool), chain(4)
+        full(first, hashes)
+        first.close()
+        held = Held(pool)
+        held.gate.clear()
+        rig = Rig(held)
+        job = rig.hierarchy.start_load(blocks(hashes))
+        assert held.entered.wait(10)
+        rig.hierarchy.reset()
+        held.gate.set()
+        assert not rig.result(job).failed
+        assert np.array_equal(rig.device[:4], first.device[:4])
+        rig.settle()
+        assert rig.tiers_of(hashes) == ["pool"] * 4, "host memory kept nothing"
+        rig.close()
+
+    def test_blocks_owed_to_a_tier_are_forgotten_too(self, pool: HostTier) -> None:
+        rig, hashes = written_back(pool), chain(8)
+        full(rig, hashes)
+        rig.hierarchy.reset()
+        rig.close()
+        assert in_tier(pool, hashes) == [False] * 8
+
+    def test_saving_again_right_after(self, pool: HostTier) -> None:
+        rig, hashes = Rig(pool), chain(8)
+        for _ in range(20):
+            rig.hierarchy.save_full(blocks(hashes))
+            rig.hierarchy.reset()
+        rig.settle()
+        full(rig, hashes)
+        assert rig.tiers_of(hashes) == ["host"] * 8
+        rig.close()

@@ -1,0 +1,67 @@
+"""How a `FrameSocket` waits for the next frame: it looks for a moment, and sleeps where looking is no use."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvtier.protocol import block_socket
+from kvtier.protocol.block_socket import FrameSocket
+
+LOOK_S = 2e-6
+"""What a look and a turn for others take, on a core that nobody else wants."""
+
+
+class Peer:
+    """A stream, and the time: every `answers_after` looks there are bytes."""
+
+    def __init__(self, answers_after: int) -> None:
+        self.now = 0.0
+        self.num_looks = self.num_sleeps = 0
+        self._answers_after = answers_after
+
+    def clock(self) -> float:
+        return self.now
+
+    def poll(self, into: memoryview) -> int | None:
+        self.num_looks += 1
+        self.now += LOOK_S
+        return None if self.num_looks % self._answers_after else 1
+
+    def wait(self, into: memoryview) -> int:
+        self.num_sleeps += 1
+        return 1
+
+    def receive(self, into: Sequence[memoryview], *, fill: bool, deadline: float) -> int:
+        raise AssertionError("nothing is asked for")
+
+    def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
+        raise AssertionError("nothing is sent")
+
+    end_sending = shut_down = close = lambda self: None
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peer, int], None]:
+    """Waits for a frame, so often."""
+
+    def run(peer: Peer, times: int) -> None:
+        monkeypatch.setattr(block_socket, "MONOTONIC", peer.clock)
+        frames = FrameSocket(peer, spins=True)
+        for _ in range(times):
+            assert frames.wait()
+            frames._take(1)
+
+    return run
+
+
+def test_answers_that_come_soon_are_looked_for(waits: Callable[[Peer, int], None]) -> None:
+    peer = Peer(answers_after=5)
+    waits(peer, 100)
+    assert (peer.num_sleeps, peer.num_looks) == (0, 500)
+
+
+def test_nobody_looks_for_what_does_not_come(waits: Callable[[Peer, int], None]) -> None:
+    peer = Peer(answers_after=1 << 30)
+    waits(peer, 3)
+    assert peer.num_sleeps == 3
+    assert peer.num_looks < 3 * 30

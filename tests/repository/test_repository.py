@@ -1,0 +1,98 @@
+"""What keeps the repository in shape: packages, imports, and what may be imported without torch."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang"}
+
+
+def test_containers_are_not_packages() -> None:
+    for container in ("connectors", "kernels", "services"):
+        assert not (ROOT / container / "__init__.py").exists(), f"{container}/ only holds packages, it is none"
+
+
+def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
+    assert "kvtier/protocol/pool.proto" in names
+
+
+WITHOUT_TORCH = """
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "triton", "safetensors", "tokenizers", "gguf", "transformers"}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "kvtier.cli.main kvtier.build.engine_cache kvtier.config kvtier.testing kvtier_pool.cli kvtier_pool.service",
+        "kvtier_engine.cli kvtier_engine.demo.cli kvtier.offload kvtier.device.kv",
+    ],
+)
+def test_importable_without_torch(modules: str) -> None:
+    """The pool service and the command line run from a base installation."""
+    program = WITHOUT_TORCH + f"for name in '{modules}'.split(): importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_command_that_needs_torch_says_so() -> None:
+    program = WITHOUT_TORCH + "sys.argv = ['kvtier', 'bench', 'ttft']; import kvtier.cli.main; kvtier.cli.main.main()"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert answer.stderr == "kvtier: this command needs torch, which is not installed: pip install 'kvtier[engine]'\n"
+
+
+def test_an_engine_without_a_pool_imports_no_grpc() -> None:
+    program = "import sys, kvtier.build.engine_cache; sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_dependency_has_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    rows = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
+    explained = {name for row in rows if row.startswith("|") for name in re.findall(r"[\w-]+", row.split("|")[1])}
+    for requirement in [*project["dependencies"], *extras["engine"], *extras["dev"]]:
+        name = requirement.split(">")[0].split("[")[0].split(";")[0].strip()
+        assert name in explained or name.startswith("types-"), f"docs/dependencies.md does not say why {name} is needed"
+
+
+def test_the_command_lists_its_parts() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli.main", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    for command in ("pool", "engine", "demo", "bench"):
+        assert command in answer.stdout
+
+
+def test_the_map_of_modules_is_true() -> None:
+    """`docs/structure.md` has a line per module, and each module says what it is."""
+    answer = subprocess.run([sys.executable, str(ROOT / "tools" / "structure.py")], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,60 @@
+"""An engine's cache as a configuration builds it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from hierarchy_rig import until
+from kvtier.build.engine_cache import EngineCache, engine_cache
+from kvtier.config import parse_config
+from kvtier.device.kv import DeviceKV, HostMemoryKV
+from kvtier.identity.namespace import Namespace
+from kvtier.offload import Hierarchy, JobResult
+
+TOKEN, SECRET = "t" * 32, "s" * 32
+NAMESPACE = Namespace(
+    weights_digest=bytes(32),
+    dtype="float32",
+    kv_dtype="float32",
+    physical_layout="L2NHD",
+    backend="test",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+@contextmanager
+def build(
+    folder: Path,
+    device: np.ndarray[Any, Any] | DeviceKV,
+    *,
+    registry: CollectorRegistry | None = None,
+    token: str = TOKEN,
+    numa_node: int | None = None,
+    **sections: Any,
+) -> Iterator[EngineCache]:
+    config = parse_config(
+        {
+            "tenant": "red",
+            "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}},
+            "host": {"capacity_bytes": "16MiB"},
+            **sections,
+        },
+        source="test.toml",
+        folder=folder,
+        environ={"SECRET": SECRET, "TOKEN": token},
+    )
+    registry = registry or CollectorRegistry()
+    kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device
+    with engine_cache(config, device=kv, namespace=NAMESPACE, registry=registry, numa_node=numa_node) as cache:
+        yield cache
+
+
+def result(hierarchy: Hierarchy, job_id: int | None) -> JobResult:
+    assert job_id is not None
+    return until(lambda: next((r for r in hierarchy.poll() if r.job_id == job_id), None))

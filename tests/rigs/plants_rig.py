@@ -1,0 +1,19 @@
+"""A part of `make gpu` in tiny size, as it runs by itself, with its fault planted."""
+
+from pathlib import Path
+
+from kvtier_bench.gpu.run.journal import Journal
+from kvtier_bench.gpu.run.parts import Part
+from kvtier_bench.gpu.run.runner import Run, run_parts
+
+COMPUTING = ("smoke", "prefill", "decode", "shared-decode", "decode-step", "layers", "checks", "sweep")
+"""Parts whose faults are in what computes; of the others, in what moves blocks."""
+
+
+def require_found(part: str, folder: Path) -> None:
+    """By a comparison, and not by a crash."""
+    run = Run(Journal(folder / "gpu.jsonl"), {}, total_s=200, tiny=True, plant=part)
+    (outcome,) = run_parts(run, [Part(part, 100)])
+    assert any(case.detail.startswith("FAILED") for case in outcome.cases), outcome.said
+    assert outcome.failed
+    assert "Traceback" not in outcome.said

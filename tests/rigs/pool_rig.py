@@ -1,0 +1,340 @@
+"""What the tests of the pool share: cores, services in this process, services in their own."""
+
+import contextlib
+import hashlib
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from free_port import free_port
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.codec.stored_form import encode_header, parse_header
+from kvtier.identity.keys import StoreKey, TenantId, tenant_id
+from kvtier.metrics import Metrics
+from kvtier.net.address import Address
+from kvtier.store.event_hub import EventHub
+from kvtier.store.lower_tiers import LowerTier
+from kvtier.store.metrics import PoolMetrics
+from kvtier.store.retention import RetentionLimits
+from kvtier.store.store import Store
+from kvtier.store.write_behind import WriteBehindSettings
+from kvtier.testing.contract import make_key, make_payload
+from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.write_policy import WritePolicy
+from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.host.slots import WriteSlot
+from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.tier import PoolTier
+from kvtier_pool.service import Addresses, PoolService
+from kvtier_pool.settings import PoolSettings
+
+MIB = 1 << 20
+WAIT_S = 20.0
+"""Bound on everything that is waited for; never reached when the code works."""
+RED, BLUE = tenant_id("red"), tenant_id("blue")
+TOKENS = {"red": "red-token-for-tests", "blue": "blue-token-for-tests"}
+TENANTS = {hashlib.sha256(token.encode()).hexdigest(): name for name, token in TOKENS.items()}
+BLOCK_BYTES = 64 * 1024
+
+
+def keys(labels: Iterable[object], tenant: TenantId = RED) -> list[StoreKey]:
+    return [make_key(label, tenant=tenant) for label in labels]
+
+
+def payloads(labels: Iterable[object]) -> list[bytes]:
+    return [make_payload(label, BLOCK_BYTES) for label in labels]
+
+
+def items(labels: Iterable[object], tenant: TenantId = RED) -> list[tuple[StoreKey, bytes]]:
+    return [(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
+
+
+def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    """Until it holds; fails rather than hangs."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+class GatedFiles:
+    """Real files whose reads and writes wait for a gate. Counts what passes since `begin`."""
+
+    def __init__(self, inner: FileLayer | None = None) -> None:
+        self._inner = inner or OsFiles(direct=False)
+        self.may_write = threading.Event()
+        self.may_read = threading.Event()
+        self.writing = threading.Semaphore(0)
+        """Released whenever a write has come to its gate."""
+        self.reading = threading.Semaphore(0)
+        self.read_bytes = 0
+        """Guarded by _lock."""
+        self._lock = threading.Lock()
+        self.may_write.set()
+        self.may_read.set()
+
+    def begin(self) -> None:
+        """What a start has read does not count."""
+        self.reading, self.writing, self.read_bytes = threading.Semaphore(0), threading.Semaphore(0), 0
+
+    @property
+    def direct(self) -> bool:
+        return self._inner.direct
+
+    def create(self, path: str, nbytes: int) -> int:
+        return self._inner.create(path, nbytes)
+
+    def open(self, path: str, *, writable: bool = True) -> int:
+        return self._inner.open(path, writable=writable)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self.writing.release()
+        assert self.may_write.wait(WAIT_S)
+        self._inner.write(fd, buffers, offset)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            self.read_bytes += sum(map(len, buffers))
+        self.reading.release()
+        assert self.may_read.wait(WAIT_S)
+        return self._inner.read(fd, buffers, offset)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self._inner.truncate(fd, nbytes)
+
+    def zero(self, fd: int, nbytes: int) -> None:
+        self._inner.zero(fd, nbytes)
+
+    def rename(self, path: str, new_path: str) -> None:
+        self._inner.rename(path, new_path)
+
+    def sync(self, fd: int) -> None:
+        self._inner.sync(fd)
+
+    def sync_folder(self, directory: str) -> None:
+        self._inner.sync_folder(directory)
+
+    def close(self, fd: int) -> None:
+        self._inner.close(fd)
+
+    def remove(self, path: str) -> None:
+        self._inner.remove(path)
+
+    def free_bytes(self, directory: str) -> int:
+        return self._inner.free_bytes(directory)
+
+
+@dataclass
+class CoreRig:
+    """A started core without a transport."""
+
+    core: Store
+    registry: CollectorRegistry
+    files: GatedFiles
+
+    def count(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(name, labels)
+        assert value is not None, f"no sample {name}{labels}"
+        return value
+
+    def pinned(self) -> tuple[float, float, float]:
+        """What pins hold: blocks, the bytes of their payloads, those of their slabs."""
+        blocks, nbytes, slab_bytes = (
+            self.count(f"kvtier_pool_pinned_{what}") for what in ("blocks", "bytes", "slab_bytes")
+        )
+        return blocks, nbytes, slab_bytes
+
+    def store(self, label: object, *, tenant: TenantId = RED, nbytes: int = BLOCK_BYTES) -> WriteStatus:
+        return self.write(make_key(label, tenant=tenant), make_payload(label, nbytes), tenant=tenant)
+
+    def write(self, key: StoreKey, payload: bytes, *, tenant: TenantId = RED) -> WriteStatus:
+        header = parse_header(encode_header(key, payload))
+        slot = self.core.begin_write(tenant, header.key, header.stored_length)
+        if not isinstance(slot, WriteSlot):
+            return slot
+        slot.view[:] = payload
+        return self.core.commit_write(slot, header)
+
+    def load(self, keys: list[StoreKey], nbytes: int = BLOCK_BYTES) -> list[bytes | None]:
+        with self.core.read(keys, nbytes) as blocks:
+            return [bytes(block.payload) if block is not None else None for block in blocks]
+
+
+@contextlib.contextmanager
+def core_rig(
+    disk_dir: Path | None = None,
+    *,
+    memory_bytes: int = 8 * MIB,
+    queue_bytes: int = 4 * MIB,
+    files: GatedFiles | None = None,
+    max_streams: int = 2,
+    event_buffer: int = 100,
+    remote: Tier | None = None,
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    shared: bool = False,
+    pins: RetentionLimits | None = None,
+    clock: Clock = MONOTONIC,
+) -> Iterator[CoreRig]:
+    """A core that is checked and closed at the end. Its disk, under `write_through`, keeps what is acknowledged."""
+    registry = CollectorRegistry()
+    hub = EventHub(max_streams=max_streams, buffer=event_buffer)
+    files = files if files is not None else GatedFiles()
+    below = []
+    settings = WriteBehindSettings(policy=policy, queue_bytes=queue_bytes)
+    if disk_dir is not None:
+        disk = DiskTier.open(
+            disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
+        )
+        files.begin()
+        below.append(LowerTier(disk, replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)))
+    if remote is not None:
+        below.append(LowerTier(remote, settings))
+    core = Store(
+        memory_bytes=memory_bytes,
+        below=below,
+        hub=hub,
+        metrics=PoolMetrics(registry),
+        shared=shared,
+        pins=pins,
+        clock=clock,
+    )
+    core.start()
+    try:
+        yield CoreRig(core, registry, files)
+        core.check()
+    finally:
+        files.may_write.set()
+        files.may_read.set()
+        core.close()
+
+
+@dataclass
+class PoolProcess:
+    """`kvtier pool serve` in a process of its own."""
+
+    arguments: list[str]
+    process: "subprocess.Popen[str]" = field(init=False)
+    block: str = field(init=False)
+    grpc: str = field(init=False)
+    http: str = field(init=False)
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        command = [sys.executable, "-m", "kvtier.cli.main", "pool", "serve", *self.arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready block="), f"{line!r} {self.process.communicate(timeout=WAIT_S)}"
+        self.block, self.grpc, self.http = (part.partition("=")[2] for part in line.split()[1:])
+
+    def again(self) -> "PoolProcess":
+        """The same pool on the same ports, started anew. Only of a `pool_process`, after its end."""
+        pool = PoolProcess([f"--listen={self.block}", f"--grpc-listen={self.grpc}", *self.arguments[2:]])
+        pool.start()
+        return pool
+
+    def kill(self) -> None:
+        """SIGKILL; waits."""
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
+
+    def terminate(self) -> tuple[int, str]:
+        """SIGTERM; exit code and log."""
+        self.process.terminate()
+        _, log = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, log
+
+
+@contextlib.contextmanager
+def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[Addresses]:
+    """A service in this process."""
+    free = "127.0.0.1:0"
+    defaults = {
+        "listen": (free,),
+        "grpc_listen": (free,),
+        "http_listen": free,
+        "min_residency_s": 0.0,
+        "shutdown_grace_s": 10.0,
+    }
+    arguments = defaults | settings
+    service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
+    addresses = service.start()
+    try:
+        yield addresses
+    finally:
+        service.stop()
+
+
+@contextlib.contextmanager
+def pool_process(
+    *arguments: str, listen: str = "", grpc_listen: str = "", memory: str = "64MiB"
+) -> Iterator[PoolProcess]:
+    """A running pool with tenants red and blue; gone at the end. Without addresses, it has ports that it may have
+    `again`."""
+    listen, grpc_listen = (address or f"127.0.0.1:{free_port()}" for address in (listen, grpc_listen))
+    tenants = [f"--tenant={name}={digest}" for digest, name in TENANTS.items()]
+    addresses = [f"--listen={listen}", f"--grpc-listen={grpc_listen}", "--http-listen=127.0.0.1:0"]
+    pool = PoolProcess([*addresses, f"--memory-bytes={memory}", *tenants, *arguments])
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.kill()
+
+
+def held_bytes(pool: PoolProcess | Addresses) -> float:
+    """What its clients hold of its memory."""
+    with urllib.request.urlopen(f"http://{pool.http}/metrics", timeout=WAIT_S) as answer:
+        found = re.search(r"^kvtier_pool_shared_held_bytes (\S+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found.group(1))
+
+
+def connect(
+    address: str,
+    tenant: str = "red",
+    *,
+    token: str | None = None,
+    call_timeout_s: float = WAIT_S,
+    metrics: Metrics | None = None,
+    breaker: CircuitBreaker | None = None,
+    max_batch_bytes: int = 64 * MIB,
+    shared_memory: bool = False,
+) -> PoolTier:
+    """A pool tier for `tenant` at an address, or several separated by commas, as engines are given them."""
+    access = PoolAccess(
+        addresses=address.split(","),
+        tenant=tenant_id(tenant),
+        token=token or TOKENS[tenant],
+        shared_memory=shared_memory,
+    )
+    metrics = metrics or Metrics()
+    return PoolTier(
+        open_transport(access, metrics, connect_ahead=False),
+        tenant_id(tenant),
+        metrics=metrics,
+        breaker=breaker or CircuitBreaker(1000, 0.05),
+        call_timeout_s=call_timeout_s,
+        max_batch_bytes=max_batch_bytes,
+    )
+
+
+def dial(address: str, tenant: str = "red") -> PoolConnection:
+    """A connection without a tier over it."""
+    return PoolConnection.open(Address.parse(address), TOKENS[tenant], tenant_id(tenant), time.monotonic() + WAIT_S)
+
+
+def failed_calls(metrics: Metrics, **labels: str) -> float:
+    """Of a pool tier."""
+    return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0

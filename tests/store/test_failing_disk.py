@@ -1,0 +1,86 @@
+"""A pool whose disk fails, and works again: what the event stream, Usage and the metrics say."""
+
+import contextlib
+import errno
+import itertools
+import os
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+import pool_rig
+from kvtier.protocol import pool_pb2
+from kvtier.testing.blocks import make_key
+from kvtier.tiers.disk import tier as disk
+from kvtier.tiers.disk.medium import health as health
+from kvtier.tiers.disk.medium.files import OsFiles
+from pool_grpc_rig import connect
+from pool_rig import MIB, TOKENS, WAIT_S
+
+SERVICE = "/kvtier.pool.v1.Pool/"
+CREDENTIALS = (("authorization", "Bearer " + TOKENS["red"]),)
+
+
+class BrokenFiles(OsFiles):
+    """Takes no bytes while it is `full`."""
+
+    full = False
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, buffers, offset)
+
+
+def test_a_failing_disk_is_in_the_stream_in_usage_and_in_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = BrokenFiles(direct=False)
+    monkeypatch.setattr(disk, "OsFiles", lambda direct: files)
+    monkeypatch.setattr(health, "_PAUSE_S", 0.01)
+    labels = itertools.count()
+    with (
+        pool_rig.running_pool(disk_dir=tmp_path / "disk", disk_bytes=64 * MIB, disk_reserve_bytes=0) as addresses,
+        grpc.insecure_channel(addresses.grpc[0]) as channel,
+        contextlib.closing(connect(addresses.grpc[0])) as tier,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        usage = channel.unary_unary(SERVICE + "Usage")
+        stream = channel.unary_stream(SERVICE + "Events")(b"", metadata=CREDENTIALS, timeout=WAIT_S)
+
+        def state() -> int:
+            of_memory, of_disk = pool_pb2.UsageResponse.FromString(usage(b"", metadata=CREDENTIALS)).tiers
+            assert of_memory.state == pool_pb2.TierUsage.WRITABLE
+            return of_disk.state
+
+        def heard(kind: int) -> bool:
+            """Writes until the stream tells of it."""
+            answer = executor.submit(_hear, stream, kind)
+            while not answer.done():
+                tier.write([(make_key(next(labels)), b"x")])
+            return answer.result()
+
+        assert heard(pool_pb2.Event.STORED)
+        assert state() == pool_pb2.TierUsage.WRITABLE
+        files.full = True
+        assert heard(pool_pb2.Event.READ_ONLY)
+        assert state() == pool_pb2.TierUsage.READ_ONLY
+        with urllib.request.urlopen(f"http://{addresses.http}/metrics") as answer:
+            assert 'kvtier_tier_state{state="read_only",tier="disk"} 1.0' in answer.read().decode()
+        files.full = False
+        assert heard(pool_pb2.Event.WRITABLE)
+        assert state() == pool_pb2.TierUsage.WRITABLE
+        stream.cancel()
+
+
+def _hear(stream: Iterator[bytes], kind: int) -> bool:
+    """Reads on until there is an event of this kind about the disk."""
+    for message in stream:
+        events = [e for e in pool_pb2.EventBatch.FromString(message).events if (e.kind, e.tier) == (kind, "disk")]
+        if events:
+            return kind == pool_pb2.Event.STORED or not any(event.keys for event in events)
+    return False

@@ -1,0 +1,60 @@
+"""Blocks whose bytes do not match their checksum, in a pool's memory: none of them gets any further."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.codec.stored_form import encode_header, parse_header
+from kvtier.testing.contract import make_key, make_payload
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.write_policy import WritePolicy
+from kvtier.tiers.host.slots import WriteSlot
+from pool_rig import BLOCK_BYTES, RED, WAIT_S, CoreRig, core_rig, keys, payloads, until
+from remote_tier import RemoteTier, remote_tier
+
+remote = pytest.fixture(remote_tier)
+
+
+def commit_garbage(rig: CoreRig, label: object) -> None:
+    """As a client does that writes through shared memory and is broken: memory takes its checksum on trust."""
+    header = parse_header(encode_header(make_key(label), make_payload(label, BLOCK_BYTES)))
+    slot = rig.core.begin_write(RED, header.key, header.stored_length)
+    assert isinstance(slot, WriteSlot)
+    slot.view[:] = make_payload(("half of", label), BLOCK_BYTES)
+    rig.core._memory.commit(slot, header.checksum)
+    rig.core._below.entered([slot.key])
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_what_does_not_match_its_checksum_never_becomes_a_valid_block_below(
+    tmp_path: Path, remote: RemoteTier, policy: WritePolicy
+) -> None:
+    with core_rig(tmp_path, remote=remote, policy=policy) as rig:
+        for label in range(4):
+            commit_garbage(rig, label)
+            rig.store(("good", label))
+        rig.core.drain(WAIT_S)
+        assert rig.core.lookup(keys(range(4))) == [Status.MISS] * 4
+        assert remote.lookup(keys(range(4))) == [Status.MISS] * 4
+        counts = [
+            rig.count("kvtier_pool_written_down_blocks_total", tier=tier, result=result)
+            for tier in ("disk", "redis")
+            for result in ("stored", "corrupt")
+        ]
+        assert counts[0] == counts[2] == 4
+        assert 4 <= counts[1] + counts[3] <= 8, "whoever is later may find it gone"
+        assert rig.store(0) is WriteStatus.STORED
+    with core_rig(tmp_path) as rig:
+        good = [("good", label) for label in range(4)]
+        assert rig.load(keys(good)) == payloads(good)
+        assert rig.core.lookup(keys(range(1, 4))) == [Status.MISS] * 3
+
+
+def test_garbage_does_not_make_a_disk_look_broken(tmp_path: Path) -> None:
+    with core_rig(tmp_path, queue_bytes=2 * BLOCK_BYTES) as rig:
+        for label in range(5):
+            commit_garbage(rig, label)
+            until(lambda: rig.count("kvtier_pool_write_down_queue_bytes", tier="disk") == 0)
+        rig.files.may_write.clear()
+        statuses = [rig.store(("good", label)) for label in range(4)]
+        assert statuses == [WriteStatus.STORED] * 2 + [WriteStatus.THROTTLED] * 2

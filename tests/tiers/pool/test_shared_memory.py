@@ -1,0 +1,374 @@
+"""The pool's memory mapped by clients: real pools, real clients, and what either may do to the other."""
+
+import contextlib
+import errno
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import kvtier.tiers.pool.shared_memory.read
+import kvtier.tiers.pool.shared_memory.write
+from kvtier.codec.stored_form import copy_checked
+from kvtier.identity.keys import StoreKey
+from kvtier.memory import memfd
+from kvtier.metrics import Metrics
+from kvtier.net.stream import PlainStream
+from kvtier.protocol.block import encode_head
+from kvtier.protocol.block_socket import FrameSocket
+from kvtier.protocol.groups import group
+from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.pool.local_transport import LocalTransport
+from kvtier_pool.settings import PoolLimits
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    RED,
+    TOKENS,
+    WAIT_S,
+    connect,
+    held_bytes,
+    items,
+    keys,
+    payloads,
+    pool_process,
+    running_pool,
+    until,
+)
+from suspending import resume, suspend
+
+pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
+PAYLOADS = payloads(range(16))
+KEYS = keys(range(16))
+
+
+def moved(metrics: Metrics, path: str, op: str) -> float:
+    return metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": path, "op": op}) or 0.0
+
+
+class TestOverSharedMemory(TierContract):
+    tenants = (RED, RED)
+
+    @pytest.fixture
+    def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
+        with contextlib.ExitStack() as stack:
+
+            def make(capacity_bytes: int) -> Tier:
+                folder = tmp_path / str(len(list(tmp_path.iterdir())))
+                folder.mkdir()
+                limits = PoolLimits(max_held_bytes=64 * MIB)
+                listen = (f"unix:{folder}/pool.sock",)
+                pool = stack.enter_context(running_pool(capacity_bytes, listen=listen, limits=limits))
+                tier = connect(pool.block[0], shared_memory=True)
+                stack.callback(tier.close)
+                return tier
+
+            yield make
+
+
+class TestStates:
+    def test_states(self, tmp_path: Path) -> None:
+        limits = PoolLimits(max_held_bytes=64 * MIB)
+        with running_pool(2 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits) as pool:
+            machine = tier_state_machine(
+                lambda capacity_bytes: connect(pool.block[0], shared_memory=True),
+                payload_bytes=128 * 1024,
+                max_examples=20,
+            )
+            machine.TestCase().runTest()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    with running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool:
+        yield pool.block[0]
+
+
+@contextlib.contextmanager
+def local(address: str, metrics: Metrics | None = None, tenant: str = "red") -> Iterator[Tier]:
+    tier = connect(address, tenant, shared_memory=True, metrics=metrics)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def test_blocks_pass_from_client_to_client_without_the_socket(address: str) -> None:
+    metrics = Metrics()
+    with local(address, metrics) as writer, local(address, metrics) as reader:
+        assert writer.write(items(range(16))) == [WriteStatus.STORED] * 16
+        assert writer.write(items(range(2))) == [WriteStatus.EXISTS] * 2
+        assert read_blocks(reader, KEYS, BLOCK_BYTES) == PAYLOADS
+        assert read_blocks(writer, [*KEYS[:2], make_key("absent")], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1], None]
+        assert moved(metrics, "shm", "write") == 16 * BLOCK_BYTES
+        assert moved(metrics, "shm", "read") == 18 * BLOCK_BYTES
+        assert moved(metrics, "unix", "read") == moved(metrics, "unix", "write") == 0
+
+
+def test_what_came_by_the_socket_is_read_from_memory_and_the_other_way_round(address: str) -> None:
+    metrics = Metrics()
+    over_socket = connect(address, metrics=metrics)
+    with local(address, metrics) as mapped:
+        over_socket.write(items(range(8)))
+        mapped.write(items(range(8, 16)))
+        assert read_blocks(mapped, KEYS, BLOCK_BYTES) == PAYLOADS
+        assert read_blocks(over_socket, KEYS, BLOCK_BYTES) == PAYLOADS
+        assert moved(metrics, "shm", "read") == moved(metrics, "unix", "read") == 16 * BLOCK_BYTES
+    over_socket.close()
+
+
+def test_a_block_that_is_only_on_disk_comes_by_the_socket_once(tmp_path: Path) -> None:
+    metrics = Metrics()
+    settings = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 * MIB, "disk_reserve_bytes": 0}
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen, **settings) as pool, local(pool.block[0]) as tier:
+        tier.write(items(range(4)))
+    with running_pool(32 * MIB, listen=listen, **settings) as pool, local(pool.block[0], metrics) as tier:
+        for _ in range(2):
+            assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == [PAYLOADS[i] for i in range(4)]
+        assert moved(metrics, "unix", "read") == moved(metrics, "shm", "read") == 4 * BLOCK_BYTES
+
+
+def test_tenants_never_meet(address: str) -> None:
+    with local(address) as red, local(address, tenant="blue") as blue:
+        red.write(items(range(4)))
+        blue_keys = [make_key(i, tenant=BLUE) for i in range(4)]
+        assert blue.lookup(blue_keys) == [Status.MISS] * 4
+        assert read_blocks(blue, blue_keys, BLOCK_BYTES) == [None] * 4
+
+
+def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose memory is broken, or that wrote to a slot after it had committed it."""
+    metrics = Metrics()
+    with local(address) as broken, local(address, metrics) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                kvtier.tiers.pool.shared_memory.write,
+                "copy_checked",
+                lambda key, into, payload: copy_checked(key, into, payload) ^ 1,
+            )
+            assert broken.write(items(range(2))) == [WriteStatus.STORED] * 2
+        assert read_blocks(reader, KEYS[:2], BLOCK_BYTES) == [None, None]
+        assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 2
+        assert reader.lookup(KEYS[:2]) == [Status.MISS] * 2
+        assert reader.write(items(range(2))) == [WriteStatus.STORED] * 2
+        assert read_blocks(reader, KEYS[:2], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1]]
+
+
+def test_a_slot_that_changed_hands_during_the_copy_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader stalls past its lease; its slot is taken by another block meanwhile. The socket has the truth."""
+    metrics = Metrics()
+    limits = PoolLimits(lease_s=0.3)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(running_pool(4 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits))
+        reader, writer = (stack.enter_context(local(pool.block[0], m)) for m in (metrics, None))
+        writer.write(items(range(4)))
+        stalled = threading.Event()
+
+        def stall(key: StoreKey, into: memoryview, payload: memoryview) -> int:
+            if not stalled.is_set():
+                stalled.set()
+                until(lambda: held_bytes(pool) == 0)  # the lease is over, and the tier has seen it
+                assert writer.write(items(range(100, 300))).count(WriteStatus.STORED) >= 100
+            return copy_checked(key, into, payload)
+
+        monkeypatch.setattr(kvtier.tiers.pool.shared_memory.read, "copy_checked", stall)
+        assert read_blocks(reader, KEYS[:4], BLOCK_BYTES) == [None] * 4
+        assert moved(metrics, "shm", "read") == 0
+        monkeypatch.undo()
+        assert read_blocks(reader, [make_key(299)], BLOCK_BYTES) == [make_payload(299, BLOCK_BYTES)]
+
+
+def test_memory_that_cannot_be_mapped_leaves_the_socket(
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when this process may have no more memory maps; the pool in the same process must not feel it."""
+
+    def refuse(descriptor: int, nbytes: int, *, writable: bool) -> memoryview:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    metrics = Metrics()
+    with local(address) as writer, local(address, metrics) as reader:
+        writer.write(items(range(4)))
+        monkeypatch.setattr(memfd, "map_descriptor", refuse)
+        assert read_blocks(reader, KEYS[:4], BLOCK_BYTES) == [PAYLOADS[i] for i in range(4)]
+        assert moved(metrics, "unix", "read") == 4 * BLOCK_BYTES
+        assert "its socket for" in caplog.text
+
+
+def test_a_pool_that_does_not_share_is_read_over_its_socket(tmp_path: Path) -> None:
+    metrics = Metrics()
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen, shared_memory=False) as pool, local(pool.block[0], metrics) as tier:
+        tier.write(items(range(4)))
+        assert read_blocks(tier, KEYS[:4], BLOCK_BYTES) == [PAYLOADS[i] for i in range(4)]
+        assert moved(metrics, "unix", "read") == 4 * BLOCK_BYTES
+        assert moved(metrics, "shm", "read") == 0
+
+
+def test_a_payload_that_cannot_be_copied_leaves_nothing_behind(address: str) -> None:
+    with local(address) as tier:
+        strided = memoryview(bytes(2 * BLOCK_BYTES))[::2]
+        with pytest.raises((BufferError, ValueError)):
+            tier.write([*items(range(1)), (KEYS[1], strided)])
+        until(lambda: tier.lookup(KEYS[:2]) == [Status.MISS] * 2)  # what is given back is not answered
+        assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
+
+
+def test_more_threads_than_may_hold_blocks_write_all_the_same(tmp_path: Path) -> None:
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(64 * MIB, listen=listen) as pool, local(pool.block[0]) as tier:
+        batches = [items((worker, i) for i in range(16)) for worker in range(16)]
+        with ThreadPoolExecutor(16) as executor:
+            assert {status for statuses in executor.map(tier.write, batches) for status in statuses} == {
+                WriteStatus.STORED
+            }
+
+
+def test_one_client_cannot_hold_all_memory(tmp_path: Path) -> None:
+    limits = PoolLimits(max_held_bytes=4 * BLOCK_BYTES)
+    listen = (f"unix:{tmp_path}/pool.sock",)
+    with running_pool(32 * MIB, listen=listen, limits=limits) as pool, local(pool.block[0]) as tier:
+        assert tier.write(items(range(8))) == [WriteStatus.STORED] * 8  # in parts
+        memory = mapped(tier).memory
+        deadline = time.monotonic() + WAIT_S
+        sizes = [BLOCK_BYTES] * 4
+        lease, num_held = memory.acquire(KEYS[:4], sizes, deadline)
+        assert num_held == 4
+        assert memory.acquire(KEYS[:1], sizes[:1], deadline) == (0, 0)
+        assert tier.write(items(range(10, 11))) == [WriteStatus.STORED]  # writes are held by another connection
+        assert read_blocks(tier, KEYS[:8], BLOCK_BYTES) == [PAYLOADS[i] for i in range(8)]  # over the socket
+        memory.release(lease, deadline)
+        assert memory.acquire(KEYS[:1], sizes[:1], deadline)[1] == 1
+
+
+def mapped(tier: Tier) -> LocalTransport:
+    transport = tier._transport  # type: ignore[attr-defined]
+    assert isinstance(transport, LocalTransport)
+    return transport
+
+
+CHILD = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from kvtier.testing.contract import make_key
+from kvtier.tiers.base import WriteStatus
+from kvtier.protocol.block import Verb
+from kvtier.protocol.groups import group
+from pool_rig import BLOCK_BYTES, connect
+tier = connect({address!r}, shared_memory=True)
+memory = tier._transport.memory
+deadline = time.monotonic() + 60
+for i in range(100):
+    lease, count = memory.acquire([make_key(i)], [BLOCK_BYTES], deadline)
+    assert count == 1, (i, count)
+    session, answer = memory._writes.ask(
+        Verb.PREPARE, dict(groups=group([make_key(("new", i))], [BLOCK_BYTES]).fields), 1, deadline
+    )
+    assert answer.data("statuses") == b"\\0", i
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holding_client(address: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process that holds leases on blocks 0 to 99, and 100 prepared slots for others."""
+    script = CHILD.format(tests=str(Path(__file__).parents[2] / "rigs"), address=address)
+    client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "holding\n"
+        yield client
+    finally:
+        client.kill()
+        client.communicate(timeout=WAIT_S)
+
+
+def test_kill_minus_9_of_a_client_gives_everything_back(tmp_path: Path) -> None:
+    with pool_process(listen=f"unix:{tmp_path}/pool.sock", memory="64MiB") as pool, local(pool.block) as tier:
+        assert tier.write(items(range(100))) == [WriteStatus.STORED] * 100
+        with holding_client(pool.block) as client:
+            assert held_bytes(pool) >= 200 * BLOCK_BYTES
+            pending = [make_key(("new", i)) for i in range(100)]
+            assert tier.lookup(pending) == [Status.PENDING] * 100
+            client.kill()
+            until(lambda: held_bytes(pool) == 0, within_s=5.0)  # before any lease is over
+            assert tier.lookup(pending) == [Status.MISS] * 100
+        new = [(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(pending)]
+        assert tier.write(new) == [WriteStatus.STORED] * 100
+        assert read_blocks(tier, pending, BLOCK_BYTES) == [payload for _, payload in new]
+        assert read_blocks(tier, [make_key(i) for i in range(100)], BLOCK_BYTES) == [p for _, p in items(range(100))]
+
+
+def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(tmp_path: Path) -> None:
+    with pool_process(listen=f"unix:{tmp_path}/pool.sock", memory="64MiB") as pool, local(pool.block) as tier:
+        tier.write(items(range(100)))
+        with holding_client(pool.block) as client:
+            suspend(client.pid)
+            for start in range(1000, 4000, 100):  # three times the memory
+                batch = items(range(start, start + 100))
+                stored = [item for item, status in zip(batch, tier.write(batch), strict=True) if not status]
+                assert read_blocks(tier, [key for key, _ in stored], BLOCK_BYTES) == [p for _, p in stored]
+            if held_bytes(pool) >= 200 * BLOCK_BYTES:  # else the leases were over before this had come to its end
+                leased = items(range(100))
+                assert read_blocks(tier, [key for key, _ in leased], BLOCK_BYTES) == [p for _, p in leased]
+            assert held_bytes(pool) >= 100 * BLOCK_BYTES
+            assert tier.lookup([make_key(("new", i)) for i in range(100)]) == [Status.PENDING] * 100
+            resume(client.pid)
+
+
+def test_kill_minus_9_of_the_pool_is_misses_heals_by_itself_and_leaves_no_memory(tmp_path: Path) -> None:
+    with pool_process(listen=f"unix:{tmp_path}/pool.sock", memory="64MiB") as pool, local(pool.block) as tier:
+        tier.write(items(range(16)))
+        assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
+        assert num_slabs() > 0
+        pool.kill()
+        until(lambda: num_slabs() == 0)  # without a call of ours: an idle engine must not keep a dead pool's memory
+        assert read_blocks(tier, KEYS, BLOCK_BYTES) == [None] * 16
+        restarted = pool.again()
+        try:
+            until(lambda: tier.write(items(range(1))) == [WriteStatus.STORED])
+            assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [PAYLOADS[0], None]
+            assert num_slabs() > 0
+        finally:
+            restarted.kill()
+
+
+def num_slabs() -> int:
+    """Slabs of any pool that this process maps."""
+    return sum("memfd:kvtier-slab" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_pipelined_requests_are_answered_in_order_with_their_ids(address: str) -> None:
+    with local(address) as tier:
+        tier.write(items(range(4)))
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(address.removeprefix("unix:"))
+            hello = {"id": 1, "verb": "hello", "versions": [1], "token": TOKENS["red"], "client": "pipelined"}
+            acquire = {"verb": "acquire", "groups": group(KEYS[:4], [BLOCK_BYTES] * 4).fields}
+            sent = encode_head(hello)
+            for i in range(2, 100):
+                sent += encode_head({"id": 2 * i, **acquire})
+                sent += encode_head({"id": 2 * i + 1, "verb": "release", "lease": i - 1})
+            raw.sendall(sent)
+            connection = FrameSocket(PlainStream(raw))
+            deadline = time.monotonic() + WAIT_S
+            assert connection.receive_head(deadline=deadline)[0].number("id") == 1
+            for i in range(2, 100):
+                answer, _ = connection.receive_head(deadline=deadline)
+                assert (answer.number("id"), answer.number("lease"), answer.data("statuses")) == (
+                    2 * i,
+                    i - 1,
+                    b"\1" * 4,
+                )
