@@ -141,7 +141,7 @@ def routes() -> dict[str, list[str]]:
                 watch.take()
                 watch.is_on = True
                 ticket = reader.hierarchy.start_lookup(keys)
-                until(reader.hierarchy, lambda: reader.hierarchy.poll_lookup(ticket))
+                until(reader.hierarchy, lambda ticket=ticket: reader.hierarchy.poll_lookup(ticket))
                 watch.is_on = False
                 found["lookup, engine"], found["lookup, pool"] = map(sorted, watch.take())
             watch.is_on = True
