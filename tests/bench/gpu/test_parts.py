@@ -11,7 +11,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from kvtier.device.kv import Fence
+from kvtier.device.kv import Fence, HostMemoryKV
+from kvtier.device.quantised import QuantisedHostKV
 from kvtier.errors import KvtierError
 from kvtier.memory.arena import Arena
 from kvtier_bench.gpu import __main__ as command
@@ -27,9 +28,11 @@ from kvtier_bench.gpu.parts import decode as part_decode
 from kvtier_bench.gpu.parts import prefill as part_prefill
 from kvtier_bench.gpu.parts import spill as part_spill
 from kvtier_bench.gpu.parts import ttft as part_ttft
+from kvtier_bench.gpu.races.chip import Way
 from kvtier_bench.gpu.run import child as child_module
 from kvtier_bench.gpu.run.journal import Outcome
 from kvtier_bench.gpu.run.parts import ALL, GRACE_S, PARTS, SECOND, TOTAL_S, part_of
+from kvtier_bench.gpu.simulation.cuda import SimulatedCuda
 from kvtier_bench.measuring.report import Case
 from kvtier_bench.measuring.rounds import Samples
 
@@ -170,6 +173,35 @@ def test_pinning_in_tiny_size() -> None:
     assert {case.op.split("in ")[1] for case in launches if "nothing else" in case.name} == {
         "this process", "another process"
     }  # fmt: skip
+
+
+@pytest.fixture
+def lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is mapped for reading cannot be pinned, as on many GPUs."""
+    monkeypatch.setattr(host_copies, "pins_read_only", lambda _: False)
+    monkeypatch.setattr(HostMemoryKV, "attach", lambda _, memory: memory.rows.flags.writeable)
+    monkeypatch.setattr(QuantisedHostKV, "attach", lambda _, memory: memory.rows.flags.writeable)
+    monkeypatch.setattr(SimulatedCuda, "pins_read_only", False)
+
+
+@pytest.mark.usefixtures("lends_nothing")
+@pytest.mark.parametrize("part", ["pages", "pinning", "races", "host-copies"])
+def test_what_needs_no_lent_memory_is_measured_without(part: str) -> None:
+    noted, *cases = child_module.rows_of(part, 60, tiny=True)
+    assert noted.name == "lent memory"
+    assert "does not pin what is mapped for reading" in noted.detail
+    assert not [case.detail for case in cases if case.detail.startswith("FAILED")]
+    assert len({case.op for case in cases}) == {"pages": 4, "pinning": 3, "races": len(Way), "host-copies": 4}[part]
+    assert not [case.name for case in cases if case.name.startswith(("lent", "mapped"))]
+
+
+def test_pinning_tells_what_was_measured_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory that can be written, which is a failure."""
+    answers = iter([True, True, False])
+    monkeypatch.setattr(HostMemoryKV, "attach", lambda *_: next(answers))
+    cases = {case.name: case for case in child_module.rows_of("pinning", 30, tiny=True)}
+    assert cases["results"].detail == "FAILED: memory (anonymous) could not be pinned"
+    assert cases["memfd, pinned"].rounds == 1
 
 
 def test_launches_that_were_under_way_are_counted() -> None:

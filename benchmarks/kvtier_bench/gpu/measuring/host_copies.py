@@ -4,12 +4,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvtier.device.kv import Blocks, DeviceKV
+from kvtier.device.pinned_memory import pins_read_only
 from kvtier.errors import KvtierError
 from kvtier.memory import memfd
 from kvtier.memory.arena import Arena
@@ -25,13 +27,25 @@ _RECORDS_COMPARED = 16
 """Blocks: the reference makes them on the CPU."""
 
 
-def host_copies(setting: Setting, layout: Layout, *, least: float) -> Iterator[Case]:
+def lends(setting: Setting) -> bool:
+    """Whether memory that is mapped for reading can be pinned, as a pool's has to be. A part asks once."""
+    return pins_read_only(setting.device)
+
+
+def not_lent(op: str) -> Case:
+    """Instead of the rows of lent memory, where there are none."""
+    reason = "the driver does not pin what is mapped for reading (CUDA error 801 on many GPUs)"
+    return Case("lent memory", op, detail=reason)
+
+
+def host_copies(setting: Setting, layout: Layout, *, least: float, with_lent: bool) -> Iterator[Case]:
     """Half of the device's blocks, anywhere, to and from an arena's slots, adjacent and scattered, and lent memory.
 
     By the wall, with all that a mover's thread does. What is lent is the arena mapped once more, for reading, as a
     pool's memory is.
 
     :param least: the bar, as a share of the speed of one large copy.
+    :param with_lent: whether lent memory takes part.
     """
     count = setting.size(_MOVED_BYTES, 4 * layout.block_bytes) // layout.block_bytes
     device = DeviceBlocks(setting, layout, -(-2 * count // layout.num_groups))
@@ -39,7 +53,7 @@ def host_copies(setting: Setting, layout: Layout, *, least: float) -> Iterator[C
         arena = Arena(count, layout.block_bytes, shared=True)
         stack.callback(arena.close)
         mover = stack.enter_context(mover_of(setting, device))
-        lent = stack.enter_context(lent_by(arena, mover))
+        lent = stack.enter_context(lent_by(arena, mover)) if with_lent else None
         copies = _Copies(setting, device, mover, arena, lent)
         copies.compare()
         require_pinned(setting, arena)
@@ -63,7 +77,7 @@ class _Copies:
     """What is compared and timed. Fences are taken in the thread that copies: it is the engine's, too."""
 
     def __init__(
-        self, setting: Setting, device: DeviceBlocks, mover: DeviceKV, arena: Arena, lent: "LentSlots"
+        self, setting: Setting, device: DeviceBlocks, mover: DeviceKV, arena: Arena, lent: "LentSlots | None"
     ) -> None:
         self._setting, self._device, self._mover = setting, device, mover
         self._arena, self._lent = arena, lent
@@ -85,13 +99,11 @@ class _Copies:
 
     def up(self) -> dict[str, Run]:
         """The copies to the device that are timed, by name."""
-        return {
-            "one copy": self._copy_up,
-            "scatter, adjacent slots": lambda: self._scatter(self._arena, self._adjacent),
-            "scatter, scattered slots": lambda: self._scatter(self._arena, self._scattered),
-            "lent, adjacent slots": lambda: self._scatter(self._lent, self._adjacent),
-            "lent, scattered slots": lambda: self._scatter(self._lent, self._scattered),
-        }
+        subjects: dict[str, Run] = {"one copy": self._copy_up}
+        for name, memory in self._memories().items():
+            subjects[f"{name}, adjacent slots"] = partial(self._scatter, memory, self._adjacent)
+            subjects[f"{name}, scattered slots"] = partial(self._scatter, memory, self._scattered)
+        return subjects
 
     def compare(self) -> None:
         """Down to poisoned slots, and up to poisoned blocks, each way once.
@@ -103,10 +115,14 @@ class _Copies:
             self._arena.rows[:] = 0xA5
             self._gather(slots)
             self._compare_down(slots)
-            for memory in (self._arena, self._lent):
+            for memory in self._memories().values():
                 self._device.poison()
                 self._scatter(memory, slots)
                 self._compare_up(before)
+
+    def _memories(self) -> dict[str, "Arena | LentSlots"]:
+        """What blocks come from, by what is called so in the rows."""
+        return {"scatter": self._arena} | ({} if self._lent is None else {"lent": self._lent})
 
     def _compare_down(self, slots: Sequence[int]) -> None:
         is_exact = self._device.layout.codec is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier_bench.gpu.measuring.comparing import require_equal
-from kvtier_bench.gpu.measuring.host_copies import host_copies
+from kvtier_bench.gpu.measuring.host_copies import host_copies, lends, not_lent
 from kvtier_bench.gpu.measuring.layouts import Layout
 from kvtier_bench.gpu.measuring.rows import Bar, held_to, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
@@ -40,8 +40,11 @@ def on_device(setting: Setting) -> Iterator[Case]:
 
 def to_host(setting: Setting) -> Iterator[Case]:
     """What engines have between contiguous blocks and arenas; then `block_copy` straight to and from host memory."""
+    with_lent = lends(setting)
+    if not with_lent:
+        yield not_lent("contiguous blocks")
     for block_bytes, least in _block_sizes(setting).items():
-        yield from host_copies(setting, Layout("contiguous blocks", 1, block_bytes), least=least)
+        yield from host_copies(setting, Layout("contiguous blocks", 1, block_bytes), least=least, with_lent=with_lent)
     for block_bytes in _block_sizes(setting):
         yield from _by_kernel(setting, block_bytes)
 

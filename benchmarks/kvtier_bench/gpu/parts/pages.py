@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvtier_bench.gpu.measuring.host_copies import host_copies
+from kvtier_bench.gpu.measuring.host_copies import host_copies, lends, not_lent
 from kvtier_bench.gpu.measuring.layouts import Layout
 from kvtier_bench.gpu.measuring.rows import left_out
 from kvtier_bench.gpu.measuring.setting import Setting
@@ -25,8 +25,11 @@ _TINY_LAYOUTS = (
 
 def measure(setting: Setting) -> Iterator[Case]:
     """Every layout, the commonest first."""
+    with_lent = lends(setting)
+    if not with_lent:
+        yield not_lent("pages")
     for layout in _TINY_LAYOUTS if setting.tiny else _LAYOUTS:
         if setting.left_s() < 0:
             yield left_out(f"pages, {layout.name}")
             continue
-        yield from host_copies(setting, layout, least=_LEAST)
+        yield from host_copies(setting, layout, least=_LEAST, with_lent=with_lent)

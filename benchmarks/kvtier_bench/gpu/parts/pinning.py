@@ -11,10 +11,10 @@ from kvtier.device.kv import Blocks, DeviceKV
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
 from kvtier_bench.gpu.measuring.comparing import WrongResultError, require_equal
-from kvtier_bench.gpu.measuring.host_copies import map_to_lend, require_pinned
+from kvtier_bench.gpu.measuring.host_copies import lends, map_to_lend, not_lent, require_pinned
 from kvtier_bench.gpu.measuring.launch_latency import Launches, during, launching_elsewhere, launching_here
 from kvtier_bench.gpu.measuring.layouts import DeviceBlocks, Layout, mover_of
-from kvtier_bench.gpu.measuring.rows import row
+from kvtier_bench.gpu.measuring.rows import failure, row
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.measuring.timing import note
 from kvtier_bench.measuring.report import Case
@@ -31,16 +31,25 @@ def measure(setting: Setting) -> Iterator[Case]:
     """4 GiB of each kind of memory, by what engines pin it with; launches of this process and of another one beside."""
     layout = Layout("contiguous blocks", 1, setting.size(_BLOCK_BYTES, _TINY_BLOCK_BYTES))
     blocks, num_slots = DeviceBlocks(setting, layout, len(_BLOCKS)), setting.size(2048, 4)
+    with_lent, wrong = lends(setting), ""
     with mover_of(setting, blocks) as device, launching_elsewhere(tiny=setting.tiny) as elsewhere:
-        memory = _Memory(setting, blocks, device)
+        memory = _Memory(setting, blocks, device, with_lent=with_lent)
         with launching_here(setting) as here:
             memory.leave_alone(setting.size(500, 10) / 1e3)
-            for number in range(2 * setting.size(_ROUNDS, 1)):
-                if number < 2 or setting.left_s() > _LONGEST_S:
-                    memory.one_round(num_slots, is_shared=number % 2 == 0)
+            try:
+                for number in range(2 * setting.size(_ROUNDS, 1)):
+                    if number < 2 or setting.left_s() > _LONGEST_S:
+                        memory.one_round(num_slots, is_shared=number % 2 == 0)
+            except WrongResultError as error:  # what was measured before is told all the same
+                wrong = str(error)
     nbytes = num_slots * layout.block_bytes
+    op = f"{nbytes / 2**30:,.1f} GiB of host memory"
+    if not with_lent:
+        yield not_lent(op)
+    if wrong:
+        yield failure("results", op, wrong)
     for name, of in memory.took.items():
-        yield row(name, f"{nbytes / 2**30:,.1f} GiB of host memory", of, round_bytes=nbytes)
+        yield row(name, op, of, round_bytes=nbytes)
     for place, launches in (("this process", here), ("another process", elsewhere)):
         yield from _latencies(place, launches, memory.windows)
 
@@ -48,8 +57,9 @@ def measure(setting: Setting) -> Iterator[Case]:
 class _Memory:
     """Memory that is touched, pinned, copied from, unpinned and given back, again and again. One thread."""
 
-    def __init__(self, setting: Setting, blocks: DeviceBlocks, device: DeviceKV) -> None:
-        self._setting, self._blocks, self._device = setting, blocks, device
+    def __init__(self, setting: Setting, blocks: DeviceBlocks, device: DeviceKV, *, with_lent: bool) -> None:
+        """:param with_lent: whether memory that is mapped for reading takes part."""
+        self._setting, self._blocks, self._device, self._with_lent = setting, blocks, device, with_lent
         self.took: Mapping[str, Samples] = defaultdict(Samples)
         """The samples of each operation, by what was done with which kind of memory."""
         self.windows: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -73,7 +83,7 @@ class _Memory:
             self._pin(kind, arena)
             require_pinned(self._setting, arena)
             self._copy_and_unpin(kind, arena)
-            if is_shared:
+            if is_shared and self._with_lent:
                 lent = map_to_lend(arena)
                 self._pin("mapped for reading", lent)
                 self._copy_and_unpin("mapped for reading", lent)

@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
+from kvtier_bench.gpu.measuring.host_copies import lends, not_lent
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.races.chip import Chip, Gpu, SimulatedChip, Way
 from kvtier_bench.gpu.races.faults import Fault
@@ -23,7 +24,9 @@ _Place = tuple[str, Size, Callable[[int], Chip]]
 
 def measure(setting: Setting, fault: Fault = Fault.NONE) -> Iterator[Case]:
     """Gives a row for each scenario and way of the blocks. A scenario that takes more than its share of the time has
-    fewer rounds."""
+    fewer rounds. Where lent memory cannot be pinned, its scenarios copy from it as it is."""
+    if not lends(setting):
+        yield not_lent("restore")
     for _, size, chip_of in _places(setting):  # kernels are compiled before anything counts
         play(NAMES[0], chip_of(0), size, rounds=1)
     plays = [(place, name) for place in _places(setting) for name in NAMES]

@@ -15,7 +15,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.arena import Arena
 from kvtier.memory.mapped_slab import MappedSlab
 from kvtier.tiers.sidecar.direct_reads import DirectRead, LeasedBlocks
-from kvtier_bench.gpu.measuring.host_copies import LentSlots, lent_by
+from kvtier_bench.gpu.measuring.host_copies import LentSlots, map_to_lend
 from kvtier_bench.gpu.races.faults import Fault
 
 POOL = "pool"
@@ -49,13 +49,15 @@ class Lender:
     @classmethod
     @contextlib.contextmanager
     def over(cls, num_slots: int, slot_bytes: int, device: DeviceKV, fault: Fault) -> Iterator["Lender"]:
-        """A lender with memory that `device` can copy from."""
+        """A lender with memory that `device` can copy from: the first copy pins it, if the driver lets it."""
         with contextlib.ExitStack() as stack:
             slabs = []
             for _ in range(_NUM_SLABS):
                 arena = Arena(num_slots // _NUM_SLABS, slot_bytes, shared=True)
                 stack.callback(arena.close)
-                slabs.append(_Slab(arena, stack.enter_context(lent_by(arena, device)), [1] * arena.num_slots))
+                lent = map_to_lend(arena)
+                stack.callback(device.detach, lent)
+                slabs.append(_Slab(arena, lent, [1] * arena.num_slots))
             yield cls(slabs, fault)
 
     def place_of(self, key: bytes) -> int:

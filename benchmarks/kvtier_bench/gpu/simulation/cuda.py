@@ -10,12 +10,15 @@ from kvtier_bench.gpu.simulation.device import Event as SimulatedEvent
 from kvtier_bench.gpu.simulation.device import Stream as SimulatedStream
 from kvtier_bench.gpu.simulation.timeline import Timeline
 
-_REGISTERED, _ALREADY_REGISTERED, _NOT_REGISTERED = 0, 712, 713
+_REGISTERED, _ALREADY_REGISTERED, _NOT_REGISTERED, _NOT_SUPPORTED = 0, 712, 713, 801
 _HOST_REGISTER_READ_ONLY = 8
 
 
 class SimulatedCuda:
     """One GPU of several, as one rank has it: a thread that has not chosen it by `device` works on another's."""
+
+    pins_read_only = True
+    """Whether memory that is mapped for reading can be pinned. Many GPUs cannot."""
 
     def __init__(
         self,
@@ -79,11 +82,16 @@ class SimulatedCuda:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self._require_device("pins memory")
+        if flags & _HOST_REGISTER_READ_ONLY and not self.pins_read_only:
+            return _NOT_SUPPORTED
         with self.timeline.lock:
             if address in self._pinned:
                 return _ALREADY_REGISTERED
             self._pinned[address] = nbytes
             return _REGISTERED
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return f"error {status} of a simulated device"
 
     def cudaHostUnregister(self, address: int) -> int:
         self._require_device("unpins memory")
