@@ -1,8 +1,12 @@
 """The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kvtier_bench.gpu.measuring.comparing import WrongResultError
@@ -62,6 +66,44 @@ def test_steps_replayed_beside_steps_launched() -> None:
         "decode step of 1 sequences, 24 keys each", "decode step of 3 sequences, 24 keys each",
     ]  # fmt: skip
     assert {case.floor for cases in found.values() for case in cases} == {"bandwidth"}
+
+
+@pytest.mark.parametrize(("off", "is_wrong"), [(0.05, False), (0.2, True)])
+def test_a_replay_may_be_rounded_otherwise_in_16_bits(
+    off: float, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph splits sums by other numbers than a launch does, which differs by 4 to 5 % after all layers."""
+    monkeypatch.setattr(part_step._Replay, "replay", _replay_off_by(off))
+    cases = part_step.measure(replace(setting(), dtype=torch.bfloat16))
+    with pytest.raises(WrongResultError, match="replayed: off by") if is_wrong else contextlib.nullcontext():
+        assert by_name(list(cases))["replayed"]
+
+
+def _replay_off_by(share: float) -> Callable[[part_step._Replay], None]:
+    original = part_step._Replay.replay
+
+    def replay(of: part_step._Replay) -> None:
+        original(of)
+        of.result.view(-1)[0] += share * of.result.abs().max()
+
+    return replay
+
+
+@pytest.mark.parametrize(("off", "is_wrong"), [(0.05, False), (0.2, True)])
+def test_layers_that_come_one_by_one_may_be_rounded_otherwise_in_16_bits(
+    off: float, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_alike = part_layers._Prefix.require_alike
+
+    def off_by_it(prefix: part_layers._Prefix, expected: Tensor, ways: Any) -> None:
+        expected = expected.clone()
+        expected.view(-1)[0] += off * expected.abs().max()
+        require_alike(prefix, expected, ways)
+
+    monkeypatch.setattr(part_layers._Prefix, "require_alike", off_by_it)
+    cases = part_layers.measure(replace(setting(), dtype=torch.bfloat16))
+    with pytest.raises(WrongResultError, match="logits: off by") if is_wrong else contextlib.nullcontext():
+        assert list(cases)
 
 
 def test_a_replay_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ _MOST_RELATIVE_DIFFERENCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 This is several times what rounding makes.
 """
+_MOST_RELATIVE_DIFFERENCE_OF_LOGITS = {torch.bfloat16: 0.1}
+"""The same for logits, where products and sums may be split otherwise: that is rounded otherwise layer after layer."""
 
 
 class WrongResultError(KvtierError):
@@ -46,6 +48,15 @@ def require_close(what: str, got: Tensor, expected: Tensor, *, most: float | Non
     if not worst <= (most or _MOST_RELATIVE_DIFFERENCE[got.dtype]) * largest:  # NaN is not
         raise WrongResultError(f"{what}: off by {worst:.3g}, the largest number is {largest:.3g}")
     return worst
+
+
+def require_close_logits(what: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """`require_close` for logits of the same tokens by launches that split sums otherwise, or by other libraries.
+
+    :param dtype: what the model computes in.
+    :raises WrongResultError: they differ by more than that makes, or there is a NaN.
+    """
+    return require_close(what, got.to(dtype), expected, most=_MOST_RELATIVE_DIFFERENCE_OF_LOGITS.get(dtype))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtier.device.kv import Blocks, DeviceKV
 from kvtier.memory.arena import Arena
-from kvtier_bench.gpu.measuring.comparing import require_close, require_equal
+from kvtier_bench.gpu.measuring.comparing import require_close_logits, require_equal
 from kvtier_bench.gpu.measuring.layouts import moved_by
 from kvtier_bench.gpu.measuring.models import model_of
 from kvtier_bench.gpu.measuring.rows import median_s, row
@@ -145,7 +145,7 @@ class _Prefix:
             rows[self._blocks] = _NO_NUMBER
             logits = run()
             # Not bit for bit: libraries may choose another way beside another stream. What is missing is no number.
-            require_close(f"{name}: logits", logits.to(self._setting.dtype), expected)
+            require_close_logits(f"{name}: logits", logits, expected, self._setting.dtype)
             self._wait_for_load()
             require_equal(f"{name}: blocks on the device", rows[self._blocks], self._pinned)
 
