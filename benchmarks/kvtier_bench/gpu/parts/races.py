@@ -17,7 +17,7 @@ from kvtier_bench.gpu.races.suite import NAMES, Outcome, play
 from kvtier_bench.measuring.report import Case
 
 _ROUNDS, _TINY_ROUNDS = 150, 3
-_BUDGET_S = 45.0
+_BUDGET_S = 40.0
 _Place = tuple[str, Size, Callable[[int], Chip]]
 """A name, the size of blocks, and what makes a chip from a seed."""
 

@@ -19,11 +19,11 @@ class Part:
 _CHECKS = Part("checks", 200, "parts.checks")
 
 PARTS = (
-    Part("smoke", 30, "parts.checks", "smoke"),
+    Part("smoke", 50, "parts.checks", "smoke"),
     Part("beside", 75, "parts.beside"),
     Part("pages", 40, "parts.pages"),
     Part("pinning", 30, "parts.pinning"),
-    Part("races", 45, "parts.races"),
+    Part("races", 40, "parts.races"),
     Part("host-copies", 30, "parts.copies", "to_host"),
     Part("copies", 20, "parts.copies", "on_device"),
     Part("ttft", 60, "parts.ttft"),
