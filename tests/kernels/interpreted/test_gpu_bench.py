@@ -1,7 +1,6 @@
 """The parts of `make gpu` that launch kernels, in tiny size: what they measure beside what, not how fast it is."""
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier_bench.gpu.measuring.comparing import WrongResultError
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.parts import decode as part_decode
 from kvtier_bench.gpu.parts import layers as part_layers
@@ -30,6 +28,13 @@ def by_name(cases: list[Case]) -> dict[str, list[Case]]:
     for case in cases:
         found.setdefault(case.name, []).append(case)
     return found
+
+
+def failures(cases: Iterable[Case], least: int = 0) -> list[str]:
+    """What has failed, at least so many."""
+    details = [case.detail for case in cases if case.detail.startswith("FAILED")]
+    assert len(details) >= least
+    return details
 
 
 def test_prefill_beside_torch() -> None:
@@ -75,8 +80,7 @@ def test_a_replay_may_be_rounded_otherwise_in_16_bits(
     """A graph splits sums by other numbers than a launch does, which differs by 4 to 5 % after all layers."""
     monkeypatch.setattr(part_step._Replay, "replay", _replay_off_by(off))
     cases = part_step.measure(replace(setting(), dtype=torch.bfloat16))
-    with pytest.raises(WrongResultError, match="replayed: off by") if is_wrong else contextlib.nullcontext():
-        assert by_name(list(cases))["replayed"]
+    assert any("replayed: off by" in detail for detail in failures(cases)) == is_wrong
 
 
 def _replay_off_by(share: float) -> Callable[[part_step._Replay], None]:
@@ -102,14 +106,12 @@ def test_layers_that_come_one_by_one_may_be_rounded_otherwise_in_16_bits(
 
     monkeypatch.setattr(part_layers._Prefix, "require_alike", off_by_it)
     cases = part_layers.measure(replace(setting(), dtype=torch.bfloat16))
-    with pytest.raises(WrongResultError, match="logits: off by") if is_wrong else contextlib.nullcontext():
-        assert list(cases)
+    assert any("logits: off by" in detail for detail in failures(cases)) == is_wrong
 
 
 def test_a_replay_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_step._Replay, "replay", lambda replay: replay.result.fill_(3.0))
-    with pytest.raises(WrongResultError, match="replayed: off by"):
-        list(part_step.measure(setting()))
+    assert all("replayed: off by" in detail for detail in failures(part_step.measure(setting()), least=2))
 
 
 def test_prefill_beside_a_spill() -> None:
@@ -137,8 +139,7 @@ def test_a_prefix_that_does_not_come_is_noticed(wrong: str, monkeypatch: pytest.
             prefix.kv.layer(1)[:] = float("nan")
 
     monkeypatch.setattr(part_layers._Prefix, "load", load)
-    with pytest.raises(WrongResultError, match="logits: off by"):
-        list(part_layers.measure(setting()))
+    assert all("logits: off by" in detail for detail in failures(part_layers.measure(setting()), least=2))
 
 
 def test_a_sweep_goes_on_past_tiles_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ moved by the mover that engines have, whose fences are made on that stream.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -17,12 +18,13 @@ from kvtier.memory.arena import Arena
 from kvtier.offload.inventory import InventoryLog
 from kvtier.offload.mover import Mover
 from kvtier_bench.gpu.measuring.comparing import require_equal
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.engine_steps import NeverIdle, prefill_work, step_of
 from kvtier_bench.gpu.measuring.host_copies import require_pinned
 from kvtier_bench.gpu.measuring.layouts import DeviceBlocks, Layout, mover_of
 from kvtier_bench.gpu.measuring.meanwhile import meanwhile
 from kvtier_bench.gpu.measuring.mover_jobs import LOAD, SAVE, Answers, MoverJobs
-from kvtier_bench.gpu.measuring.rows import Bar, held_to, left_out, median_s, row
+from kvtier_bench.gpu.measuring.rows import Bar, held_to, median_s, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.timing import note
 from kvtier_bench.gpu.parts.copies import block_copy_of
@@ -60,42 +62,54 @@ def measure(setting: Setting) -> Iterator[Case]:
         for kind in (SAVE, LOAD):
             copies.one_job(kind, None)
         require_pinned(setting, arena)
-        for step_s in _STEPS_S[: setting.size(3, 1)]:
-            if setting.left_s() < 0:
-                yield left_out(f"copies beside steps of {step_s * 1e3:.0f} ms")
-                continue
-            step_s = step_s if not setting.tiny else 0.001
-            engine = NeverIdle(setting, step_of(setting, work, step_s), step_s, mover.fence)
-            yield from _beside(setting, copies, engine, step_s)
-            yield from _crossing(setting, engine, step_s)
+        steps_s = [0.001] if setting.tiny else _STEPS_S
+        yield from each(
+            setting,
+            {f"copies {_beside(of)}": partial(_beside_steps, setting, copies, work, mover, of) for of in steps_s},
+        )
 
 
-def _beside(setting: Setting, copies: "_Copies", engine: NeverIdle, step_s: float) -> Iterator[Case]:
+def _beside(step_s: float) -> str:
+    """In the words of rows."""
+    return f"beside steps of {step_s * 1e3:.0f} ms"
+
+
+def _beside_steps(
+    setting: Setting, copies: "_Copies", work: Callable[[int], None], mover: Mover, step_s: float
+) -> Iterator[Case]:
+    """Everything beside an engine whose steps take so long."""
+    engine = NeverIdle(setting, step_of(setting, work, step_s), step_s, mover.fence)
+    cases: dict[str, Callable[[], Iterator[Case]]] = {
+        f"{kind}s {_beside(step_s)}": partial(_of_kind, kind, setting, copies, engine, step_s) for kind in (LOAD, SAVE)
+    }
+    crossing = f"a kernel that crosses the bus {_beside(step_s)}"
+    yield from each(setting, {**cases, crossing: partial(_crossing, setting, engine, crossing)})
+
+
+def _of_kind(kind: str, setting: Setting, copies: "_Copies", engine: NeverIdle, step_s: float) -> Iterator[Case]:
     """Times one job alone, then as many as the bus takes."""
-    op = f"beside steps of {step_s * 1e3:.0f} ms"
-    for kind in (LOAD, SAVE):
-        nbytes = copies.job_bytes
-        idle, busy = Samples(), Samples()
-        for _ in range(setting.size(_ROUNDS, 1)):
-            note(idle, copies.one_job(kind, None))
-            note(busy, copies.one_job(kind, engine))
-        yield row(f"{kind} of {nbytes / 2**30:.1f} GiB, idle engine", op, idle, round_bytes=nbytes)
-        case = row(f"{kind} of {nbytes / 2**30:.1f} GiB", op, busy, floor=("idle", idle), round_bytes=nbytes)
-        latency = Bar("s", median_s(busy), _MOST_LATENCY_S, at_most=True)
-        yield held_to(case, latency, tiny=setting.tiny or step_s < _STEPS_S[0])
-        idle_speed = copies.on_and_on(kind, None, step_s)
-        alone_s = median(_steps(setting, engine))
-        engine.steps_s.clear()
-        speed = copies.on_and_on(kind, engine, step_s)
-        steps = Samples(list(engine.steps_s), list(engine.steps_s))
-        slower = 100 * (median(engine.steps_s) / alone_s - 1)
-        figures = {"GB/s": speed / 1e9, "GB/s, idle engine": idle_speed / 1e9, "% slower steps": slower}
-        shown = f"{speed / 1e9:,.1f} GB/s, {slower:,.1f} % slower steps"
-        case = Case.of(f"{kind}s on and on", op, steps, unit="step", figures=figures, detail=shown)
-        yield held_to(case, Bar("x an idle engine's", speed / idle_speed, _LEAST_SHARE), tiny=setting.tiny)
+    op, nbytes = _beside(step_s), copies.job_bytes
+    idle, busy = Samples(), Samples()
+    for _ in range(setting.size(_ROUNDS, 1)):
+        note(idle, copies.one_job(kind, None))
+        note(busy, copies.one_job(kind, engine))
+    yield row(f"{kind} of {nbytes / 2**30:.1f} GiB, idle engine", op, idle, round_bytes=nbytes)
+    case = row(f"{kind} of {nbytes / 2**30:.1f} GiB", op, busy, floor=("idle", idle), round_bytes=nbytes)
+    latency = Bar("s", median_s(busy), _MOST_LATENCY_S, at_most=True)
+    yield held_to(case, latency, tiny=setting.tiny or step_s < _STEPS_S[0])
+    idle_speed = copies.on_and_on(kind, None, step_s)
+    alone_s = median(_steps(setting, engine))
+    engine.steps_s.clear()
+    speed = copies.on_and_on(kind, engine, step_s)
+    steps = Samples(list(engine.steps_s), list(engine.steps_s))
+    slower = 100 * (median(engine.steps_s) / alone_s - 1)
+    figures = {"GB/s": speed / 1e9, "GB/s, idle engine": idle_speed / 1e9, "% slower steps": slower}
+    shown = f"{speed / 1e9:,.1f} GB/s, {slower:,.1f} % slower steps"
+    case = Case.of(f"{kind}s on and on", op, steps, unit="step", figures=figures, detail=shown)
+    yield held_to(case, Bar("x an idle engine's", speed / idle_speed, _LEAST_SHARE), tiny=setting.tiny)
 
 
-def _crossing(setting: Setting, engine: NeverIdle, step_s: float) -> Iterator[Case]:
+def _crossing(setting: Setting, engine: NeverIdle, op: str) -> Iterator[Case]:
     """`block_copy` of few programs to and from pinned memory, scattered blocks, on a stream of its own."""
     block_bytes = setting.size(640 << 10, 1024)
     count = setting.size(128 << 20, 8 * block_bytes) // block_bytes
@@ -118,7 +132,6 @@ def _crossing(setting: Setting, engine: NeverIdle, step_s: float) -> Iterator[Ca
         engine.drain()
         slower = 100 * (median(steps_s) / median(alone) - 1)
         figures = {"% slower steps": slower, "GB/s meanwhile": speed.result() / 1e9}
-        op = f"a kernel that crosses the bus beside steps of {step_s * 1e3:.0f} ms"
         yield Case.of(
             name, op, Samples(steps_s, steps_s), unit="step", figures=figures,
             detail=f"{slower:,.1f} % slower steps, {figures['GB/s meanwhile']:,.1f} GB/s meanwhile",

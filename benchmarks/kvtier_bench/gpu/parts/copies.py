@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier_bench.gpu.measuring.comparing import require_equal
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.host_copies import host_copies, lends, not_lent
 from kvtier_bench.gpu.measuring.layouts import Layout
 from kvtier_bench.gpu.measuring.rows import Bar, held_to, row
@@ -24,18 +25,8 @@ _LEAST_ON_DEVICE = 0.85
 
 def on_device(setting: Setting) -> Iterator[Case]:
     """`block_copy` of scattered blocks, beside one copy of as many. GB/s of payload: each byte is read and written."""
-    for block_bytes in _block_sizes(setting):
-        count = setting.size(1 << 30, 4 * block_bytes) // block_bytes
-        source, target = (_random(setting, 2 * count, block_bytes) for _ in range(2))
-        rows = [torch.randperm(2 * count)[:count].to(setting.device) for _ in range(2)]
-        subjects: dict[str, Run] = {
-            "block_copy": _copy(setting, source, rows[0], target, rows[1]),
-            "plain copy": partial(target[:count].copy_, source[:count]),
-        }
-        samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
-        for case in _rows("device to device", samples, "plain copy", count, block_bytes):
-            bar = Bar("x a plain copy", case.ratio_to_floor or 0.0, _LEAST_ON_DEVICE)
-            yield held_to(case, bar, tiny=setting.tiny) if case.name == "block_copy" else case
+    sizes = _block_sizes(setting)
+    yield from each(setting, {f"device to device, {of:,} bytes": partial(_on_device, setting, of) for of in sizes})
 
 
 def to_host(setting: Setting) -> Iterator[Case]:
@@ -43,10 +34,28 @@ def to_host(setting: Setting) -> Iterator[Case]:
     with_lent = lends(setting)
     if not with_lent:
         yield not_lent("contiguous blocks")
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for block_bytes, least in _block_sizes(setting).items():
-        yield from host_copies(setting, Layout("contiguous blocks", 1, block_bytes), least=least, with_lent=with_lent)
+        layout = Layout("contiguous blocks", 1, block_bytes)
+        copies = partial(host_copies, setting, layout, least=least, with_lent=with_lent)
+        cases[f"host copies, {block_bytes:,} bytes"] = copies
     for block_bytes in _block_sizes(setting):
-        yield from _by_kernel(setting, block_bytes)
+        cases[f"host copies by a kernel, {block_bytes:,} bytes"] = partial(_by_kernel, setting, block_bytes)
+    yield from each(setting, cases)
+
+
+def _on_device(setting: Setting, block_bytes: int) -> Iterator[Case]:
+    count = setting.size(1 << 30, 4 * block_bytes) // block_bytes
+    source, target = (_random(setting, 2 * count, block_bytes) for _ in range(2))
+    rows = [torch.randperm(2 * count)[:count].to(setting.device) for _ in range(2)]
+    subjects: dict[str, Run] = {
+        "block_copy": _copy(setting, source, rows[0], target, rows[1]),
+        "plain copy": partial(target[:count].copy_, source[:count]),
+    }
+    samples = in_turns(subjects, setting, DeviceClock(setting).seconds)
+    for case in _rows("device to device", samples, "plain copy", count, block_bytes):
+        bar = Bar("x a plain copy", case.ratio_to_floor or 0.0, _LEAST_ON_DEVICE)
+        yield held_to(case, bar, tiny=setting.tiny) if case.name == "block_copy" else case
 
 
 def _by_kernel(setting: Setting, block_bytes: int) -> Iterator[Case]:

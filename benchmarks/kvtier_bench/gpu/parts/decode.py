@@ -1,6 +1,7 @@
 """`paged_decode` beside the memory's bandwidth, and `shared_prefix_decode` beside `paged_decode`."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from kvtier_bench.gpu.measuring.attending import decoding
 from kvtier_bench.gpu.measuring.comparing import require_close
-from kvtier_bench.gpu.measuring.rows import Bar, held_to, left_out, row
+from kvtier_bench.gpu.measuring.each import each
+from kvtier_bench.gpu.measuring.rows import Bar, held_to, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.shapes import Batch, Heads, dense, heads_of, paged, sequence
 from kvtier_bench.gpu.measuring.timing import DeviceClock, in_turns
@@ -24,20 +26,21 @@ _COMPARED = 2
 
 def plain(setting: Setting) -> Iterator[Case]:
     """GB/s of keys and values read once. The floor is the time in which a large plain copy moves as many bytes."""
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for num_seqs, num_keys in [(3, 40)] if setting.tiny else _SHAPES:
         op = f"decode of {num_seqs:,} sequences, {num_keys:,} keys each"
-        if setting.left_s() < 0:
-            yield left_out(op)
-            continue
-        yield from _plain(setting, op, num_seqs, num_keys)
+        cases[op] = partial(_plain, setting, op, num_seqs, num_keys)
+    yield from each(setting, cases)
 
 
 def shared(setting: Setting) -> Iterator[Case]:
     """32 sequences that share 4,096 tokens; the floor is `paged_decode` of the same batch."""
     num_seqs, num_shared = setting.size(32, 3), setting.size(4096, 32)
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for own in [8] if setting.tiny else [64, 1024]:
         op = f"decode of {num_seqs} sequences, {num_shared:,} keys shared, {own:,} each"
-        yield from _shared(setting, op, num_seqs, num_shared, own)
+        cases[op] = partial(_shared, setting, op, num_seqs, num_shared, own)
+    yield from each(setting, cases)
 
 
 def _plain(setting: Setting, op: str, num_seqs: int, num_keys: int) -> Iterator[Case]:

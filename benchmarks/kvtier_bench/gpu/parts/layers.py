@@ -16,6 +16,7 @@ from torch import Tensor
 from kvtier.device.kv import Blocks, DeviceKV
 from kvtier.memory.arena import Arena
 from kvtier_bench.gpu.measuring.comparing import require_close_logits, require_equal
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.layouts import moved_by
 from kvtier_bench.gpu.measuring.models import model_of
 from kvtier_bench.gpu.measuring.rows import median_s, row
@@ -52,10 +53,16 @@ def measure(setting: Setting) -> Iterator[Case]:
         moved_by(setting, [[kv.byte_rows()]]) as mover,
         contextlib.closing(_Prefix(setting, kv, table[:num_cached], arena, mover)) as prefix,
     ):
+        cases: dict[str, Callable[[], Iterator[Case]]] = {}
         for length in lengths:
             chunk = Chunk(torch.randint(config.vocab_size, (length,)).tolist(), cached, table)
-            samples = _timed(setting, prefix, partial(model.forward, [chunk]))
-            yield from _rows(f"{length:,} new tokens after {cached:,}", samples, num_cached * kv.block_bytes)
+            op = f"{length:,} new tokens after {cached:,}"
+            cases[op] = partial(_measured, setting, op, prefix, partial(model.forward, [chunk]))
+        yield from each(setting, cases)
+
+
+def _measured(setting: Setting, op: str, prefix: "_Prefix", forward: Callable[[PagedKV], Tensor]) -> Iterator[Case]:
+    yield from _rows(op, _timed(setting, prefix, forward), prefix.nbytes)
 
 
 def _timed(setting: Setting, prefix: "_Prefix", forward: Callable[[PagedKV], Tensor]) -> dict[str, Samples]:
@@ -103,6 +110,7 @@ class _Prefix:
         """
         self._setting, self.kv, self._arena, self._mover = setting, kv, arena, mover
         self._blocks, self._slots = list(blocks), list(range(len(blocks)))
+        self.nbytes = len(blocks) * kv.block_bytes
         mover.gather(self._blocks, arena, self._slots, after=mover.fence())
         self._pinned = torch.from_numpy(arena.rows)
         self._layered = layered_loads(mover, kv)

@@ -1,10 +1,11 @@
 """Blocks to and from pinned host memory as vLLM has them on the device: many pages each, one per layer."""
 
 from collections.abc import Iterator
+from functools import partial
 
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.host_copies import host_copies, lends, not_lent
 from kvtier_bench.gpu.measuring.layouts import Layout
-from kvtier_bench.gpu.measuring.rows import left_out
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.measuring.report import Case
 from kvtier_kernels.records import LossyCodec
@@ -28,8 +29,8 @@ def measure(setting: Setting) -> Iterator[Case]:
     with_lent = lends(setting)
     if not with_lent:
         yield not_lent("pages")
-    for layout in _TINY_LAYOUTS if setting.tiny else _LAYOUTS:
-        if setting.left_s() < 0:
-            yield left_out(f"pages, {layout.name}")
-            continue
-        yield from host_copies(setting, layout, least=_LEAST, with_lent=with_lent)
+    cases = {
+        f"pages, {layout.name}": partial(host_copies, setting, layout, least=_LEAST, with_lent=with_lent)
+        for layout in (_TINY_LAYOUTS if setting.tiny else _LAYOUTS)
+    }
+    yield from each(setting, cases)

@@ -1,6 +1,7 @@
 """`prefix_prefill` beside torch's attention, with the rate of a plain matrix product as what the chip can do."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvtier_bench.gpu.measuring.attending import prefilling
 from kvtier_bench.gpu.measuring.comparing import WrongResultError, require_close
-from kvtier_bench.gpu.measuring.rows import Bar, failure, held_to, left_out, median_s, prefill_flops, row
+from kvtier_bench.gpu.measuring.each import each
+from kvtier_bench.gpu.measuring.rows import Bar, failure, held_to, median_s, prefill_flops, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.shapes import Batch, Heads, dense, heads_of, paged, unpaged
 from kvtier_bench.gpu.measuring.timing import DeviceClock, in_turns
@@ -42,38 +44,40 @@ def lengths(setting: Setting) -> list[tuple[int, int]]:
 
 def measure(setting: Setting) -> Iterator[Case]:
     """One sequence; operations counted are those that a causal mask leaves."""
-    heads, clock = heads_of(setting), DeviceClock(setting)
-    product = matrix_product(setting)
+    clock, product = DeviceClock(setting), matrix_product(setting)
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for new, cached in lengths(setting):
         op = f"prefill of {new:,} after {cached:,}"
-        if setting.left_s() < 0:
-            yield left_out(op)
-            continue
-        batch = paged(setting, heads, num_seqs=1, new=new, cached=cached)
-        subjects = _subjects(setting, batch, heads)
-        differences, wrong = _differences(subjects)
-        yield from (failure(name, op, reason) for name, reason in wrong.items())
-        if wrong:  # no figures of what is wrong, nor of what is right beside it
-            continue
-        samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
-        matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
-        others = {name: of for name, of in samples.items() if name.startswith("torch")}
-        best = min(others, key=lambda name: median_s(others[name]))
-        flops = prefill_flops(heads.num_heads, heads.head_dim, new, cached)
-        for name, of in samples.items():
-            case = row(
-                name,
-                op,
-                of,
-                floor=(best, others[best]),
-                beside=_besides(samples, best),
-                figures={
-                    "TFLOP/s": flops / median_s(of) / 1e12,
-                    "of the matrix rate": flops / median_s(of) / matrix_rate,
-                    "difference from torch": differences[name],
-                },
-            )
-            yield _held_to(case, tiny=setting.tiny) if name == "paged" else case
+        cases[op] = partial(_prefill, setting, op, new, cached, clock, product)
+    yield from each(setting, cases)
+
+
+def _prefill(setting: Setting, op: str, new: int, cached: int, clock: DeviceClock, product: Run) -> Iterator[Case]:
+    heads = heads_of(setting)
+    subjects = _subjects(setting, paged(setting, heads, num_seqs=1, new=new, cached=cached), heads)
+    differences, wrong = _differences(subjects)
+    yield from (failure(name, op, reason) for name, reason in wrong.items())
+    if wrong:  # no figures of what is wrong, nor of what is right beside it
+        return
+    samples = in_turns({**subjects, "matrix product": product}, setting, clock.seconds)
+    matrix_rate = 2 * setting.size(_MATRIX, 32) ** 3 / median_s(samples.pop("matrix product"))
+    others = {name: of for name, of in samples.items() if name.startswith("torch")}
+    best = min(others, key=lambda name: median_s(others[name]))
+    flops = prefill_flops(heads.num_heads, heads.head_dim, new, cached)
+    for name, of in samples.items():
+        case = row(
+            name,
+            op,
+            of,
+            floor=(best, others[best]),
+            beside=_besides(samples, best),
+            figures={
+                "TFLOP/s": flops / median_s(of) / 1e12,
+                "of the matrix rate": flops / median_s(of) / matrix_rate,
+                "difference from torch": differences[name],
+            },
+        )
+        yield _held_to(case, tiny=setting.tiny) if name == "paged" else case
 
 
 def _held_to(case: Case, *, tiny: bool) -> Case:

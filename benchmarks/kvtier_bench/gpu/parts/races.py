@@ -5,9 +5,12 @@ kvtier_bench.gpu.parts.races FAULT` plants a race, which has to be found.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.host_copies import lends, not_lent
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.races.chip import Chip, Gpu, SimulatedChip, Way
@@ -27,22 +30,40 @@ def measure(setting: Setting, fault: Fault = Fault.NONE) -> Iterator[Case]:
     fewer rounds. Where lent memory cannot be pinned, its scenarios copy from it as it is."""
     if not lends(setting):
         yield not_lent("restore")
-    for _, size, chip_of in _places(setting):  # kernels are compiled before anything counts
-        play(NAMES[0], chip_of(0), size, rounds=1)
-    plays = [(place, name) for place in _places(setting) for name in NAMES]
-    for left, ((way, size, chip_of), name) in zip(range(len(plays), 0, -1), plays, strict=True):
-        chip = chip_of(left)
-        until_s = setting.clock() + setting.left_s() / (1 if setting.tiny else left)
-        outcome = play(
-            name,
-            chip,
-            size,
-            rounds=setting.size(_ROUNDS, _TINY_ROUNDS),
-            fault=fault,
-            seed=left,
-            is_late=lambda until_s=until_s: setting.clock() > until_s,  # type: ignore[misc]
-        )
-        yield _row(name, f"restore, {way}", outcome, chip.problems)
+    places = _places(setting)
+    cases: dict[str, Callable[[], Iterator[Case]]] = {
+        f"first round, {place[0]}": partial(_compiled, place) for place in places
+    }
+    left = len(places) * len(NAMES)
+    for place, name in itertools.product(places, NAMES):
+        cases[f"{name}, {place[0]}"] = partial(_played, setting, place, name, fault, left)
+        left -= 1
+    yield from each(setting, cases)
+
+
+def _compiled(place: _Place) -> Iterator[Case]:
+    """Kernels are compiled before anything counts."""
+    _, size, chip_of = place
+    play(NAMES[0], chip_of(0), size, rounds=1)
+    yield from ()
+
+
+def _played(setting: Setting, place: _Place, name: str, fault: Fault, left: int) -> Iterator[Case]:
+    """
+    :param left: how many scenarios have not been played yet, this one included; the seed, too.
+    """
+    way, size, chip_of = place
+    chip, until_s = chip_of(left), setting.clock() + setting.left_s() / (1 if setting.tiny else left)
+    outcome = play(
+        name,
+        chip,
+        size,
+        rounds=setting.size(_ROUNDS, _TINY_ROUNDS),
+        fault=fault,
+        seed=left,
+        is_late=lambda: setting.clock() > until_s,
+    )
+    yield _row(name, f"restore, {way}", outcome, chip.problems)
 
 
 def _places(setting: Setting) -> list[_Place]:

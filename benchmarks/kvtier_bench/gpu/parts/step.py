@@ -1,13 +1,15 @@
 """A step of the engine in which every sequence has one new token: launched operation by operation, and from a graph."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvtier_bench.gpu.measuring.comparing import require_close_logits
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.models import model_of
-from kvtier_bench.gpu.measuring.rows import left_out, row
+from kvtier_bench.gpu.measuring.rows import row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.timing import DeviceClock, in_turns
 from kvtier_bench.gpu.parts.decode import bandwidth
@@ -37,31 +39,31 @@ def measure(setting: Setting) -> Iterator[Case]:
         recorder: Recorder = CudaRecorder(setting.device) if setting.on_cuda else _Again()
         ways[_REPLAYED] = GraphedModel(model, kv, recorder, max_seqs=most, max_seq_len=num_keys).forward
     tables = torch.randperm(kv.num_blocks).view(most, -1).tolist()
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for num_seqs in (1, most):
         op = f"decode step of {num_seqs} sequences, {num_keys:,} keys each"
-        if setting.left_s() < 0:
-            yield left_out(op)
-            continue
         chunks = [Chunk([row], num_keys - 1, tables[row]) for row in range(num_seqs)]
         nbytes = (
             _weight_bytes(config, setting.dtype.itemsize) + num_seqs * num_keys // _TOKENS_PER_BLOCK * kv.block_bytes
         )
-        alone = torch.cat([model.forward([chunk], kv) for chunk in chunks])
-        subjects = {name: _of(way, chunks, kv) for name, way in ways.items()}
-        launched = subjects[_LAUNCHED]().clone()
-        require_close_logits(f"{op}, {_LAUNCHED}", launched, alone, setting.dtype)
-        for name, subject in subjects.items():  # a graph splits the keys by another number than a launch
-            require_close_logits(f"{op}, {name}", subject(), launched, setting.dtype)
-        yield from _rows(setting, op, subjects, nbytes)
+        cases[op] = partial(_step, setting, op, ways, chunks, kv, nbytes)
+    yield from each(setting, cases)
 
 
-def _of(
-    way: Callable[[Sequence[Chunk], PagedKV], Tensor], chunks: Sequence[Chunk], kv: PagedKV
-) -> Callable[[], Tensor]:
-    return lambda: way(chunks, kv)
+def _step(
+    setting: Setting, op: str, ways: Mapping[str, _Forward], chunks: Sequence[Chunk], kv: PagedKV, nbytes: int
+) -> Iterator[Case]:
+    alone = torch.cat([ways[_LAUNCHED]([chunk], kv) for chunk in chunks])
+    subjects = {name: partial(way, chunks, kv) for name, way in ways.items()}
+    launched = subjects[_LAUNCHED]().clone()
+    # Products of other shapes are rounded otherwise, layer after layer.
+    require_close_logits(f"{op}, {_LAUNCHED}", launched, alone, setting.dtype)
+    for name, subject in subjects.items():  # a graph splits the keys by another number than a launch
+        require_close_logits(f"{op}, {name}", subject(), launched, setting.dtype)
+    yield from _rows(setting, op, subjects, nbytes)
 
 
-def _rows(setting: Setting, op: str, ways: dict[str, Callable[[], Tensor]], nbytes: int) -> Iterator[Case]:
+def _rows(setting: Setting, op: str, ways: Mapping[str, Callable[[], Tensor]], nbytes: int) -> Iterator[Case]:
     clock, moved_bytes = DeviceClock(setting), setting.size(4 << 30, 4096)
     subjects: dict[str, Run] = {**ways, "bandwidth": bandwidth(setting, moved_bytes)}
     samples = in_turns(subjects, setting, clock.wall_s)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvtier_bench.gpu.measuring.attending import decoding, prefilling
 from kvtier_bench.gpu.measuring.comparing import WrongResultError, require_close, require_equal
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.rows import failure, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.shapes import Heads, heads_of, paged
@@ -50,17 +51,19 @@ def measure(setting: Setting) -> Iterator[Case]:
         "tiles of prefill": lambda: _prefills(setting, heads, prefill_candidates(*of_tiles)),
         "tiles of decode": lambda: _decodes(setting, heads, decode_candidates(*of_tiles)),
     }
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
     for op, make in subjects.items():
         used += _SHARES[op]
-        yield from _sweep(setting, op, make(), until_s=whole_s * (1 - used))
+        cases[f"sweep of {op}"] = partial(_sweep, setting, op, make, until_s=whole_s * (1 - used))
+    yield from each(setting, cases)
 
 
-def _sweep(setting: Setting, op: str, candidates: list[_Candidate], until_s: float) -> Iterator[Case]:
+def _sweep(setting: Setting, op: str, make: Callable[[], list[_Candidate]], until_s: float) -> Iterator[Case]:
     """
-    :param candidates: the default first.
+    :param make: makes the candidates, the default first.
     :param until_s: seconds of the part's time that are others'.
     """
-    clock, (default, *others) = DeviceClock(setting), candidates
+    clock, (default, *others) = DeviceClock(setting), make()
     for other in others[: setting.size(len(others), 2)]:
         if setting.left_s() < until_s:
             return

@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,8 +16,9 @@ from kvtier.config import Config, parse_config
 from kvtier.errors import KvtierError
 from kvtier_bench.cases.first_token import FirstToken, Prompts
 from kvtier_bench.gpu.measuring.comparing import require_equal
+from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.models import weights_of
-from kvtier_bench.gpu.measuring.rows import Bar, held_to, left_out, median_s, row
+from kvtier_bench.gpu.measuring.rows import Bar, held_to, median_s, row
 from kvtier_bench.gpu.measuring.setting import Run, Setting
 from kvtier_bench.gpu.measuring.timing import DeviceClock, note
 from kvtier_bench.measuring.blocks import TENANT
@@ -67,20 +69,20 @@ def measure(setting: Setting) -> Iterator[Case]:
 def switches(setting: Setting) -> Iterator[Case]:
     """What comes from the pool, with parts of the way switched off. Engines one after the other, the same model."""
     model, config = _watched(setting)
-    default: Samples | None = None
-    for name, changes in _SWITCHES.items():
-        op = "time to first token from the pool"
-        if setting.left_s() < 0:
-            yield left_out(f"{op}, {name}")
-            continue
+    op, measured = "time to first token from the pool", dict[str, Samples]()
+
+    def switched(name: str) -> Iterator[Case]:
         samples = Samples()
-        with _documents(setting, model, config, changes) as documents:
+        with _documents(setting, model, config, _SWITCHES[name]) as documents:
             for _ in range(setting.size(_SWITCH_ROUNDS, 1)):
                 note(samples, documents.from_pool())
-            default = default or samples
+            measured[name] = samples
+            first, default = next(iter(measured.items()))
+            floor = (first, Samples(default.rounds_s[: len(samples.rounds_s)]))
             figures = {"lent": median(documents.lent)}
-            floor = (next(iter(_SWITCHES)), Samples(default.rounds_s[: len(samples.rounds_s)]))
             yield row(name, op, samples, floor=floor, figures=figures, round_bytes=documents.cached_bytes)
+
+    yield from each(setting, {f"{op}, {name}": partial(switched, name) for name in _SWITCHES})
 
 
 class _WatchedModel(LlamaModel):
