@@ -16,7 +16,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.system.machine import commit, hardware
 from kvtier_bench.gpu.measuring.rows import SHORT
 from kvtier_bench.gpu.run.journal import Journal, Outcome, document
-from kvtier_bench.gpu.run.parts import ALL, PARTS, SECOND, TOTAL_S, Part
+from kvtier_bench.gpu.run.parts import ALL, PARTS, SECOND, THIRD, TOTAL_S, Part, scaled
 from kvtier_bench.gpu.run.render import load, markdown
 from kvtier_bench.gpu.run.runner import Run, run_parts
 from kvtier_bench.measuring.report import report
@@ -30,6 +30,7 @@ _OUTPUT_FOLDER = "OUT"
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when every part ended well and every check passed, 2 without a GPU."""
     begin, options = MONOTONIC(), _options(arguments)
+    total_s = TOTAL_S if options.seconds is None else options.seconds
     if options.render is not None:
         print(markdown(load(options.render)))
         return 0
@@ -41,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run(
         Journal(path.with_suffix(".jsonl")),
         _facts(machine, tiny=options.tiny),
-        total_s=options.seconds - (MONOTONIC() - begin),
+        total_s=total_s - (MONOTONIC() - begin),
         tiny=options.tiny,
         plant=options.plant,
         say=_say,
     )
     outcomes: list[Outcome] = []
-    for outcome in run_parts(run, _chosen(options)):
+    for outcome in run_parts(run, _chosen(options, run.total_s)):
         outcomes.append(outcome)
         path.write_text(json.dumps(document(run.journal.outcomes()), indent=2) + "\n")
     _print(outcomes, machine, tiny=options.tiny)
@@ -79,9 +80,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [part.name for part in ALL]
     parser = argparse.ArgumentParser(prog="python -m kvtier_bench.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--second", action="store_true", help=f"the second run: {', '.join(p.name for p in SECOND)}")
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument("--second", action="store_true", help=f"the second run: {', '.join(p.name for p in SECOND)}")
+    runs.add_argument("--third", action="store_true", help=f"more time for {', '.join(p.name for p in THIRD)}")
     parser.add_argument("--json", type=Path, help="where results are written ($OUT/gpu.json, or else gpu.json)")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help=f"for everything ({TOTAL_S:.0f})")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for everything ({TOTAL_S:.0f}); of parts that are named, each has more"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also without a GPU: whether it works at all")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only print results as a table in Markdown")
     parser.add_argument("--plant", default="", metavar="PART", help=argparse.SUPPRESS)
@@ -92,10 +97,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _chosen(options: argparse.Namespace) -> list[Part]:
+def _chosen(options: argparse.Namespace, total_s: float) -> list[Part]:
     if options.parts:
-        return [part for part in ALL if part.name in options.parts]
-    return list(SECOND if options.second else PARTS)
+        named = [part for part in ALL if part.name in options.parts]
+        return named if options.seconds is None else scaled(named, total_s)
+    return list(SECOND if options.second else THIRD if options.third else PARTS)
 
 
 def _facts(machine: Mapping[str, str | None], *, tiny: bool) -> dict[str, object]:

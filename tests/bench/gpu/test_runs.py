@@ -21,7 +21,7 @@ from kvtier_bench.gpu.measuring.rows import Bar, held_to
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.run import child as child_module
 from kvtier_bench.gpu.run.journal import Journal, Outcome, document, outcomes_of
-from kvtier_bench.gpu.run.parts import SECOND, Part
+from kvtier_bench.gpu.run.parts import GRACE_S, SECOND, TOTAL_S, Part
 from kvtier_bench.gpu.run.render import load, markdown
 from kvtier_bench.gpu.run.runner import Run, run_parts
 from kvtier_bench.measuring.report import Case
@@ -181,12 +181,29 @@ def test_results_go_to_the_folder_for_output(tmp_path: Path) -> None:
     assert command.default_path({"OUT": str(tmp_path / "none")}, tiny=False) == Path("gpu.json")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "budgets"), [([], [75, 40]), (["--seconds", "584"], [375, 200]), (["--seconds", "20"], [75, 40])]
+)
+def test_parts_that_are_named_share_the_time_that_is_given(
+    seconds: list[str], budgets: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[Part] = []
+    monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
+    monkeypatch.setattr(command, "run_parts", lambda _, parts: chosen.extend(parts) or iter([]))
+    assert command.main(["beside", "races", *seconds, "--json", str(tmp_path / "gpu.json")]) == 0
+    assert [part.budget_s for part in chosen] == pytest.approx(budgets, abs=5)
+
+
 def test_the_second_run_has_parts_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Part] = []
     monkeypatch.setattr(command, "machine_facts", lambda: {"device": "a GPU"})
     monkeypatch.setattr(command, "run_parts", lambda _, parts: chosen.extend(parts) or iter([]))
     assert command.main(["--second", "--json", str(tmp_path / "gpu.json")]) == 0
     assert chosen == list(SECOND)
+    chosen.clear()
+    assert command.main(["--third", "--json", str(tmp_path / "gpu.json")]) == 0
+    assert {part.name: part.budget_s for part in chosen} == {"beside": 105, "races": 300, "ttft": 105}
+    assert sum(part.budget_s for part in chosen) + GRACE_S < TOTAL_S
     chosen.clear()
     assert command.main(["sweep", "smoke", "--json", str(tmp_path / "gpu.json")]) == 0
     assert [part.name for part in chosen] == ["smoke", "sweep"]

@@ -1,6 +1,8 @@
 """Restores beside an engine that never idles, on a simulated device that does everything as late, as early and in
 whatever order streams and events allow: no block is wrong, and each race that is planted is found."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kvtier_bench.gpu.races.chip import SimulatedChip, Way
 from kvtier_bench.gpu.races.faults import Fault
 from kvtier_bench.gpu.races.pages import Pages
 from kvtier_bench.gpu.races.rig import TINY
-from kvtier_bench.gpu.races.suite import NAMES, WHOLE, Outcome, play
+from kvtier_bench.gpu.races.suite import COSTS, NAMES, WHOLE, Outcome, play
 
 STAGED = [Way.STAGED, Way.BY_KERNEL, Way.ONE_BY_ONE]
 
@@ -78,6 +80,28 @@ def test_what_blocks_hold_tells_them_apart() -> None:
     assert held.numpy().tobytes() == pages.payload(7).tobytes()
     pages.check(pages.places([2, 0, 1]), torch.tensor([7, 8, 9]), 0)
     assert pages.wrong.tolist() == [1]
+
+
+def test_scenarios_share_the_time_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is played until it is late, to the end of the part's time."""
+    now, took = 0.0, list[tuple[str, float]]()
+
+    def play(name: str, *_: object, rounds: int, is_late: Callable[[], bool] = lambda: True, **__: object) -> Outcome:
+        nonlocal now
+        begin = now
+        while not is_late():
+            now += 0.01
+        took.append((name, now - begin))
+        return Outcome(rounds, 0, 0, 0, now - begin)
+
+    setting = Setting(torch.device("cpu"), False, torch.float32, 300.0, clock=lambda: now)
+    monkeypatch.setattr(part_races, "play", play)
+    assert all(case.name in NAMES for case in part_races.measure(setting))
+    played = took[len(Way) :]
+    setup_s = part_races._SETUP_S
+    a_unit_s = (300.0 / len(Way) - len(NAMES) * setup_s) / sum(COSTS.values())
+    shares_s = [setup_s + COSTS[name] * a_unit_s for name, _ in played]
+    assert [seconds for _, seconds in played] == pytest.approx(shares_s, abs=0.05)
 
 
 def test_as_a_part_of_a_run() -> None:

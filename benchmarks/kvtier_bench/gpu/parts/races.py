@@ -7,7 +7,7 @@ kvtier_bench.gpu.parts.races FAULT` plants a race, which has to be found.
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvtier_bench.gpu.measuring.each import each
@@ -16,28 +16,33 @@ from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.races.chip import Chip, Gpu, SimulatedChip, Way
 from kvtier_bench.gpu.races.faults import Fault
 from kvtier_bench.gpu.races.rig import LARGE_PAGES, SMALL_PAGES, TINY, Size
-from kvtier_bench.gpu.races.suite import NAMES, Outcome, play
+from kvtier_bench.gpu.races.suite import COSTS, NAMES, Outcome, play
 from kvtier_bench.measuring.report import Case
 
 _ROUNDS, _TINY_ROUNDS = 150, 3
 _BUDGET_S = 40.0
+_SETUP_S = 0.5
+"""What it takes about to get memory ready for a scenario, whatever its rounds cost."""
 _Place = tuple[str, Size, Callable[[int], Chip]]
 """A name, the size of blocks, and what makes a chip from a seed."""
 
 
 def measure(setting: Setting, fault: Fault = Fault.NONE) -> Iterator[Case]:
-    """Gives a row for each scenario and way of the blocks. A scenario that takes more than its share of the time has
-    fewer rounds. Where lent memory cannot be pinned, its scenarios copy from it as it is."""
+    """Gives a row for each scenario and way of the blocks.
+
+    Scenarios share the time by what their rounds cost, and one whose share is over has fewer rounds. Where lent memory
+    cannot be pinned, those that need it copy from it as it is.
+    """
     if not lends(setting):
         yield not_lent("restore")
     places = _places(setting)
     cases: dict[str, Callable[[], Iterator[Case]]] = {
         f"first round, {place[0]}": partial(_compiled, place) for place in places
     }
-    left = len(places) * len(NAMES)
-    for place, name in itertools.product(places, NAMES):
-        cases[f"{name}, {place[0]}"] = partial(_played, setting, place, name, fault, left)
-        left -= 1
+    plays = list(itertools.product(places, NAMES))
+    for number, (place, name) in enumerate(plays):
+        costs = [COSTS[other] for _, other in plays[number:]]
+        cases[f"{name}, {place[0]}"] = partial(_played, setting, place, name, fault, costs)
     yield from each(setting, cases)
 
 
@@ -48,19 +53,21 @@ def _compiled(place: _Place) -> Iterator[Case]:
     yield from ()
 
 
-def _played(setting: Setting, place: _Place, name: str, fault: Fault, left: int) -> Iterator[Case]:
+def _played(setting: Setting, place: _Place, name: str, fault: Fault, costs: Sequence[float]) -> Iterator[Case]:
     """
-    :param left: how many scenarios have not been played yet, this one included; the seed, too.
+    :param costs: of rounds of all scenarios that have not been played, this one first.
     """
-    way, size, chip_of = place
-    chip, until_s = chip_of(left), setting.clock() + setting.left_s() / (1 if setting.tiny else left)
+    (way, size, chip_of), seed = place, len(costs)
+    left_s = setting.left_s() - len(costs) * _SETUP_S
+    share_s = setting.left_s() if setting.tiny else _SETUP_S + left_s * costs[0] / sum(costs)
+    chip, until_s = chip_of(seed), setting.clock() + share_s
     outcome = play(
         name,
         chip,
         size,
         rounds=setting.size(_ROUNDS, _TINY_ROUNDS),
         fault=fault,
-        seed=left,
+        seed=seed,
         is_late=lambda: setting.clock() > until_s,
     )
     yield _row(name, f"restore, {way}", outcome, chip.problems)
@@ -84,7 +91,11 @@ def _row(name: str, op: str, outcome: Outcome, problems: frozenset[str]) -> Case
         name,
         op,
         rounds=outcome.rounds,
-        figures={"wrong blocks": outcome.wrong_blocks, "restored blocks": outcome.restored_blocks},
+        figures={
+            "wrong blocks": outcome.wrong_blocks,
+            "restored blocks": outcome.restored_blocks,
+            "ms per round": 1e3 * outcome.seconds / outcome.rounds,
+        },
         unit="round",
         detail=f"FAILED: {'; '.join(failures)}" if failures else clean,
     )

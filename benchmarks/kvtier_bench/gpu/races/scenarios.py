@@ -222,20 +222,22 @@ class Scenario:
     num_groups: int = 1
     in_one_part: bool = False
     """Whether a block is one range of bytes, with its layers one after the other, as in our own engine."""
+    cost: float = 1.0
+    """About how many times as long a round takes as one of the cheapest scenario, on a simulated device."""
 
 
 SCENARIOS: Mapping[str, Scenario] = {
     "delay before store": Scenario(delayed_store),
-    "delay before load": Scenario(delayed_load),
-    "load beside queued steps": Scenario(freed_late),
-    "layer by layer": Scenario(layer_by_layer, in_one_part=True),
-    "zeroing against loads": Scenario(zeroing),
-    "blocks reused while copies fly": Scenario(reuse),
-    "preemption": Scenario(preemption),
-    "cancel in the middle of a load": Scenario(cancelled),
-    "several engine streams": Scenario(several_streams),
-    "CUDA graphs": Scenario(graphs),
-    "loads and saves at a time": Scenario(both_ways),
-    "several KV groups": Scenario(several_groups, num_groups=2),
-    "loans whose places change hands": Scenario(lent),
+    "delay before load": Scenario(delayed_load, cost=1.5),
+    "load beside queued steps": Scenario(freed_late, cost=2.5),
+    "layer by layer": Scenario(layer_by_layer, in_one_part=True, cost=6.0),
+    "zeroing against loads": Scenario(zeroing, cost=2.0),
+    "blocks reused while copies fly": Scenario(reuse, cost=7.0),
+    "preemption": Scenario(preemption, cost=4.5),
+    "cancel in the middle of a load": Scenario(cancelled, cost=3.0),
+    "several engine streams": Scenario(several_streams, cost=15.0),
+    "CUDA graphs": Scenario(graphs, cost=2.5),
+    "loads and saves at a time": Scenario(both_ways, cost=6.0),
+    "several KV groups": Scenario(several_groups, num_groups=2, cost=10.0),
+    "loans whose places change hands": Scenario(lent, cost=4.0),
 }

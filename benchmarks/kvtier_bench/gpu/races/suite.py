@@ -1,6 +1,6 @@
 """Plays scenarios, some rounds of each, and tells how many were clean."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvtier_bench.gpu.races.chip import Chip
@@ -11,7 +11,9 @@ from kvtier_bench.gpu.races.scenarios import SCENARIOS
 from kvtier_bench.gpu.races.whole import whole
 
 WHOLE = "through the directory"
-NAMES = (*SCENARIOS, WHOLE)
+COSTS: Mapping[str, float] = {**{name: scenario.cost for name, scenario in SCENARIOS.items()}, WHOLE: 4.5}
+"""`Scenario.cost` of everything that can be played."""
+NAMES = tuple(COSTS)
 
 
 @dataclass(frozen=True, slots=True)

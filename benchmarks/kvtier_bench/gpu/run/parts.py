@@ -1,6 +1,7 @@
 """The parts of a run, in their order, and how long each may take. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,20 @@ PARTS = (
 """The first run. What is right first, then what decides the most; the last has what the others leave."""
 SECOND = (_CHECKS, Part("switches", 90, "parts.ttft", "switches"), Part("sweep", 200, "parts.sweep"))
 """The second one: more checks, what may be switched off, and tuning."""
+_THIRD_S = {"beside": 105.0, "races": 300.0, "ttft": 105.0}
+THIRD = tuple(replace(part, budget_s=_THIRD_S[part.name]) for part in PARTS if part.name in _THIRD_S)
+"""The third one: parts of the first with more time, all rounds of the races above all."""
 ALL = tuple(dict.fromkeys((*PARTS, *SECOND)))
 TOTAL_S = 520.0
 """The time for all parts: with 20 s for unpacking wheels before, nine of the ten minutes that a command may have."""
 GRACE_S = 8.0
 """After its budget, for a part to end by itself."""
+
+
+def scaled(parts: Sequence[Part], total_s: float) -> list[Part]:
+    """The parts with as much more time each as `total_s` has for all of them; never with less."""
+    factor = max(1.0, (total_s - GRACE_S) / sum(part.budget_s for part in parts))
+    return [replace(part, budget_s=factor * part.budget_s) for part in parts]
 
 
 def part_of(name: str) -> Part:
