@@ -1,6 +1,7 @@
 """What benchmarks of time to first token have in common: prompts, and an engine that is asked for one token."""
 
 import random
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +10,7 @@ from kvtier.errors import KvtierError
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Completion, Sampling
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 10.0
 
 
 class Prompts:
@@ -37,9 +38,14 @@ class Prompts:
 class FirstToken:
     """Asks an engine for one token and waits."""
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry) -> None:
-        """Call all of it in the engine's thread."""
-        self._engine, self._registry = engine, registry
+    def __init__(
+        self, engine: Engine, registry: CollectorRegistry, left_s: Callable[[], float] = lambda: _PATIENCE_S
+    ) -> None:
+        """Call all of it in the engine's thread.
+
+        :param left_s: the seconds that are left for all that is measured.
+        """
+        self._engine, self._registry, self._left_s = engine, registry, left_s
         self._num_computed = 0
         """Full blocks so far: what the pool must have got."""
 
@@ -61,9 +67,15 @@ class FirstToken:
         return cached
 
     def settle(self) -> None:
-        """Serves until the pool has everything that was computed."""
-        deadline = MONOTONIC() + _PATIENCE_S
+        """Serves until the pool has everything that was computed.
+
+        :raises KvtierError: it has not after ten seconds, or when no time is left.
+        """
+        deadline = MONOTONIC() + min(_PATIENCE_S, self._left_s())
         self._engine.run_until(lambda: self._num_written() >= self._num_computed or MONOTONIC() > deadline)
+        written = self._num_written()
+        if written < self._num_computed:
+            raise KvtierError(f"{written:.0f} of {self._num_computed} blocks were written")
 
     def leave_to_the_pool(self) -> None:
         """Makes the engine forget, so that only the pool has the prompt."""

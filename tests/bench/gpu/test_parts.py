@@ -6,15 +6,18 @@ Those whose kernels the interpreter can do are in `tests/interpreted`.
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from kvtier.device.kv import Fence, HostMemoryKV
 from kvtier.device.quantised import QuantisedHostKV
 from kvtier.errors import KvtierError
 from kvtier.memory.arena import Arena
+from kvtier_bench.cases import first_token
 from kvtier_bench.gpu import __main__ as command
 from kvtier_bench.gpu.measuring import host_copies, launch_latency, timing
 from kvtier_bench.gpu.measuring.comparing import WrongResultError, require_close, require_equal
@@ -216,6 +219,30 @@ def test_time_to_first_token_in_tiny_size() -> None:
     assert set(cases["pool"].beside) == {"one pinned copy"}
     assert 0 <= cases["pool"].figures["lent"] <= 1
     assert cases["cold"].gb_per_s is None
+
+
+@pytest.mark.parametrize("left_s", [0.2, 30.0])
+def test_blocks_that_are_never_written_do_not_take_all_the_time(left_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, now = AnEngineThatWaits(), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.1
+        return now
+
+    monkeypatch.setattr(first_token, "MONOTONIC", clock)
+    asking = first_token.FirstToken(engine, CollectorRegistry(), lambda: left_s)  # type: ignore[arg-type]
+    asking.settle()
+    asking._num_computed = 7
+    with pytest.raises(KvtierError, match="0 of 7 blocks were written"):
+        asking.settle()
+    assert now < min(left_s, 10.0) + 0.6
+
+
+class AnEngineThatWaits:
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            pass
 
 
 def test_parts_of_the_way_from_the_pool_are_switched_off() -> None:

@@ -219,7 +219,7 @@ def _documents(
         host_bytes = max(_DOCUMENTS_IN_HOST * num_blocks, 64) * kv.block_bytes
         settings = _config(pool, host_bytes, changes)
         engine = stack.enter_context(engine_of(settings, model, config, kv, namespace, registry))
-        documents = _Documents(setting, model, config, kv, FirstToken(engine, registry))
+        documents = _Documents(setting, model, config, kv, FirstToken(engine, registry, setting.left_s))
         documents.get_ready(registry)
         yield documents
 
