@@ -27,6 +27,7 @@ from kvtier_bench.gpu.measuring.rows import SHORT, Bar, case_of, failure, held_t
 from kvtier_bench.gpu.measuring.setting import Setting
 from kvtier_bench.gpu.measuring.shapes import TINY, dense, paged, sequence, unpaged
 from kvtier_bench.gpu.measuring.timing import in_turns
+from kvtier_bench.gpu.parts import copies as part_copies
 from kvtier_bench.gpu.parts import decode as part_decode
 from kvtier_bench.gpu.parts import prefill as part_prefill
 from kvtier_bench.gpu.parts import spill as part_spill
@@ -159,6 +160,20 @@ def test_copies_in_tiny_size(part: str) -> None:
     floors = {"plain copy", "one copy"}
     assert all(case.ratio_to_floor == 1.0 for case in cases if case.name in floors)
     assert len({case.op for case in cases}) == {"copies": 1, "host-copies": 4, "pages": 4}[part]
+
+
+def test_block_copies_are_compared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gibibytes on the device would take seconds to the host and more to compare there."""
+    rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
+    moved: list[torch.device] = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("a tensor of the device was copied to the host"))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda of, where, **options: moved.append(where) or to(of, where, **options)
+    )
+    setting = tiny()
+    part_copies._copy(setting, rows, torch.tensor([5, 1]), torch.zeros(4, 4, dtype=torch.uint8), torch.tensor([0, 2]))
+    assert set(moved) == {setting.device}
 
 
 def test_copies_beside_an_engine_in_tiny_size() -> None:

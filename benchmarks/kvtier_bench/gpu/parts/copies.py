@@ -79,16 +79,16 @@ def _by_kernel(setting: Setting, block_bytes: int) -> Iterator[Case]:
 
 
 def _copy(setting: Setting, source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> Run:
-    """`block_copy` of these, which has been compared once.
+    """`block_copy` of these, which has been compared once: on the device, where only pinned memory has to go.
 
     :raises WrongResultError: a block did not arrive, or another one changed.
     """
     copy_blocks = block_copy_of(setting)
-    expected = target.cpu().clone()
-    expected[target_rows.cpu()] = source.cpu()[source_rows.cpu()]
+    expected = target.to(setting.device, copy=True)
+    expected[target_rows] = source.to(setting.device)[source_rows]
     copy_blocks(source, source_rows, target, target_rows)
     setting.synchronize()
-    require_equal("block_copy", target, expected)
+    require_equal("block_copy", target.to(setting.device), expected)
     return lambda: copy_blocks(source, source_rows, target, target_rows)
 
 
