@@ -56,7 +56,7 @@ def test_rows_hold_what_was_measured() -> None:
     case = row("ours", "copy", ours, floor=("plain", floor), round_bytes=4_000_000, figures={"TFLOP/s": 1.25, "x": 2.0})
     assert case.gb_per_s == pytest.approx(2.0)
     assert case.ratio_to_floor == pytest.approx(0.5)
-    assert case.detail == "1.2 TFLOP/s"
+    assert case.detail == "1.2 TFLOP/s, 3 rounds"
     assert case.cpu_s_per_gib is None
     assert case_of(json.loads(json.dumps(asdict(case)))) == case
 
@@ -350,6 +350,14 @@ def test_rows_are_held_to_their_bars(bar: Bar, words: str) -> None:
     assert case.figures[f"{bar.what}: bar"] == bar.bound
     assert case.figures[f"{bar.what}: met"] == (SHORT not in words)
     assert held_to(case, bar, tiny=True) is case, "no figure of tiny size means anything"
+
+
+@pytest.mark.parametrize(("num_rounds", "is_held"), [(1, False), (2, False), (3, True), (9, True)])
+def test_a_median_of_few_rounds_is_held_to_nothing(num_rounds: int, is_held: bool) -> None:
+    samples = Samples([0.002] * num_rounds, [0.002] * num_rounds)
+    case = held_to(row("ours", "copy", samples), Bar("x one copy", 0.8, 0.9), tiny=False)
+    assert (SHORT in case.detail) == is_held
+    assert ("round" in case.detail) == (num_rounds < 9)
 
 
 @pytest.mark.parametrize("measure", [part_prefill.measure, part_decode.plain])

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier_bench.measuring.report import Case
-from kvtier_bench.measuring.rounds import Samples, Spread
+from kvtier_bench.measuring.rounds import NUM_ROUNDS, Samples, Spread
 
 SHORT = "SHORT"
 """The word in the detail of a row that misses its bar."""
+_LEAST_ROUNDS = 3
+"""Of a median that is held to something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,11 @@ class Bar:
 
 
 def held_to(case: Case, bar: Bar, *, tiny: bool) -> Case:
-    """The row with its bar and whether it is met, shown in the table. Figures in tiny size are held to nothing."""
-    if tiny:
+    """The row with its bar and whether it is met, shown in the table.
+
+    Figures in tiny size are held to nothing, nor are those of so few rounds that their median says little.
+    """
+    if tiny or (case.rounds is not None and case.rounds < _LEAST_ROUNDS):
         return case
     figures = {
         **case.figures,
@@ -67,8 +72,11 @@ def row(
     figures: Mapping[str, float] | None = None,
     **fields: Any,
 ) -> Case:
-    """`Case.of` without the host's CPU time, which says nothing here; the first of `figures` is shown in the table."""
-    shown = next(iter(figures.items()), None) if figures else None
+    """`Case.of` without the host's CPU time, which says nothing here; the first of `figures` is shown in the table, and
+    the number of rounds where time has run out before there were nine."""
+    shown = [f"{value:,.1f} {figure}" for figure, value in list((figures or {}).items())[:1]]
+    num_rounds = len(samples.rounds_s)
+    shown += [f"{num_rounds} round{'s' * (num_rounds > 1)}"] if num_rounds < NUM_ROUNDS else []
     case = Case.of(
         name,
         op,
@@ -77,7 +85,7 @@ def row(
         beside=beside,
         round_bytes=round_bytes,
         figures=dict(figures or {}),
-        detail=f"{shown[1]:,.1f} {shown[0]}" if shown else "",
+        detail=", ".join(shown),
         **fields,
     )
     return replace(case, cpu_s_per_gib=None)
