@@ -25,6 +25,8 @@ _FILE_COLUMNS = "140"
 """The width of the table where it goes to no terminal."""
 _OUTPUT_FOLDER = "OUT"
 """An environment variable that names a folder for results, where a machine keeps nothing else."""
+_PATIENCE_S = 120.0
+"""The longest time to open the device and import torch, of which the first takes seconds with a cold page cache."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +64,10 @@ def default_path(environ: Mapping[str, str], *, tiny: bool) -> Path:
 
 
 def machine_facts() -> dict[str, str | None]:
-    """What figures depend on. Asked in a process of its own, which holds no memory of the device afterwards."""
+    """What figures depend on; no device is None. Asked in a process of its own, which holds no memory of it afterwards.
+
+    A process that fails or hangs has not said that there is no device: then everything is unknown, and parts will tell.
+    """
     script = (
         "import json, torch, triton\n"
         "has = torch.cuda.is_available()\n"
@@ -71,7 +76,15 @@ def machine_facts() -> dict[str, str | None]:
         "'multiprocessors': str(p.multi_processor_count) if has else None, "
         "'torch': torch.__version__, 'triton': triton.__version__}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=_PATIENCE_S
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        _say(f"what there is here cannot be told: {error}")
+        if isinstance(error, subprocess.CalledProcessError):
+            _say(error.stderr.rstrip())
+        return dict.fromkeys(("device", "cuda", "multiprocessors", "torch", "triton"), "unknown")
     facts: dict[str, str | None] = json.loads(done.stdout)
     return facts
 

@@ -174,6 +174,33 @@ def test_a_run_writes_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "| block_copy |" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.TimeoutExpired("python", 120),
+        subprocess.CalledProcessError(1, "python", stderr="ImportError: triton"),
+    ],
+)
+def test_a_machine_that_does_not_answer_is_tried(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the answer that there is no device ends the run."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(subprocess, "run", fails)
+        facts = command.machine_facts()
+    assert set(facts.values()) == {"unknown"}
+    chosen: list[Part] = []
+    monkeypatch.setattr(command, "machine_facts", lambda: facts)
+    monkeypatch.setattr(command, "run_parts", lambda _, parts: chosen.extend(parts) or iter([]))
+    assert command.main(["smoke", "--json", str(tmp_path / "gpu.json")]) == 0
+    assert [part.name for part in chosen] == ["smoke"]
+    assert "cannot be told" in capsys.readouterr().err
+
+
 def test_results_go_to_the_folder_for_output(tmp_path: Path) -> None:
     assert command.default_path({}, tiny=False) == Path("gpu.json")
     assert command.default_path({"OUT": str(tmp_path)}, tiny=False) == tmp_path / "gpu.json"
