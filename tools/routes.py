@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -141,7 +142,7 @@ def routes() -> dict[str, list[str]]:
                 watch.take()
                 watch.is_on = True
                 ticket = reader.hierarchy.start_lookup(keys)
-                until(reader.hierarchy, lambda ticket=ticket: reader.hierarchy.poll_lookup(ticket))
+                until(reader.hierarchy, partial(reader.hierarchy.poll_lookup, ticket))
                 watch.is_on = False
                 found["lookup, engine"], found["lookup, pool"] = map(sorted, watch.take())
             watch.is_on = True
