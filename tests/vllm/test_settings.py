@@ -143,16 +143,16 @@ def test_memory_of_all_ranks_is_a_gauge_of_vllms() -> None:
     types: Any = {kind: functools.partial(kind, registry=registry) for kind in kinds}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]})
-    for gained in ({"arena": 5, "lent": 0, "pinned": 7}, {"arena": 5, "lent": 2, "pinned": -3}):
+    for gained in ({"arena": 5, "leased": 0, "pinned": 7}, {"arena": 5, "lent": 2, "pinned": -3}):
         first, second = KvtierStats(), KvtierStats()
         first.note_memory(gained)
         second.note_memory(gained)
         metrics.observe(first.aggregate(second).to_dict())
     found = {
         kind: registry.get_sample_value("vllm:kvtier_memory_bytes", {"engine": "0", "kind": kind})
-        for kind in ("arena", "lent", "pinned")
+        for kind in ("arena", "leased", "pinned")
     }
-    assert found == {"arena": 20, "lent": 4, "pinned": 8}
+    assert found == {"arena": 20, "leased": 4, "pinned": 8}
 
 
 def test_a_worker_tells_of_its_memory_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_a_worker_tells_of_its_memory_when_that_has_changed(monkeypatch: pytest.
     assert side.take_stats() is None
     use = MemoryUse(staging_bytes=3, pinned_bytes=15)
     for memory, told in (
-        (RankMemory(10, 5, use), {"arena": 10, "lent": 5, "pinned": 15, "staging": 3}),
+        (RankMemory(10, 5, use), {"arena": 10, "leased": 5, "pinned": 15, "staging": 3}),
         (RankMemory(10, 5, use), None),
-        (RankMemory(10, 0, use), {"lent": -5}),
+        (RankMemory(10, 0, use), {"leased": -5}),
     ):
         side._memory_use = lambda memory=memory: memory
         stats = side.take_stats()
