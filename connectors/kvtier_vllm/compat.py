@@ -13,6 +13,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     ExternalBlockHash,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -161,6 +162,29 @@ def require_safe_hashes(config: VllmConfig) -> None:
 def salt_device_cache(request: Request, salt: str) -> None:
     """Tells the request's blocks in vLLM's own prefix cache apart by this. For a request that is not scheduled yet."""
     request.cache_salt = salt
+    _hash_again(request)
+
+
+def name_adapter(request: Request, name: str) -> None:
+    """Tells the request's blocks in vLLM's own prefix cache apart by this, too. For one that is not scheduled yet.
+
+    Only hashes differ. A `cache_salt` would also be in KV events, and routers would find nothing: they look for the one
+    that the client gave.
+    """
+    hashes = request._block_hasher
+    if hashes is None:
+        return
+    given = request.cache_salt
+    salt = name if given is None else f"{name}/{given}"
+
+    def hash_with_name(request: Request) -> list[BlockHash]:
+        request.cache_salt = salt
+        try:
+            return hashes(request)
+        finally:
+            request.cache_salt = given
+
+    request._block_hasher = hash_with_name
     _hash_again(request)
 
 

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier_vllm.content.adapters import AdapterFiles
+from kvtier_vllm.content.adapters import NO_SOURCE, AdapterSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class StepMetadata(KVConnectorMetadata):
     """The step by whose start the device blocks to load to are not used any more; if unknown, it is this one."""
     generations: list[int] = field(default_factory=list)
     """The latest generation of each rank that the scheduler has heard of. What it sends belongs to these."""
-    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
-    """The files of adapters that the scheduler makes keys from since this step, by vLLM's id of the adapter."""
+    adapters: dict[int, AdapterSource] = field(default_factory=dict)
+    """The adapters that the scheduler makes keys from since this step, by vLLM's id of the adapter."""
 
 
 @dataclass
@@ -70,8 +70,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Number of the step that this comes with; 0 if it had no forward pass."""
     weights: dict[int, WeightsState] = field(default_factory=dict)
     """The state of weights that have changed since the rank last said so, by rank."""
-    adapters: dict[int, AdapterFiles] = field(default_factory=dict)
-    """The files of adapters that were loaded since, by vLLM's id of the adapter."""
+    adapters: dict[int, AdapterSource] = field(default_factory=dict)
+    """The adapters that were loaded since, by vLLM's id of the adapter."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Ranks differ, so nothing is added up: the directory waits for all of them itself."""
@@ -84,7 +84,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
-def _agreed(one: dict[int, AdapterFiles], other: dict[int, AdapterFiles]) -> dict[int, AdapterFiles]:
-    """What ranks have loaded. Nobody can tell the content of an adapter that they have loaded from different files."""
-    differ = {number: () for number in one.keys() & other.keys() if one[number] != other[number]}
+def _agreed(one: dict[int, AdapterSource], other: dict[int, AdapterSource]) -> dict[int, AdapterSource]:
+    """What ranks have loaded. Nobody can tell the content of an adapter that they have not all loaded alike."""
+    differ = {number: NO_SOURCE for number in one.keys() & other.keys() if one[number] != other[number]}
     return one | other | differ

@@ -23,7 +23,7 @@ from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
 from kvtier.metrics import Metrics
 from kvtier.offload import Directory
 from kvtier.offload.messages import decode, encode
-from kvtier_vllm.compat import boundary_states, frees_late
+from kvtier_vllm.compat import boundary_states, frees_late, name_adapter
 from kvtier_vllm.content.contents import Contents
 from kvtier_vllm.kv.copies import CopiesUnderWay
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
@@ -173,7 +173,7 @@ class SchedulerSide:
         keys = RequestKeys(request, self._work.hashers[tenant], salt=salt, adapter=adapter, weights=weights)
         known = KnownRequest(request, keys, params)
         if self._media.admit(known):
-            self._requests[request.request_id] = known
+            self._keep(known)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
@@ -183,7 +183,7 @@ class SchedulerSide:
                 return None, False
             named = self._media.take(request.request_id)
             if named is not None:
-                self._requests[request.request_id] = named
+                self._keep(named)
                 # What vLLM has just found on the device it has found by the names before: they may be another medium's.
                 return None, False
         known = self._requests.get(request.request_id)
@@ -334,16 +334,26 @@ class SchedulerSide:
         :param since: see `DeviceBlocks.forget_all`.
         """
         self._stats.note_weights(are_known=work.weights.are_known)
-        self.device.forget_all(since)
         self._saves.forget()
         self._media.forget()
         work.loads.cancel_all()
         for request_id, known in list(self._requests.items()):
             work.lookups.forget(known)
-            adapter = self._adapter_of(known.request)
-            if adapter is None or not known.keys.change(adapter=adapter, weights=work.weights.digest):
+            if self._adapter_of(known.request) == known.keys.adapter:
+                known.keys.change_weights(work.weights.digest)
+            else:  # vLLM goes on to call its blocks by the adapter that it was added with
                 del self._requests[request_id]
             known.num_saved = 0
+        self.device.forget_all(since, self._requests)
+
+    def _keep(self, known: KnownRequest) -> None:
+        """Loads and saves for the request from now on. It has not been scheduled yet.
+
+        vLLM's own cache tells adapters apart by name and path, which several may have: there goes their content, too.
+        """
+        if (name := known.keys.adapter_name) is not None:
+            name_adapter(known.request, name)
+        self._requests[known.request.request_id] = known
 
     def _adapter_of(self, request: Request) -> bytes | None:
         """Its digest, empty for a request without one; None: it is not known."""

@@ -61,11 +61,14 @@ class Driver:
         prompts: list[list[int]],
         max_tokens: int,
         salt: str | None,
-        adapter: str | None,
+        adapter: str | list[Any] | None,
         params: dict[str, Any] | None,
         pictures: list[list[Any]],
     ) -> list[dict[str, Any]]:
-        """Greedily, all prompts at once. An adapter is a folder; each has an id for as long as the engine lives."""
+        """Greedily, all prompts at once.
+
+        :param adapter: a folder, which has an id and a name for as long as the engine lives; or name, id and folder.
+        """
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         salted: Any = {"cache_salt": salt} if salt is not None else {}
@@ -73,11 +76,7 @@ class Driver:
             TokensPrompt(prompt_token_ids=prompt, **salted, **_seen(seen))
             for prompt, seen in zip_longest(prompts, pictures)
         ]
-        lora = None
-        if adapter is not None:
-            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
-            lora = LoRARequest(f"adapter-{number}", number, adapter)
-        outputs = self._running.generate(requests, sampling, lora_request=lora, use_tqdm=False)
+        outputs = self._running.generate(requests, sampling, lora_request=self._lora(adapter), use_tqdm=False)
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -86,6 +85,12 @@ class Driver:
             }
             for output in outputs
         ]
+
+    def _lora(self, adapter: str | list[Any] | None) -> LoRARequest | None:
+        if isinstance(adapter, str):
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            return LoRARequest(f"adapter-{number}", number, adapter)
+        return None if adapter is None else LoRARequest(*adapter)
 
     def reset(self, connector: bool) -> bool:
         return self._running.reset_prefix_cache(reset_connector=connector)

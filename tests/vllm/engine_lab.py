@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from vllm_rig import BLOCK, ENVIRON, NUM_TOKENS, Answer, Picture
+from vllm_rig import BLOCK, ENVIRON, NUM_TOKENS, Adapter, Answer, Picture
 
 from cache_pool import WAIT_S, until
 
@@ -123,7 +123,7 @@ class Engine:
         *,
         num_tokens: int = NUM_TOKENS,
         salt: str | None = None,
-        adapter: Path | None = None,
+        adapter: Path | Adapter | None = None,
         params: Mapping[str, Any] | None = None,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Answer]:
@@ -139,13 +139,13 @@ class Engine:
         *,
         num_tokens: int = NUM_TOKENS,
         salt: str | None = None,
-        adapter: Path | None = None,
+        adapter: Path | Adapter | None = None,
         params: Mapping[str, Any] | None = None,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> None:
         """Does not wait for the answers: `end_generate` does."""
-        folder = None if adapter is None else str(adapter)
-        how = {"max_tokens": num_tokens, "salt": salt, "adapter": folder, "params": params, "pictures": pictures}
+        lora = str(adapter) if isinstance(adapter, Path) else adapter
+        how = {"max_tokens": num_tokens, "salt": salt, "adapter": lora, "params": params, "pictures": pictures}
         self._child.send("generate", prompts=prompts, **how)
 
     def end_generate(self) -> list[Answer]:

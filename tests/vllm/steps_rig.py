@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from request_rig import SIZE
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kvtier_vllm.compat import BoundaryState
@@ -61,12 +62,13 @@ class Planner:
         loads_within: bool = False,
         states: Mapping[str, list[BoundaryState]] | None = None,
         with_media: Sequence[str] = (),
+        with_adapter: Sequence[str] = (),
     ) -> set[int]:
         """Plans a step; returns the device blocks that were handed out.
 
         :param new: requests that are admitted: tokens that they have, and that they have after the step. So are others.
         :param fresh: device blocks that running ones get in addition.
-        :param with_media: those of the new requests that have an image, say.
+        :param with_media: those of the new requests that have an image, say; `with_adapter`: that have an adapter.
         :param loads_within: another connector loads what some of them have, within the step.
         """
         fresh, cached = fresh or {}, {**(running or {}), **(resumed or {})}
@@ -77,7 +79,7 @@ class Planner:
         scheduled = {request_id: stop - start for request_id, (start, stop) in spans.items()}
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [
-            self._new(request_id, start, ["an image"] if request_id in with_media else [])
+            self._new(request_id, start, ["an image"] if request_id in with_media else [], request_id in with_adapter)
             for request_id, (start, _) in (new or {}).items()
         ]
         output.scheduled_cached_reqs = CachedRequestData(
@@ -116,7 +118,7 @@ class Planner:
     def awaited(self) -> set[int]:
         return {block for block in range(self.groups.num_blocks) if self.device.is_awaited(block)}
 
-    def _new(self, request_id: str, num_computed: int, mm_features: Any) -> NewRequestData:
+    def _new(self, request_id: str, num_computed: int, mm_features: Any, has_adapter: bool) -> NewRequestData:
         return NewRequestData(
             req_id=request_id,
             prompt_token_ids=[],
@@ -125,5 +127,5 @@ class Planner:
             pooling_params=None,
             block_ids=self.tables[request_id],
             num_computed_tokens=num_computed,
-            lora_request=None,
+            lora_request=LoRARequest("any", 1, "anywhere") if has_adapter else None,
         )

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
 
 from cache_pool import CachePool, until
-from kvtier_vllm.content.adapters import Adapters
+from kvtier_vllm.content.adapters import Adapters, source_of
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 PROMPTS = make_prompts(3)
@@ -61,6 +61,22 @@ def test_an_adapter_that_changes_is_not_kept(tmp_path: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     assert adapters.digest(request) is None, "vLLM may have loaded it in between"
+    adapters.close()
+
+
+def test_an_adapter_loaded_in_another_way_than_a_request_says_is_not_kept(tmp_path: Path) -> None:
+    """vLLM loads an id once, and goes by that."""
+    adapters = Adapters(tmp_path / "digests", "")
+    tiny_llama.make_adapter(tmp_path / "one", seed=1)
+    digest = _digest(adapters, tmp_path / "one")
+    adapters.note_loaded(adapters.take_unsent())
+    flat, in_3d = (LoRARequest("any", 1, str(tmp_path / "one"), is_3d_lora_weight=is_3d) for is_3d in (False, True))
+    assert adapters.digest(in_3d) is None
+    assert adapters.digest(flat) == digest
+    adapters.note_loaded({1: source_of(in_3d)})
+    until(lambda: adapters.digest(in_3d) is not None, "its digest as it was loaded last")
+    assert adapters.digest(in_3d) != digest
+    assert adapters.digest(flat) is None
     adapters.close()
 
 

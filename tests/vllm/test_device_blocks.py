@@ -111,6 +111,35 @@ def test_requests_whose_kv_is_not_kept_leave_blocks_for_others_to_keep() -> None
     assert plan.seen() == {1, 2, 3, 6, 7}, "another request may have that id"
 
 
+def test_adapters_that_nobody_has_looked_at_leave_nothing_that_others_could_keep() -> None:
+    """vLLM calls their blocks by name and path, which may be those of another adapter."""
+    plan = planner(a=[1, 2, 3])
+    plan.tables |= {"b": ([1, 2],), "c": ([4],)}
+    plan.step(new={"b": tokens(0, 2), "c": tokens(0, 1)}, with_adapter=["b"])
+    assert plan.seen() == {4}
+    plan.step(new={"a": tokens(2, 3)}, finished=["b", "c"], with_adapter=["a"])
+    assert plan.seen() == {4}, "it attends to what was computed with another adapter"
+    plan.tables["b"] = ([5],)
+    plan.step(new={"b": tokens(0, 1)}, finished=["a"])
+    assert plan.seen() == {4, 5}, "another request may have that id"
+
+
+@pytest.mark.parametrize("loads_within", [False, True])
+def test_a_request_whose_adapter_becomes_another_one_is_called_by_the_first_for_good(loads_within: bool) -> None:
+    plan = planner(a=[1, 2], b=[3, 4], c=[5, 6], d=[1, 7])
+    plan.begin(new={"a": tokens(0, 1), "b": tokens(0, 1), "c": tokens(0, 1)}, with_adapter=["a", "b"])
+    plan.known.remove("a")
+    plan.device.forget_all(plan.number, plan.known)
+    plan.end()
+    assert plan.seen() == {3, 5}, "the step came after the change, and two have what they were added with"
+    plan.begin(resumed={"a": tokens(0, 2)}, running={"b": tokens(1, 2), "c": tokens(1, 2)}, loads_within=loads_within)
+    assert plan.awaited() == ({4, 6} if loads_within else set())
+    plan.end()
+    assert plan.seen() == {3, 4, 5, 6}
+    plan.step(new={"d": tokens(1, 2)}, with_adapter=["d"])
+    assert plan.seen() == {3, 4, 5, 6}, "its first block has the name of the first adapter and is of the other"
+
+
 def test_a_load_that_filled_a_block_says_nothing_of_who_has_it_next() -> None:
     """Another connector loads within the steps, and two of them are under way."""
     plan = planner(a=[1])

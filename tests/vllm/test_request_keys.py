@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 from vllm import PoolingParams, SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
+from kvtier_vllm.compat import hash_inputs, name_adapter
 from kvtier_vllm.content.media import Medium
 from kvtier_vllm.requests.keys import RequestKeys
 
@@ -79,17 +82,41 @@ def test_weights_that_were_loaded_later_are_in_every_block() -> None:
     one = keys.first(4)
     assert _first_difference(_hashes(), one) == 0
     assert _first_difference(one, RequestKeys(_request(), HASHER, salt=None, adapter=b"one").first(4)) == 0
-    assert keys.change(adapter=b"", weights=b"other")
+    keys.change_weights(b"other")
     assert _first_difference(one, keys.first(4)) == 0
-    assert keys.change(adapter=b"", weights=None)
+    keys.change_weights(None)
     assert keys.first(4) == _hashes(), "these are the weights of the start"
 
 
-def test_media_that_were_named_for_an_adapter_are_not_those_of_another() -> None:
-    keys = RequestKeys(_request(), HASHER, salt=None, adapter=b"one")
-    keys.depend_on([Medium(b"cat", 5)])
-    assert keys.change(adapter=b"one", weights=b"other")
-    assert not keys.change(adapter=b"two", weights=b"other")
+def test_names_of_adapters_are_in_vllms_hashes_and_in_nothing_else() -> None:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(SIZE, sha256)
+
+    def named(*names: str, salt: str | None = None) -> Request:
+        request = _request(cache_salt=salt, block_hasher=hasher)
+        for name in names:
+            name_adapter(request, name)
+        return request
+
+    plain, one, salted = named(), named("one"), named("one", salt="given")
+    assert not {*plain.block_hashes} & {*one.block_hashes}
+    assert one.block_hashes == named("one").block_hashes
+    assert len({each.block_hashes[0] for each in (plain, one, salted, named("two"), named(salt="given"))}) == 5
+    assert [hash_inputs(each, 0, SIZE) for each in (one, salted)] == [None, (("cache_salt", "given"),)]
+    one.append_output_token_ids([7, 8, 9])
+    assert len(one.block_hashes) == 5
+    name_adapter(no_caching := _request(), "one")
+    assert no_caching.block_hashes == []
+
+
+def test_adapters_have_names_by_content_and_tenant() -> None:
+    def name(adapter: bytes, hasher: BlockHasher = HASHER) -> str | None:
+        return RequestKeys(_request(), hasher, salt=None, adapter=adapter).adapter_name
+
+    assert name(b"") is None
+    assert name(b"one") == name(b"one")
+    others = BlockHasher(tenant_id("blue"), PrefixHasher(SECRET, "", SIZE))
+    assert len({name(b"one"), name(b"other"), name(b"one", others)}) == 3
 
 
 def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:

@@ -3,6 +3,7 @@
 vLLM on the CPU does not sleep, but its workers are told to; what they would lose is tested in `test_weights.py`.
 """
 
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,18 @@ import tiny_llama
 import weights_by_wire
 from engine_lab import Engine, Lab
 from safetensors.torch import load_file, save_file
-from vllm_rig import Answer, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
+from vllm_rig import (
+    Adapter,
+    Answer,
+    all_hit,
+    cached_of,
+    make_prompts,
+    none_hit,
+    num_blocks,
+    settings,
+    tokens_of,
+    transfer,
+)
 
 from cache_pool import CachePool, until
 
@@ -268,3 +280,45 @@ def test_an_adapter_is_what_was_loaded_not_what_has_come_into_its_folder(
             time.sleep(0.1)
     with lab.engine(connector, **LORA) as engine:
         _await_hits(engine, lab.home / f"seed-{SEEDS[1]}", adapters[1])
+
+
+def _await_kept(engine: Engine, adapter: Adapter, expected: Sequence[Answer]) -> None:
+    """What is computed with the adapter is kept, and vLLM's own cache is not emptied before.
+
+    vLLM's own answers are right from the moment that the adapter's content is known, and then they are kept.
+    """
+    numbers = itertools.count()
+
+    def is_kept() -> bool:
+        engine.generate(PROMPTS, adapter=adapter)
+        # vLLM's own cache has nothing under a new name.
+        answers = engine.generate(PROMPTS, adapter=adapter._replace(name=f"name-{next(numbers)}"))
+        assert tokens_of(answers) == tokens_of(expected)
+        return cached_of(answers) == all_hit(PROMPTS)
+
+    until(is_kept, "prompts with the adapter are kept")
+
+
+@pytest.mark.parametrize("is_misnamed", [False, True], ids=["files have changed", "a request names other files"])
+def test_adapters_of_one_name_and_path_never_meet(
+    lab: Lab, pool: CachePool, adapters: tuple[list[Answer], list[Answer]], tmp_path: Path, is_misnamed: bool
+) -> None:
+    """vLLM takes them for one, whatever their ids: it finds KV of one on the device for the other."""
+    adapter, elsewhere = tmp_path / "adapter", tmp_path / "elsewhere"
+    tiny_llama.make_adapter(adapter, seed=SEEDS[0])
+    tiny_llama.make_adapter(elsewhere, seed=SEEDS[1])
+    connector = transfer(settings(pool={"address": [pool.address]}))
+    with lab.engine(connector, **LORA, max_loras=4) as engine:
+        _await_hits(engine, adapter, adapters[0])  # as number 1
+        engine.reset()
+        path = str(elsewhere if is_misnamed else adapter)
+        one, two = Adapter("sql", 1, path), Adapter("sql", 2, path)
+        answers = engine.generate(PROMPTS, adapter=one)
+        assert tokens_of(answers) == tokens_of(adapters[0]), "vLLM computes with what it has loaded as number 1"
+        if not is_misnamed:
+            tiny_llama.make_adapter(adapter, seed=SEEDS[1])
+        _await_kept(engine, two, adapters[1])
+        assert tokens_of(engine.generate(PROMPTS, adapter=two)) == tokens_of(adapters[1])
+    with lab.engine(connector, **LORA) as engine:  # another one finds what belongs to each
+        for seed, answers in zip(SEEDS, adapters, strict=True):
+            _await_hits(engine, lab.home / f"seed-{seed}", answers)

@@ -30,7 +30,7 @@ from kvtier.offload.messages import (
     decode,
     encode,
 )
-from kvtier_vllm.content.adapters import AdapterFiles, files_of
+from kvtier_vllm.content.adapters import NO_SOURCE, AdapterSource, source_of
 from kvtier_vllm.content.loaded_adapters import LoadedAdapters
 from kvtier_vllm.messages import StepMetadata, WeightsState
 from kvtier_vllm.weights import weight_hooks
@@ -308,7 +308,7 @@ class Rank:
         self.side._mover, self.side._weights = mover, model.weights
         self.side._adapters = LoadedAdapters(model.weights.forget_device)
 
-    def submit(self, *messages: Any, generation: int = 0, adapters: dict[int, AdapterFiles] | None = None) -> None:
+    def submit(self, *messages: Any, generation: int = 0, adapters: dict[int, AdapterSource] | None = None) -> None:
         encoded = [encode(message) for message in messages]
         self.side.submit(StepMetadata(encoded, generations=[generation], adapters=adapters or {}))
 
@@ -381,10 +381,11 @@ def test_an_adapter_that_is_another_one_than_its_keys_say_is_noticed(rank: Rank,
     adapters, folder = rank.side._adapters, tmp_path / "adapter"
     assert adapters is not None
     tiny_llama.make_adapter(folder, seed=1)
-    request, files = LoRARequest("any", 1, str(folder)), files_of(folder)
+    request = LoRARequest("any", 1, str(folder))
+    source = source_of(request)
     with adapters.loading(request):
         pass
-    rank.submit(SAVE, adapters={1: files})
+    rank.submit(SAVE, adapters={1: source})
     with adapters.loading(request):  # it had to make room for others in between
         pass
     assert rank.weights.state.generation == 0
@@ -395,10 +396,10 @@ def test_an_adapter_that_is_another_one_than_its_keys_say_is_noticed(rank: Rank,
     assert len(rank.mover.submitted) == 1
     metadata = rank.side.take_messages()
     assert metadata is not None
-    assert (metadata.weights[0].generation, metadata.adapters) == (2, {1: files_of(folder)})
+    assert (metadata.weights[0].generation, metadata.adapters) == (2, {1: source_of(request)})
     # Keys from files that are not those that were loaded: found out with the step that brings them.
     generation = rank.weights.state.generation
-    rank.submit(SAVE, generation=generation, adapters={1: files})
+    rank.submit(SAVE, generation=generation, adapters={1: source})
     assert len(rank.mover.submitted) == 1
     assert rank.weights.state.generation > generation
 
@@ -407,11 +408,22 @@ def test_an_adapter_that_changes_while_it_is_loaded_is_none_that_anybody_knows(r
     adapters, folder = rank.side._adapters, tmp_path / "adapter"
     assert adapters is not None
     tiny_llama.make_adapter(folder, seed=1)
-    rank.submit(adapters={1: files_of(folder)})
-    with adapters.loading(LoRARequest("any", 1, str(folder))):
+    request = LoRARequest("any", 1, str(folder))
+    rank.submit(adapters={1: source_of(request)})
+    with adapters.loading(request):
         os.utime(folder / "adapter_config.json")
     assert rank.weights.state.generation == 2
-    assert adapters.take_untold() == {1: ()}
+    assert adapters.take_untold() == {1: NO_SOURCE}
+
+
+def test_an_adapter_loaded_again_in_another_way_is_another_one(rank: Rank, tmp_path: Path) -> None:
+    adapters, folder = rank.side._adapters, tmp_path / "adapter"
+    assert adapters is not None
+    tiny_llama.make_adapter(folder, seed=1)
+    for is_3d, generation in ((False, 0), (True, 2), (True, 2)):
+        with adapters.loading(LoRARequest("any", 1, str(folder), is_3d_lora_weight=is_3d)):
+            pass
+        assert rank.weights.state.generation == generation
 
 
 def test_all_ranks_say_which_weights_an_engine_has() -> None:

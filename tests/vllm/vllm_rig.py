@@ -41,6 +41,15 @@ class Answer:
     """What the connector says with it."""
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter as a request names it."""
+
+    name: str
+    number: int
+    """vLLM keeps what it has loaded by this."""
+    path: str
+
+
 class Picture(NamedTuple):
     """An image of random pixels."""
 

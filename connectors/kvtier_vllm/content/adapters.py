@@ -24,10 +24,23 @@ AdapterFiles = tuple[tuple[str, int, int, int], ...]
 """Path, size and times of each: other content has others. Empty: nobody can tell which content it is."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """What an adapter is loaded from, and how."""
+
+    files: AdapterFiles
+    is_3d: bool
+    """`LoRARequest.is_3d_lora_weight`: the same bytes are another adapter."""
+
+
+NO_SOURCE = AdapterSource((), is_3d=False)
+"""Nobody can tell which content the adapter has."""
+
+
 @dataclass(slots=True)
 class _Adapter:
-    files: AdapterFiles
-    """The files as they were when the adapter was first asked for. The workers compare them with what they load."""
+    source: AdapterSource
+    """As it was when the adapter was first asked for. The workers compare it with what they load."""
     digest: "Future[bytes | str]"
     """The digest, or why there is none: an exception would keep what its frames hold, such as a mapped file."""
     is_trusted: bool = True
@@ -46,27 +59,27 @@ class Adapters:
         self._digests, self._use = digests, use.encode()
         self._known: dict[int, _Adapter] = {}
         """The adapters that requests have used, by the id under which vLLM keeps what it has loaded."""
-        self._loaded: dict[int, AdapterFiles] = {}
-        """The files that a worker said last that it has loaded, by vLLM's id of the adapter."""
-        self._unsent: dict[int, AdapterFiles] = {}
+        self._loaded: dict[int, AdapterSource] = {}
+        """What a worker said last that it has loaded, by vLLM's id of the adapter."""
+        self._unsent: dict[int, AdapterSource] = {}
         """The adapters in use that the workers were not told of, by vLLM's id."""
         self._thread = ThreadPoolExecutor(1, "kvtier-adapters")
 
     def digest(self, request: LoRARequest) -> bytes | None:
         """The digest of the adapter's weights and configuration. None: not known yet, or KV cannot be kept by it.
 
-        That is so for adapters that are not a local folder of safetensors files, for those whose files are others than
-        vLLM has loaded, and for those whose files have changed since they were first used: which of both vLLM computes
-        with, nobody can say before it loads them again.
+        That is so for adapters that are not a local folder of safetensors files, for those that vLLM has loaded from
+        other files or in another way, and for those whose files have changed since they were first used: which of both
+        vLLM computes with, nobody can say before it loads them again.
         """
-        files, number = files_of(Path(request.lora_path)), request.lora_int_id
-        if not files or self._loaded.get(number, files) != files:
+        source, number = source_of(request), request.lora_int_id
+        if not source.files or self._loaded.get(number, source) != source:
             return None
         known = self._known.get(number)
         if known is None:
-            future = self._thread.submit(_digest, Path(request.lora_path), files, self._digests)
-            known = self._known[number] = _Adapter(files, future)
-        if known.is_trusted and known.files != files:
+            future = self._thread.submit(_digest, Path(request.lora_path), source.files, self._digests)
+            known = self._known[number] = _Adapter(source, future)
+        if known.is_trusted and known.source != source:
             _log.warning("%s has changed while it is in use: nothing is kept of it", request.lora_path)
             known.is_trusted = False
         if not known.is_trusted or not known.digest.done():
@@ -77,25 +90,29 @@ class Adapters:
             known.is_trusted = False
             return None
         if known.is_unsent:
-            known.is_unsent, self._unsent[number] = False, files
-        # With the format: the same bytes in another one are another adapter.
-        return hashlib.sha256(digest + bytes([request.is_3d_lora_weight]) + self._use).digest()
+            known.is_unsent, self._unsent[number] = False, source
+        return hashlib.sha256(digest + bytes([source.is_3d]) + self._use).digest()
 
-    def note_loaded(self, adapters: Mapping[int, AdapterFiles]) -> None:
+    def note_loaded(self, adapters: Mapping[int, AdapterSource]) -> None:
         """A worker has loaded these, perhaps in place of others under their ids."""
-        for number, files in adapters.items():
-            self._loaded[number] = files
+        for number, source in adapters.items():
+            self._loaded[number] = source
             known = self._known.get(number)
-            if known is not None and known.files != files:
+            if known is not None and known.source != source:
                 del self._known[number]
 
-    def take_unsent(self) -> dict[int, AdapterFiles]:
-        """The files from which keys were made for the first time since the last call: the workers compare them."""
+    def take_unsent(self) -> dict[int, AdapterSource]:
+        """From what keys were made for the first time since the last call: the workers compare it."""
         unsent, self._unsent = self._unsent, {}
         return unsent
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def source_of(request: LoRARequest) -> AdapterSource:
+    """What vLLM would load for this request at this moment."""
+    return AdapterSource(files_of(Path(request.lora_path)), bool(request.is_3d_lora_weight))
 
 
 def files_of(folder: Path) -> AdapterFiles:

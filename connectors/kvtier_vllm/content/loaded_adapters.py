@@ -1,12 +1,11 @@
-"""LoRA adapters as a worker has loaded them: from which files, and whether these are what the scheduler goes by."""
+"""LoRA adapters as a worker has loaded them: from what, and whether that is what the scheduler goes by."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 
-from kvtier_vllm.content.adapters import AdapterFiles, files_of
+from kvtier_vllm.content.adapters import NO_SOURCE, AdapterSource, source_of
 
 
 class LoadedAdapters:
@@ -18,31 +17,31 @@ class LoadedAdapters:
     def __init__(self, on_other: Callable[[str], None]) -> None:
         """:param on_other: told, with the reason, that an adapter is another one than keys were made from."""
         self._on_other = on_other
-        self._loaded: dict[int, AdapterFiles] = {}
-        self._expected: dict[int, AdapterFiles] = {}
+        self._loaded: dict[int, AdapterSource] = {}
+        self._expected: dict[int, AdapterSource] = {}
         """What the scheduler makes keys from: none of an adapter that it was told is another one."""
-        self._untold: dict[int, AdapterFiles] = {}
+        self._untold: dict[int, AdapterSource] = {}
 
     @contextlib.contextmanager
     def loading(self, request: LoRARequest) -> Iterator[None]:
         """While vLLM loads this adapter. If that fails, it has what it had before."""
-        folder, number = Path(request.lora_path), request.lora_int_id
-        before, last = files_of(folder), self._loaded.get(number)
+        before, number = source_of(request), request.lora_int_id
+        last = self._loaded.get(number)
         yield
-        self._loaded[number] = self._untold[number] = before if files_of(folder) == before else ()
-        if last is not None and self._loaded[number] != last:  # vLLM has KV of both under one name
+        self._loaded[number] = self._untold[number] = before if source_of(request) == before else NO_SOURCE
+        if last is not None and self._loaded[number] != last:  # requests go on with this one that began with that one
             self._expected.pop(number, None)
-            self._on_other(f"adapter {number} was loaded from other files than before")
+            self._on_other(f"adapter {number} was loaded from other files than before, or in another way")
         else:
             self._compare(number)
 
-    def expect(self, adapters: Mapping[int, AdapterFiles]) -> None:
-        """The scheduler makes keys from what was in these files. To be called before what it has sent with them."""
+    def expect(self, adapters: Mapping[int, AdapterSource]) -> None:
+        """The scheduler makes keys from these. To be called before what it has sent with them."""
         self._expected.update(adapters)
         for number in adapters:
             self._compare(number)
 
-    def take_untold(self) -> dict[int, AdapterFiles]:
+    def take_untold(self) -> dict[int, AdapterSource]:
         """What was loaded since the last call, for the scheduler."""
         untold, self._untold = self._untold, {}
         return untold
@@ -51,4 +50,4 @@ class LoadedAdapters:
         expected, loaded = self._expected.get(number), self._loaded.get(number)
         if expected is not None and loaded is not None and expected != loaded:
             del self._expected[number]
-            self._on_other(f"adapter {number} was loaded from other files than its keys were made from")
+            self._on_other(f"adapter {number} is not the one that its keys were made from")

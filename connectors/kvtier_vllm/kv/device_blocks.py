@@ -7,7 +7,8 @@ computed all of its tokens since, or once a load of kvtier's own has filled it.
 
 KV is also wrong when the KV before it was. Each block is therefore sound or not: a block is sound from the moment that
 it is handed out, until vLLM hears that a load has not filled it or the weights change. What a request computes on top
-of a block that is not sound is not seen, and is not sound either.
+of a block that is not sound is not seen, and is not sound either. Nor is what it computes with an adapter that is not
+known to be the one that vLLM's own cache calls its blocks by.
 """
 
 from collections import deque
@@ -32,8 +33,10 @@ class _Run:
     stop: int
     is_named: bool
     """Whether vLLM's name of a block that it fills tells all that the block depends on."""
+    is_misnamed: bool
+    """Whether that name may be another adapter's. It stays so if the request is preempted and admitted again."""
     is_tainted: bool = False
-    """Whether it attends to KV that is not sound."""
+    """Whether what it computes is not sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class DeviceBlocks:
         """Steps without results, in their order."""
         self._with_media: set[str] = set()
         """Ids of requests whose KV is not kept, and whose blocks may be named after media that nobody has looked at."""
+        self._with_adapter: set[str] = set()
+        """Ids of requests with an adapter."""
         self._invalid: set[int] = set()
         """Device blocks of `note_invalid`, of the step that ends next."""
         self.epoch = 0
@@ -112,7 +117,7 @@ class DeviceBlocks:
         """A step was planned.
 
         Blocks that requests compute whose KV is not kept are seen, too: vLLM gives them to later requests by the same
-        tokens, salt and adapter, and these may keep them.
+        tokens and salt, and these may keep them. Not so those with media or adapters that nobody has looked at.
 
         :param handed_out: device blocks that vLLM has allocated since the last step, for requests in this step or not,
             and those that this step clears.
@@ -127,11 +132,13 @@ class DeviceBlocks:
         for request_id in output.finished_req_ids:
             self._runs.pop(request_id, None)
             self._with_media.discard(request_id)
-        self._with_media.update(
-            new.req_id for new in output.scheduled_new_reqs if new.mm_features and new.req_id not in known
-        )
-        spans = (self._computed(span, span.request_id not in self._with_media) for span in computed_spans(output))
-        computed = [each for each in spans if each is not None]
+            self._with_adapter.discard(request_id)
+        for new in output.scheduled_new_reqs:
+            if new.mm_features and new.req_id not in known:
+                self._with_media.add(new.req_id)
+            if new.lora_request is not None:
+                self._with_adapter.add(new.req_id)
+        computed = [each for span in computed_spans(output) if (each := self._computed(span, known)) is not None]
         computed += [
             _Computed(run, [state.device_block])
             for request_id, of_request in states.items()
@@ -141,7 +148,8 @@ class DeviceBlocks:
         ]
         step = _Step(number, handed_out, computed, output.has_sync_kv_loads)
         if step.is_in_doubt or self._last_awaited is not None:
-            step.awaited.update(*(of_request.whole for of_request in computed if of_request.run.is_named))
+            runs = (of_request for of_request in computed if of_request.run.is_named)
+            step.awaited.update(*(of_request.whole for of_request in runs if not of_request.run.is_misnamed))
         else:
             self._count(step)
         self._steps.append(step)
@@ -176,7 +184,7 @@ class DeviceBlocks:
         else:
             self._seen.update(blocks)
 
-    def forget_all(self, since: int = 0) -> None:
+    def forget_all(self, since: int = 0, known: Container[str] = ()) -> None:
         """The weights, or whatever else KV depends on, have changed: nothing that is on the device counts any more.
 
         Neither does what its requests go on to compute, nor what others compute on top of these blocks. A request that
@@ -184,12 +192,14 @@ class DeviceBlocks:
 
         :param since: the first step that is known to have run after the change. What requests that began with it or
             later have computed counts, as far as they hit nothing from before. 0: no step is known to.
+        :param known: ids of requests whose KV is kept nevertheless: their adapters are what they were.
         """
         self.epoch += 1
         self._seen.clear()
         self._sound = {NULL_BLOCK}
-        for run in self._runs.values():
+        for request_id, run in self._runs.items():
             run.is_tainted = True
+            run.is_misnamed |= request_id in self._with_adapter and request_id not in known
         for step in self._steps:
             step.filled.clear()
             is_after = 0 < since <= step.number
@@ -204,13 +214,15 @@ class DeviceBlocks:
         """The latest step, if it does not count yet. Then whatever follows has to wait for it."""
         return self._steps[-1] if self._steps and not self._steps[-1].has_counted else None
 
-    def _computed(self, span: ComputedSpan, is_named: bool) -> _Computed | None:
+    def _computed(self, span: ComputedSpan, known: Container[str]) -> _Computed | None:
         """None for a request that goes on and fills no block: most of them, in most steps."""
         request_id, start, stop, tables = span
         run, prefix, size = self._runs.get(request_id), None, self._size
         # vLLM goes back behind the start of a run only when a load before it has failed.
         if tables is not None or run is None or not run.start < start <= run.stop:
-            run = self._runs[request_id] = _Run(start, stop, is_named)
+            is_misnamed = run is not None and run.is_misnamed
+            is_misnamed |= request_id in self._with_adapter and request_id not in known
+            run = self._runs[request_id] = _Run(start, stop, request_id not in self._with_media, is_misnamed)
             prefix = [block for table in self._tables(span) for block in table[: -(-start // size)]]
         elif start // size == stop // size:
             run.stop = stop
@@ -250,7 +262,7 @@ class DeviceBlocks:
         for computed in step.computed:
             run = computed.run
             if computed.prefix is not None:
-                run.is_tainted = not self._sound.issuperset(computed.prefix)
+                run.is_tainted = run.is_misnamed or not self._sound.issuperset(computed.prefix)
             if run.is_tainted:
                 self._sound.difference_update(computed.whole, computed.partly)
                 continue

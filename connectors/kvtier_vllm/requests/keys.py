@@ -29,10 +29,21 @@ class RequestKeys:
         :param adapter: digest of the request's adapter; empty if it has none.
         :param weights: what tells the weights from those that vLLM has started with; None: they are those.
         """
-        self._request, self._hasher, self._salt, self._adapter = request, hasher, salt, adapter
+        self._request, self._hasher, self._salt = request, hasher, salt
+        self.adapter = adapter
         self._weights = weights
         self._media: Sequence[Medium] = ()
         self._keys: list[BlockKey] = []
+
+    @property
+    def adapter_name(self) -> str | None:
+        """A name of the request's adapter, of tenant and content, which only who has the tenant's secret can know.
+
+        None: it has no adapter.
+        """
+        if not self.adapter:
+            return None
+        return f"kvtier-{self._hasher.external_key(self._hasher.tenant + self.adapter).hex()}"
 
     @staticmethod
     def cover(request: Request) -> bool:
@@ -50,18 +61,12 @@ class RequestKeys:
         """
         assert not self._keys
         self._media = media
-        whose, adapter = self._hasher.tenant, self._adapter
+        whose, adapter = self._hasher.tenant, self.adapter
         return [f"kvtier-{self._hasher.external_key(whose + medium.digest + adapter).hex()}" for medium in media]
 
-    def change(self, *, adapter: bytes, weights: bytes | None) -> bool:
-        """Other weights will compute what is left of the request: it has other keys from now on.
-
-        False: it was given names for its media that say something else.
-        """
-        if self._media and adapter != self._adapter:
-            return False
-        self._adapter, self._weights, self._keys = adapter, weights, []
-        return True
+    def change_weights(self, weights: bytes | None) -> None:
+        """Other weights will compute what is left of the request: it has other keys from now on."""
+        self._weights, self._keys = weights, []
 
     def first(self, num_blocks: int) -> list[BlockKey]:
         """The keys of the first so many blocks, as far as their tokens are known."""
@@ -80,7 +85,7 @@ class RequestKeys:
         extras: defaultdict[int, list[Extra]] = defaultdict(list)
         if not span.start:
             salt = None if self._salt is None else self._salt.encode()
-            named = ((_SALT, salt), (_ADAPTER, self._adapter or None), (_WEIGHTS, self._weights))
+            named = ((_SALT, salt), (_ADAPTER, self.adapter or None), (_WEIGHTS, self._weights))
             extras[0] += [Extra(kind, data, 0) for kind, data in named if data is not None]
         for medium in self._media:
             block, offset = divmod(medium.offset, self._hasher.tokens_per_block)
