@@ -1,7 +1,7 @@
 """All that depends on vLLM's version, and what its configuration must be for this connector."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,7 +171,7 @@ def name_adapter(request: Request, name: str) -> None:
     Only hashes differ. A `cache_salt` would also be in KV events, and routers would find nothing: they look for the one
     that the client gave.
     """
-    hashes = request._block_hasher
+    hashes: Callable[[Request], list[BlockHash]] | None = request._block_hasher
     if hashes is None:
         return
     given = request.cache_salt

@@ -195,6 +195,19 @@ def test_who_hits_what_was_never_filled_is_not_saved() -> None:
     assert plan.seen() == {6}, "the block was handed out anew meanwhile"
 
 
+def test_what_a_tainted_request_computes_is_not_sound_for_requests_of_the_same_step() -> None:
+    """With sliding windows alone, they need nothing of what it attends to. vLLM lists those that begin first."""
+    plan = planner(a=[1, 2], b=[0, 0, 3, 4, 5], c=[0, 0, 0, 4, 5, 6], d=[7])
+    plan.step(new={"a": tokens(0, 2)})
+    plan.device.forget_all()
+    begin = {"c": tokens(5, 6), "b": tokens(4, 5), "d": tokens(0, 1)}
+    plan.step(new=begin, running={"a": tokens(2, 4)}, fresh={"a": ([3, 4],)})
+    assert plan.seen() == {7}
+    plan.tables["e"] = ([0, 0, 0, 0, 0, 6, 8],)
+    plan.step(new={"e": tokens(6, 7)})
+    assert plan.seen() == {7}
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_steps_planned_ahead_wait_too(is_lost: bool) -> None:
     """The second step begins while the first one loads; the third one loads as well."""

@@ -44,6 +44,8 @@ class _Computed:
     """Device blocks of one request that are full with one step."""
 
     run: _Run
+    start: int
+    """Its first token, of those that the step computes."""
     whole: Sequence[int]
     """Blocks that lie in the run as a whole."""
     partly: Sequence[int] = ()
@@ -60,6 +62,8 @@ class _Step:
     """The number by which workers name it; 0 if it computes nothing."""
     handed_out: set[int]
     computed: list[_Computed]
+    """In the order of `start`: vLLM gives a request also what others compute in the same step, and all of that begins
+    before what the request computes itself."""
     is_in_doubt: bool
     """Whether another connector loads within this step: its results say which blocks that has not filled."""
     filled: set[int] = field(default_factory=set)
@@ -140,12 +144,13 @@ class DeviceBlocks:
                 self._with_adapter.add(new.req_id)
         computed = [each for span in computed_spans(output) if (each := self._computed(span, known)) is not None]
         computed += [
-            _Computed(run, [state.device_block])
+            _Computed(run, state.num_tokens - 1, [state.device_block])
             for request_id, of_request in states.items()
             if (run := self._runs.get(request_id)) is not None
             for state in of_request
             if run.start < state.num_tokens <= run.stop
         ]
+        computed.sort(key=lambda of_request: of_request.start)
         step = _Step(number, handed_out, computed, output.has_sync_kv_loads)
         if step.is_in_doubt or self._last_awaited is not None:
             runs = (of_request for of_request in computed if of_request.run.is_named)
@@ -231,7 +236,7 @@ class DeviceBlocks:
         positions = range(start // size, stop // size)
         num_partly = int(bool(positions) and positions.start * size < run.start)
         blocks = self._at(request_id, positions[num_partly:])
-        return _Computed(run, blocks, self._at(request_id, positions[:num_partly]), prefix)
+        return _Computed(run, start, blocks, self._at(request_id, positions[:num_partly]), prefix)
 
     def _tables(self, span: ComputedSpan) -> Sequence[Sequence[int]]:
         if span.tables is not None:
@@ -264,13 +269,14 @@ class DeviceBlocks:
             if computed.prefix is not None:
                 run.is_tainted = run.is_misnamed or not self._sound.issuperset(computed.prefix)
             if run.is_tainted:
-                self._sound.difference_update(computed.whole, computed.partly)
+                self._spoil(computed.whole)
+                self._spoil(computed.partly)
                 continue
             self._sound.update(computed.whole)
             if run.is_named:
                 self._seen.update(computed.whole)
         self._seen.update(step.filled)
 
-    def _spoil(self, invalid: set[int]) -> None:
-        self._seen -= invalid
-        self._sound -= invalid
+    def _spoil(self, blocks: Iterable[int]) -> None:
+        self._seen.difference_update(blocks)
+        self._sound.difference_update(blocks)
