@@ -246,7 +246,9 @@ class WorkerSide:
         return accepted
 
     def _wait_for_copies(self) -> None:
-        """Waits until no copy that was submitted touches the device."""
+        """Waits until no copy that was submitted touches the device, and for no tier that is slow."""
+        if self._mover is not None:
+            self._mover.cancel_loads()
         while self._mover is not None and self._mover.is_at_device:
             self._mover.wait(_LOOK_S)
             self._poll()

@@ -144,11 +144,20 @@ class Mover:
         with self._lock:
             return self._saving.intersection(batch_ids)
 
+    def cancel_loads(self) -> None:
+        """No load writes to the device any more, except those that `is_at_device` counts. Does not wait for a tier.
+
+        The directory hears of each as if it had cancelled it: what their tiers still bring is kept in the arena.
+        """
+        with self._lock:
+            for batch_id in self._running:
+                self._cancel(batch_id)
+
     @property
     def is_at_device(self) -> bool:
-        """Whether a batch that was submitted may still read or write the device."""
+        """Whether a copy from or to the device is under way, or a save that was submitted waits for its turn."""
         with self._lock:
-            return bool(self._saving or self._running)
+            return bool(self._saving) or _LoadState.COPYING in self._running.values()
 
     def _start(self, message: ToMover, *, saves_after: Fence | None, loads_after: Fence | None) -> None:
         with self._lock:

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from threading import Event
 
 import numpy as np
 import pytest
 
-from hierarchy_rig import BLOCK_BYTES, until
+from hierarchy_rig import BLOCK_BYTES, PATIENCE_S, Held, chain, memory_tier, until
 from kvtier.device.kv import Blocks, Fence, HostMemoryKV
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
 from kvtier.offload import InventoryLog, Mover
 from kvtier.offload import mover as mover_module
-from kvtier.offload.messages import HOST, CancelBatch, Copied, LoadBatch, Loaded, SaveBatch, ToMover
+from kvtier.offload.messages import HOST, CancelBatch, Cancelled, Copied, LoadBatch, Loaded, SaveBatch, ToMover
 from kvtier.testing.blocks import make_key
 
 
@@ -26,6 +27,7 @@ class Device(HostMemoryKV):
         self.now = 0.0
         self.copy_s = self.waited_s = 0.0
         self.during_gather: Callable[[], None] = lambda: None
+        self.during_scatter: Callable[[], None] = lambda: None
 
     def clock(self) -> float:
         return self.now
@@ -42,6 +44,7 @@ class Device(HostMemoryKV):
         super().gather(device_slots, arena, arena_slots, after=after)
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
+        self.during_scatter()
         self.waits.append(("load", after))
         self.now += self.copy_s
         super().scatter_all(sources, after=after)
@@ -56,32 +59,41 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def mover(device: Device) -> Iterator[Mover]:
+def disk() -> Iterator[Held]:
+    disk = Held(memory_tier("disk"))
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def mover(device: Device, disk: Held) -> Iterator[Mover]:
     namespace = NamespaceId(bytes(16))
     mover = Mover(
         namespace=namespace,
         device=device,
         arena=Arena(16, BLOCK_BYTES),
-        tiers={},
+        tiers={disk.name: disk},
         inventory=InventoryLog([], namespace),
     )
     yield mover
+    disk.gate.set()
     mover.close()
 
 
 ids = count(1)
+KEYS = [bytes(key) for key in chain(16)]
 
 
 def save(*slots: int) -> SaveBatch:
-    return SaveBatch(next(ids), [], [bytes(make_key(slot)) for slot in slots], list(slots), list(slots))
+    return SaveBatch(next(ids), [], [KEYS[slot] for slot in slots], list(slots), list(slots))
 
 
-def load(*slots: int) -> LoadBatch:
-    return LoadBatch(next(ids), HOST, [bytes(make_key(slot)) for slot in slots], list(slots), list(slots))
+def load(*slots: int, source: str = HOST) -> LoadBatch:
+    return LoadBatch(next(ids), source, [KEYS[slot] for slot in slots], list(slots), list(slots))
 
 
-def answers(mover: Mover, kind: type, number: int) -> list[Copied | Loaded]:
-    found: list[Copied | Loaded] = []
+def answers(mover: Mover, kind: type, number: int) -> list[Cancelled | Copied | Loaded]:
+    found: list[Cancelled | Copied | Loaded] = []
 
     def look() -> bool | None:
         mover.wait(0.05)
@@ -138,3 +150,40 @@ def test_a_save_reads_the_device_until_it_says_so(mover: Mover, device: Device) 
     assert [answer.batch_id for answer in answers(mover, Copied, 1)] == [batch.batch_id]
     assert under_way == [{batch.batch_id}]
     assert mover.copying([batch.batch_id]) == set()
+
+
+def test_a_load_that_is_cancelled_keeps_off_the_device_however_long_its_tier_takes(
+    mover: Mover, device: Device, disk: Held
+) -> None:
+    disk.gate.clear()
+    reading, waiting = load(0, source=disk.name), load(1, source=disk.name)
+    submit(mover, reading, waiting)
+    assert disk.entered.wait(PATIENCE_S)
+    mover.cancel_loads()
+    mover.cancel_loads()
+    assert not mover.is_at_device
+    assert answers(mover, Cancelled, 2) == [Cancelled(reading.batch_id), Cancelled(waiting.batch_id)]
+    disk.gate.set()
+    assert {answer.batch_id for answer in answers(mover, Loaded, 2)} == {reading.batch_id, waiting.batch_id}
+    assert device.waits == []
+
+
+def test_what_is_being_copied_is_not_cancelled(mover: Mover, device: Device) -> None:
+    begun, go_on = Event(), Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+
+    device.during_scatter = device.during_gather = hold
+    for batch, kind in ((load(1), Loaded), (save(2), Copied)):
+        begun.clear()
+        go_on.clear()
+        submit(mover, batch)
+        assert begun.wait(PATIENCE_S)
+        mover.cancel_loads()
+        assert mover.is_at_device
+        assert mover.poll() == []
+        go_on.set()
+        assert [answer.batch_id for answer in answers(mover, kind, 1)] == [batch.batch_id]
+        assert not mover.is_at_device

@@ -1,5 +1,6 @@
 """Which weights a worker has after everything that may change them, and what it then refuses to copy. No engine."""
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_llama
 import torch
@@ -18,8 +20,14 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from hierarchy_rig import BLOCK_BYTES, PATIENCE_S, Held, chain, memory_tier
+from kvtier.device.kv import HostMemoryKV
+from kvtier.identity.keys import NamespaceId
 from kvtier.identity.weights_digest import weights_digest
+from kvtier.memory.arena import Arena
+from kvtier.offload import InventoryLog, Mover
 from kvtier.offload.messages import (
+    Cancelled,
     Copied,
     DiscardBatch,
     LoadBatch,
@@ -282,6 +290,9 @@ class FakeMover:
     def submit(self, messages: Sequence[Any], *, loads_after: object = None) -> None:
         self.submitted += messages
 
+    def cancel_loads(self) -> None:
+        pass
+
     @property
     def is_at_device(self) -> bool:
         return self.num_at_device > 0
@@ -375,6 +386,25 @@ def test_sleep_waits_for_copies(rank: Rank) -> None:
     rank.side._wait_for_copies()
     assert rank.mover.num_at_device == 0
     assert rank.told() == [Copied(1, b"\1\1"), Loaded(2, b"\1", 0.5)]
+
+
+def test_sleep_waits_for_no_tier(rank: Rank) -> None:
+    disk, namespace = Held(memory_tier("disk")), NamespaceId(bytes(16))
+    mover = Mover(
+        namespace=namespace,
+        device=HostMemoryKV(np.zeros((4, BLOCK_BYTES), dtype=np.uint8)),
+        arena=Arena(4, BLOCK_BYTES),
+        tiers={"disk": disk},
+        inventory=InventoryLog([], namespace),
+    )
+    with contextlib.closing(disk), contextlib.closing(mover):
+        disk.gate.clear()
+        rank.side._mover = mover
+        rank.submit(LoadBatch(2, "disk", [bytes(key) for key in chain(1)], [0], [0]))
+        assert disk.entered.wait(PATIENCE_S)
+        rank.side._wait_for_copies()
+        assert rank.told() == [Cancelled(2)]
+        disk.gate.set()
 
 
 def test_an_adapter_that_is_another_one_than_its_keys_say_is_noticed(rank: Rank, tmp_path: Path) -> None:
