@@ -137,12 +137,13 @@ class WorkerSide:
         """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
         if self._mover is None:
             return
-        warn_at = MONOTONIC() + _PATIENCE_S
+        begun = MONOTONIC()
+        warn_at = begun + _PATIENCE_S
         while awaited := self._mover.copying(step.flush):
             self._mover.wait(_LOOK_S)
             self._poll()
-            if MONOTONIC() > warn_at:
-                _log.warning("a step has waited %.0f s for %d copies to host memory", _PATIENCE_S, len(awaited))
+            if (now := MONOTONIC()) > warn_at:
+                _log.warning("a step has waited %.0f s for %d copies to host memory", now - begun, len(awaited))
                 warn_at += _PATIENCE_S
 
     def submit(self, step: StepMetadata) -> None:

@@ -14,7 +14,6 @@ from kvtier.memory.arena import Arena
 from kvtier.offload import InventoryLog, Mover
 from kvtier.offload import mover as mover_module
 from kvtier.offload.messages import HOST, CancelBatch, Cancelled, Copied, LoadBatch, Loaded, SaveBatch, ToMover
-from kvtier.testing.blocks import make_key
 
 
 class Device(HostMemoryKV):

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ from kvtier.offload.messages import (
     decode,
     encode,
 )
+from kvtier_vllm import worker
 from kvtier_vllm.content.adapters import NO_SOURCE, AdapterSource, source_of
 from kvtier_vllm.content.loaded_adapters import LoadedAdapters
 from kvtier_vllm.messages import StepMetadata, WeightsState
@@ -297,6 +298,9 @@ class FakeMover:
     def is_at_device(self) -> bool:
         return self.num_at_device > 0
 
+    def copying(self, batch_ids: Collection[int]) -> Collection[int]:
+        return ()
+
     def poll(self) -> list[Any]:
         answers, self.answers = self.answers, []
         return answers
@@ -405,6 +409,23 @@ def test_sleep_waits_for_no_tier(rank: Rank) -> None:
         rank.side._wait_for_copies()
         assert rank.told() == [Cancelled(2)]
         disk.gate.set()
+
+
+def test_the_time_that_a_step_has_waited_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+
+    def wait(timeout_s: float) -> None:
+        nonlocal now
+        now += 4.0
+
+    monkeypatch.setattr(worker, "MONOTONIC", lambda: now)
+    monkeypatch.setattr(rank.mover, "wait", wait)
+    monkeypatch.setattr(rank.mover, "copying", lambda batch_ids: batch_ids if now < 124 else set())
+    rank.side.flush(StepMetadata(flush=[1, 2]))
+    waited = [record.getMessage() for record in caplog.records]
+    assert waited == [f"a step has waited {seconds} s for 2 copies to host memory" for seconds in (8, 12, 16, 24)]
 
 
 def test_an_adapter_that_is_another_one_than_its_keys_say_is_noticed(rank: Rank, tmp_path: Path) -> None:
