@@ -267,6 +267,24 @@ def require_tried_speculation(config: VllmConfig) -> None:
         raise ConfigError("kvtier was not tried with several MTP modules at once: set num_speculative_tokens to 1")
 
 
+def is_of_another_engine(config: VllmConfig, worker: object) -> bool:
+    """Whether this worker, or what vLLM wraps it in, belongs to another engine of this process for certain."""
+    theirs = getattr(worker, "vllm_config", None)
+    if theirs is None:
+        return False
+    # MultiConnector gives its children copies, which are shallow.
+    is_same = theirs.instance_id == config.instance_id or theirs.compilation_config is config.compilation_config
+    return not is_same
+
+
+def is_model_of_another_engine(config: VllmConfig, model: object) -> bool:
+    """Whether a model is for certain not this engine's nor a drafter of its: none of its layers is known there."""
+    layers = {id(layer) for layer in config.compilation_config.static_forward_context.values()}
+    if not layers or not isinstance(model, torch.nn.Module):
+        return False
+    return layers.isdisjoint(id(module) for module in model.modules())
+
+
 def drafter(config: VllmConfig) -> tuple[str, ModelConfig, LoadConfig] | None:
     """What drafts tokens and has KV of its own in every block: by which method, which model, and how it is loaded."""
     speculation = config.speculative_config

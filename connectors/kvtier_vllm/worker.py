@@ -16,6 +16,7 @@ from kvtier.build.engine_cache import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.device.pinned_memory import near_node, pins_read_only
+from kvtier.errors import ConfigError
 from kvtier.identity.keys import NamespaceId
 from kvtier.offload import ALONE, OTHER_COPIES, Mover, Replica
 from kvtier.offload.messages import LoadBatch, Loaded, ToDirectory, ToMover, decode, encode
@@ -73,7 +74,16 @@ class WorkerSide:
         self._invalid: set[int] = set()
 
     def register(self, layers: Mapping[str, Tensor]) -> None:
-        """Takes over the worker's KV. Raises `ConfigError`."""
+        """Takes over the worker's KV. Raises `ConfigError`.
+
+        A second engine in one process gets the connector of the first from vLLM, which would copy blocks of the one for
+        those of the other.
+        """
+        if self._mover is not None:
+            raise ConfigError(
+                "vLLM gives an engine the connector of another one in its process, which cannot serve both: leave out "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0, or end the other engine first"
+            )
         num_blocks = self._kv_cache_config.num_blocks
         tp, pp = get_tp_group(), get_pp_group()
         self._rank = pp.rank_in_group * tp.world_size + tp.rank_in_group

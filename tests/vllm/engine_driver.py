@@ -56,6 +56,14 @@ class Driver:
         assert isinstance(llm.llm_engine.engine_core, MPClient) == processes, "vLLM goes by an earlier engine's setting"
         return {"async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling}
 
+    def start_beside(self, options: dict[str, Any]) -> str:
+        """Why another engine in this process, without a connector, does not start; empty if it does."""
+        try:
+            LLM(**options)
+        except Exception as error:
+            return str(error)
+        return ""
+
     def generate(
         self,
         prompts: list[list[int]],

@@ -117,6 +117,10 @@ class Engine:
         how = {"processes": processes, "async_scheduling": async_scheduling}
         self.facts = self._child.call("start", options=_options(self._model, options), transfer=connector, **how)
 
+    def start_beside(self, model: Path) -> str:
+        """Why another engine in its process does not start, with that model and no connector; empty if it does."""
+        return str(self._child.call("start_beside", options=_options(model, {})))
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -224,6 +224,17 @@ def test_a_light_sleep_changes_nothing(lab: Lab, expected: list[Answer]) -> None
         assert SAYS_SO not in engine.output()
 
 
+def test_an_engine_that_starts_in_the_same_process_changes_nothing(
+    lab: Lab, expected: list[Answer], other: Path
+) -> None:
+    """vLLM would have this one's connector copy its blocks."""
+    with lab.engine(transfer(settings()), own_process=True) as engine:
+        _answers(engine, PROMPTS, expected, none_hit)
+        assert "cannot serve both" in engine.start_beside(other)
+        _answers(engine, PROMPTS, expected, all_hit)
+        assert SAYS_SO not in engine.output()
+
+
 def _await_hits(engine: Engine, adapter: Path, expected: Sequence[Answer]) -> None:
     """Nothing is kept before the adapter's content is known."""
 

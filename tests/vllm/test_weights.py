@@ -1,6 +1,7 @@
 """Which weights a worker has after everything that may change them, and what it then refuses to copy. No engine."""
 
 import contextlib
+import copy
 import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -150,6 +151,8 @@ def test_what_happens_within_a_change_counts(model: Model) -> None:
 class FakeWorker:
     """Has the methods of vLLM's workers that matter here."""
 
+    vllm_config: Any = None
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> str:
         return "reloaded"
 
@@ -170,12 +173,20 @@ for _name in CHANGE_WEIGHTS:
     setattr(FakeWorker, _name, FakeWorker.changes)
 
 
+class Layer(torch.nn.Module):
+    pass
+
+
 class Extension:
     def update_by_hand(self) -> str:
         return "updated"
 
 
-class FakeModel:
+class FakeModel(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
     def load_weights(self, weights: Any) -> str:
         return "loaded"
 
@@ -191,7 +202,11 @@ class Watched:
         self.weights, self.quiet = model.weights, 0
         self.worker = WithExtension()
         parallel = SimpleNamespace(worker_cls=f"{__name__}.WithExtension", worker_extension_cls=f"{__name__}.Extension")
+        self.layer = Layer()
         self.config: Any = SimpleNamespace(parallel_config=parallel, model_config=None, speculative_config=None)
+        self.config.instance_id = "this one"
+        self.config.compilation_config = SimpleNamespace(static_forward_context={"a layer": self.layer})
+        self.worker.vllm_config = copy.copy(self.config)
         self.adapters = LoadedAdapters(self.weights.forget_device)
         resolved = {parallel.worker_cls: WithExtension, parallel.worker_extension_cls: Extension}
         monkeypatch.setattr(weight_hooks, "resolve_obj_by_qualname", resolved.__getitem__)
@@ -216,7 +231,7 @@ CALLS: dict[str, Callable[[Watched], object]] = {
     "sleep deeply, named": lambda watched: watched.worker.sleep(level=2),
     "discard weights": lambda watched: watched.worker.discard(("weights",)),
     "extension": lambda watched: watched.worker.update_by_hand(),
-    "past the worker": lambda watched: FakeModel().load_weights([]),
+    "past the worker": lambda watched: FakeModel(watched.layer).load_weights([]),
     "a function": lambda watched: uniproc_executor.run_method(watched.worker, lambda worker: "ran", (), {}),
 }
 SAFE: dict[str, Callable[[Watched], object]] = {
@@ -240,6 +255,34 @@ def test_calls_after_which_the_weights_are_known(watched: Watched, call: Callabl
     before = watched.weights.state
     assert call(watched) is not None
     assert watched.weights.state == WeightsState(2, before.namespace, "")
+
+
+def test_what_other_engines_of_the_process_do_changes_nothing(watched: Watched) -> None:
+    before = watched.weights.state
+    ours, watched.worker, watched.layer = watched.worker, WithExtension(), Layer()
+    watched.worker.vllm_config = SimpleNamespace(instance_id="another", compilation_config=SimpleNamespace())
+    for call in (*CALLS.values(), *SAFE.values()):
+        assert call(watched) is not None
+    assert watched.weights.state == before
+    assert watched.quiet == 0
+    ours.load_model()
+    assert watched.weights.state.namespace is None
+
+
+def test_an_adapter_of_another_engine_is_not_ours(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(layer: Layer) -> None:
+        manager = WorkerLoRAManager.__new__(WorkerLoRAManager)
+        of_model: Any = SimpleNamespace(model=FakeModel(layer))
+        manager._adapter_manager = of_model
+        with pytest.raises(AttributeError):  # it has nothing of what vLLM needs to load one
+            manager._load_adapter(LoRARequest("any", 1, "/nowhere"))
+
+    seen: list[int] = []
+    monkeypatch.setattr(watched.adapters, "loading", lambda request: contextlib.nullcontext(seen.append(1)))
+    load(Layer())
+    assert seen == []
+    load(watched.layer)
+    assert seen == [1]
 
 
 def test_memory_is_not_taken_away_while_it_is_copied(watched: Watched) -> None:

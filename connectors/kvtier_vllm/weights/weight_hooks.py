@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from kvtier_vllm.compat import drafter
+from kvtier_vllm.compat import drafter, is_model_of_another_engine, is_of_another_engine
 from kvtier_vllm.content.loaded_adapters import LoadedAdapters
 from kvtier_vllm.weights.weights import Change, Weights
 
@@ -34,22 +34,26 @@ _CALLERS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.ray_utils")
 
 _Method = Callable[..., Any]
 _Around = Callable[[_Method], _Method]
+_IsTheirs = Callable[[Any], bool]
+"""Whether what a wrapped call is first given is of another engine: all those of a process have the same classes."""
 
 
 @contextlib.contextmanager
 def watching(
     config: VllmConfig, weights: Weights, adapters: LoadedAdapters, quiesce: Callable[[], None]
 ) -> Iterator[None]:
-    """Tells `weights` and `adapters` of every change in this process, which has one worker.
+    """Tells `weights` and `adapters` of every change in this process, which has one worker of this engine.
 
     :param quiesce: returns when no copy from or to the device is under way.
     """
     worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
     unknown = functools.partial(_changes, weights)
+    workers = functools.partial(is_of_another_engine, config)
+    models = functools.partial(is_model_of_another_engine, config)
     with contextlib.ExitStack() as stack:
 
-        def wrap(owner: Any, name: str, around: _Around) -> None:
-            stack.enter_context(_wrapped(owner, name, around))
+        def wrap(owner: Any, name: str, around: _Around, is_theirs: _IsTheirs = workers) -> None:
+            stack.enter_context(_wrapped(owner, name, lambda method: _unless(is_theirs, method, around(method))))
 
         wrap(worker, "reload_weights", lambda method: _reloads(weights, config, method))
         for name in CHANGE_WEIGHTS:
@@ -62,11 +66,21 @@ def watching(
         # Training frameworks call it past the worker.
         drafting = drafter(config)
         for model in {get_model_cls(each) for each in (config.model_config, *(drafting[1:2] if drafting else ()))}:
-            wrap(model, "load_weights", unknown)
+            wrap(model, "load_weights", unknown, models)
         for module in filter(None, map(sys.modules.get, _CALLERS)):
             wrap(module, "run_method", lambda run: _runs(weights, run))
-        wrap(WorkerProc, "_execute_worker_rpc", lambda execute: _executes(weights, execute))
-        wrap(WorkerLoRAManager, "_load_adapter", lambda load: _loads_adapter(adapters, load))
+        wrap(
+            WorkerProc,
+            "_execute_worker_rpc",
+            lambda execute: _executes(weights, execute),
+            lambda process: workers(process.worker),
+        )
+        wrap(
+            WorkerLoRAManager,
+            "_load_adapter",
+            lambda load: _loads_adapter(adapters, load),
+            lambda manager: models(manager._adapter_manager.model),
+        )
         yield
 
 
@@ -82,6 +96,13 @@ def _wrapped(owner: Any, name: str, around: _Around) -> Iterator[None]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+def _unless(is_theirs: _IsTheirs, method: _Method, wrapped: _Method) -> _Method:
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return (method if is_theirs(first) else wrapped)(first, *args, **kwargs)
+
+    return call
 
 
 def _methods_of(extension: type) -> list[str]:
