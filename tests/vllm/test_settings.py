@@ -143,7 +143,7 @@ def test_memory_of_all_ranks_is_a_gauge_of_vllms() -> None:
     types: Any = {kind: functools.partial(kind, registry=registry) for kind in kinds}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]})
-    for gained in ({"arena": 5, "leased": 0, "pinned": 7}, {"arena": 5, "lent": 2, "pinned": -3}):
+    for gained in ({"arena": 5, "leased": 0, "pinned": 7}, {"arena": 5, "leased": 2, "pinned": -3}):
         first, second = KvtierStats(), KvtierStats()
         first.note_memory(gained)
         second.note_memory(gained)
