@@ -18,25 +18,23 @@ def test_containers_are_not_packages() -> None:
         assert not (ROOT / container / "__init__.py").exists(), f"{container}/ only holds packages, it is none"
 
 
-def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
+def names_in_the_wheel(folder: Path, into: Path) -> list[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(into), "."]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    (wheel,) = into.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        return archive.namelist()
+
+
+def test_the_wheel_holds_exactly_our_packages(tmp_path: Path) -> None:
+    names = names_in_the_wheel(ROOT, tmp_path)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
     assert "kvtier/protocol/pool.proto" in names
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names), "type checkers of our users see no types"
+
+
+def test_the_wheel_of_the_benchmarks_has_types(tmp_path: Path) -> None:
+    assert "kvtier_bench/py.typed" in names_in_the_wheel(ROOT / "benchmarks", tmp_path)
 
 
 WITHOUT_TORCH = """
