@@ -5,73 +5,59 @@ kvtier.bench      name -> function: one case of `kvtier bench`
 """
 
 import sys
-from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
-import typer
+from typer.core import TyperCommand, TyperGroup
 
+from kvtier.cli.commands import LazyGroup, has_entries
 from kvtier.errors import KvtierError
 
 COMMANDS = "kvtier.commands"
 BENCH_CASES = "kvtier.bench"
+_BENCH_HELP = "Measure, beside a floor or a peer in the same run."
 
 
-def make_app() -> typer.Typer:
-    """The whole command tree. Loads every installed command module, none of which imports torch at its top."""
-    app = typer.Typer(
-        name="kvtier",
-        help="Multi-tier KV cache offload for LLM inference.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    bench = typer.Typer(help="Measure, beside a floor or a peer in the same run.", no_args_is_help=True)
-    app.add_typer(bench, name="bench")
-    _add_entry_points(app, COMMANDS)
-    _add_entry_points(bench, BENCH_CASES)
-    return app
+def make_app() -> TyperGroup:
+    """The whole command tree. Imports no module of a command: that comes with the call of one."""
+    return LazyGroup("kvtier", COMMANDS, help="Multi-tier KV cache offload for LLM inference.", beside=[_bench()])
 
 
 def main() -> None:
     """Entry point. Errors that say what to do are printed without a traceback; exit code 1."""
     try:
-        make_app()()
+        make_app()(prog_name="kvtier")
     except KvtierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
-        # Commands import torch and the like when they run. One of our own modules missing is a bug.
+        # One of our own modules missing is a bug.
         if error.name is None or error.name.startswith("kvtier"):
             raise
-        print(f"kvtier: {_missing(error)}", file=sys.stderr)
+        print(
+            f"kvtier: this command needs {error.name}, which is not installed: pip install 'kvtier[engine]'",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 
-def _add_entry_points(app: typer.Typer, group: str) -> None:
-    for entry in sorted(entry_points(group=group), key=lambda e: e.name):
-        try:
-            command = entry.load()
-        except ModuleNotFoundError as error:
-            command = _unavailable(entry, error)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=entry.name)
-        else:
-            app.command(entry.name)(command)
+def _bench() -> TyperCommand | TyperGroup:
+    if has_entries(BENCH_CASES):
+        return LazyGroup("bench", BENCH_CASES, help=_BENCH_HELP)
+    line = f"{_BENCH_HELP} Not installed: pip install ./benchmarks"
+    return TyperCommand(
+        name="bench",
+        help=line,
+        short_help=line,
+        callback=_without_benchmarks,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        rich_markup_mode=None,
+    )
 
 
-def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Callable[[], Any]:
-    """A command that says what to install, so that a base installation still lists it."""
-
-    def command() -> None:
-        raise KvtierError(_missing(error))
-
-    command.__doc__ = f"Not available: {error.name} is not installed."
-    return command
-
-
-def _missing(error: ModuleNotFoundError) -> str:
-    return f"this command needs {error.name}, which is not installed: pip install 'kvtier[engine]'"
+def _without_benchmarks() -> None:
+    raise KvtierError(
+        "the benchmarks are a distribution of their own, kvtier-bench, which is not installed: "
+        "in a checkout of kvtier, pip install ./benchmarks"
+    )
 
 
 if __name__ == "__main__":

@@ -90,6 +90,31 @@ def test_the_command_lists_its_parts() -> None:
         assert command in answer.stdout
 
 
+COMMAND_MODULES = "numpy grpc torch redis kvtier.config kvtier.cli.stats.command kvtier_pool.cli kvtier_engine.cli"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        ("--help", f"pydantic {COMMAND_MODULES}"),
+        ("bench --help", COMMAND_MODULES),  # of a command's own options, typer itself parses with pydantic
+    ],
+)
+def test_help_imports_nothing_that_only_commands_need(arguments: str, heavy: str) -> None:
+    program = f"""
+import sys
+import kvtier.cli.main
+sys.argv = ["kvtier", *{arguments.split()!r}]
+try:
+    kvtier.cli.main.main()
+except SystemExit as end:
+    assert not end.code, end.code
+sys.exit(", ".join(set({heavy.split()!r}) & set(sys.modules)) or 0)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, f"imported: {answer.stderr}"
+
+
 def test_the_map_of_modules_is_true() -> None:
     """`docs/structure.md` has a line per module, and each module says what it is."""
     answer = subprocess.run([sys.executable, str(ROOT / "tools" / "structure.py")], capture_output=True, text=True)

@@ -1,0 +1,68 @@
+"""The command line: what is listed, what help looks like, and what it says about what is not installed."""
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main as command_line
+from kvtier.cli.commands import LazyGroup, help_line
+from kvtier.errors import KvtierError
+
+
+def without_blanks(text: str) -> str:
+    return re.sub(r"\s", "", text)
+
+
+def help_of(command: Any) -> str:
+    return str(command.get_help(command.context_class(command, info_name=command.name)))
+
+
+def commands_below(group: Any) -> Iterator[Any]:
+    """Every command that can be called, imported as by a call."""
+    ctx = group.context_class(group, info_name=group.name)
+    for name in group.list_commands(ctx):
+        _, command, _ = group.resolve_command(ctx, [name])
+        if hasattr(command, "list_commands"):
+            yield from commands_below(command)
+        else:
+            yield command
+
+
+def test_help_prints_what_was_written() -> None:
+    """Square brackets too, which a reader of markup takes for styles."""
+    commands = list(commands_below(command_line.make_app()))
+    assert {"serve", "stats", "fsck", "inspect", "demo", "hash"} <= {command.name for command in commands}
+    with_brackets = 0
+    for command in commands:
+        shown = without_blanks(help_of(command))
+        for text in (command.help or "", *(getattr(param, "help", None) or "" for param in command.params)):
+            assert without_blanks(text) in shown, f"kvtier ... {command.name} --help"
+            with_brackets += "[" in text
+    assert with_brackets, "nothing was tested: no help has square brackets any more"
+
+
+def test_every_command_has_a_line() -> None:
+    entries = [*entry_points(group=command_line.COMMANDS), *entry_points(group=command_line.BENCH_CASES)]
+    assert len(entries) > 10
+    listed = help_of(command_line.make_app()) + help_of(LazyGroup("bench", command_line.BENCH_CASES, help=""))
+    for entry in entries:
+        assert help_line(entry), f"{entry.value} has no docstring and no help="
+        assert without_blanks(help_line(entry)) in without_blanks(listed), "the whole line, not cut short"
+
+
+@pytest.mark.parametrize("value", ["kvtier_is_not_here.cli:app", "kvtier.cli.main:absent", "sys:exit"])
+def test_what_has_no_source_has_no_line(value: str) -> None:
+    assert help_line(EntryPoint("name", value, command_line.COMMANDS)) == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["hash", "--rounds", "3"], ["--json", "-"]])
+def test_without_the_benchmarks_bench_says_how_to_get_them(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "BENCH_CASES", "kvtier.bench that nobody adds to")
+    with pytest.raises(KvtierError, match=r"pip install \./benchmarks"):
+        command_line.make_app()(["bench", *arguments])
+    assert "pip install ./benchmarks" in help_of(command_line.make_app())
