@@ -65,7 +65,7 @@ class _Work:
 class SchedulerSide:
     """Scheduler thread only. Nothing blocks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         config: Config,
         tokens_per_block: int,

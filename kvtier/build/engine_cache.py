@@ -116,7 +116,7 @@ def engine_cache(
 
 
 @contextlib.contextmanager
-def mover_half(
+def mover_half(  # noqa: PLR0913 - the parts that it is put together from
     config: Config,
     *,
     device: DeviceKV,

@@ -59,7 +59,7 @@ class _Discard:
 class Directory:
     """The directory that the module's docstring describes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         *,
         namespaces: Sequence[NamespaceId],

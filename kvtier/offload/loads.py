@@ -66,7 +66,7 @@ class _Batch:
 class Loads:
     """Gives the movers what jobs want, as arena slots become free for it. Scheduler thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         index: BlockIndex,
         owed: PendingWrites,

@@ -71,7 +71,7 @@ class Mover:
     The caller owns device and tiers and closes them after the mover.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         *,
         namespace: NamespaceId,

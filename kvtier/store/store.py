@@ -61,7 +61,7 @@ class Store:
     the write slots of one piece that is coming in, the leases of one answer that is going out.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         *,
         memory_bytes: int,

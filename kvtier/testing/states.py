@@ -195,7 +195,7 @@ def store_settings(max_examples: int, *, num_steps: int = 30) -> settings:
     )
 
 
-def tier_state_machine(
+def tier_state_machine(  # noqa: PLR0913 - what may be set, by keyword
     make_tier: Callable[[int], Tier],
     *,
     capacity_bytes: int = 256 * 1024,

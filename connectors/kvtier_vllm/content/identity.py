@@ -32,7 +32,7 @@ _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 """The scales of an attention layer whose KV is quantised."""
 
 
-def namespace_of(
+def namespace_of(  # noqa: PLR0913 - what a rank's bytes depend on
     config: VllmConfig,
     groups: Sequence[Mapping[str, Tensor]],
     *,

@@ -17,7 +17,7 @@ _HERE_SOON = frozenset((Status.HIT, Status.PENDING))
 class RequestLookups:
     """One lookup per request at a time, polled as vLLM asks. Scheduler thread only; nothing blocks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         directory: Directory,
         planner: Planner,

@@ -114,15 +114,20 @@ def _print(console: Console, place: str, facts: Facts) -> None:
         if counts:
             console.print(f"{title}: {_counts(counts)}")
     for tier, of_tier in facts.tiers.items():
-        if of_tier.state not in (None, TierState.WRITABLE.value):
-            console.print(f"[red]{tier} is {of_tier.state}: its medium fails[/red]")
-        if of_tier.codecs.keys() - {"raw"}:
-            console.print(f"{tier} packs: {_packed(of_tier.codecs)}")
-        if of_tier.errors:
-            console.print(f"[yellow]errors of {tier}: {_counts(of_tier.errors)}[/yellow]")
+        _print_notes(console, tier, of_tier)
     for words, count in facts.trouble.items():
         console.print(f"[yellow]{count:,.0f} {words}[/yellow]")
     console.print()
+
+
+def _print_notes(console: Console, tier: str, facts: TierFacts) -> None:
+    """What is worth a line of its own: a medium that fails, codecs, errors."""
+    if facts.state not in (None, TierState.WRITABLE.value):
+        console.print(f"[red]{tier} is {facts.state}: its medium fails[/red]")
+    if facts.codecs.keys() - {"raw"}:
+        console.print(f"{tier} packs: {_packed(facts.codecs)}")
+    if facts.errors:
+        console.print(f"[yellow]errors of {tier}: {_counts(facts.errors)}[/yellow]")
 
 
 def _helping(facts: Facts) -> str:

@@ -17,7 +17,7 @@ class RemoteCalls:
     made), and logged when the breaker opens and closes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         name: str,
         *,

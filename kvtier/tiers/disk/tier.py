@@ -69,7 +69,7 @@ class DiskTier:
     Any thread. Large batches are read and written in parallel by a few I/O threads.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         folder: DiskFolder,
         files: FileLayer,
@@ -133,7 +133,7 @@ class DiskTier:
         self._part_bytes = self._log.segment_bytes // 4
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - what may be set, by keyword
         cls,
         directory: str | os.PathLike[str],
         capacity_bytes: int,

@@ -36,7 +36,7 @@ class HostTier:
     besides the copy, but a new slab takes 0.1 to 0.4 ms per MiB to prefault.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         capacity_bytes: int,
         *,

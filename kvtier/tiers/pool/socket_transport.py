@@ -42,7 +42,7 @@ class SocketTransport:
     The tenant is the token's: the transport sends no tenant, and the pool answers for no other.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         address: str,
         token: str | None,

@@ -80,7 +80,7 @@ class PoolTier:
     Any thread. Blocks up to the deadline.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         transport: PoolTransport,
         tenant: TenantId,

@@ -60,7 +60,7 @@ class RedisTier:
     Any thread. Blocks up to the deadline.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what may be set, by keyword
         self,
         url: str,
         *,

@@ -51,7 +51,7 @@ class _Load:
 class PrefixCache:
     """The engine's side of block pool and hierarchy. Scheduler thread only; nothing blocks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         block_pool: BlockPool,
         tokens_per_block: int,

@@ -31,7 +31,7 @@ _LAST_WORDS_S = 1.0
 class BlockSession:
     """Serves one peer. `run` on a thread of its own; `finish` and `cut` from any thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         connection: FrameSocket,
         core: Store,

@@ -1,3 +1,5 @@
+"""What the metering decorator counts, and what a tier's trouble does to counters and log."""
+
 import logging
 
 import pytest

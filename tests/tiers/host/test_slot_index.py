@@ -1,3 +1,5 @@
+"""The host tier's index of slots, driven by a state machine."""
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings

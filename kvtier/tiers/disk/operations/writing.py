@@ -71,7 +71,7 @@ def parts_of(work: Iterable[Work], most_bytes: int) -> Iterator[list[Work]]:
 class BlockWriter:
     """Stores parts of batches. Any thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         state: LogState,
         log: SegmentLog,

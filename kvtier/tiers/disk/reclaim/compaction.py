@@ -25,7 +25,7 @@ _MOVE_ENTRIES = 256
 class Compactor:
     """Empties segments that are about to go. Any thread; raises nothing."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         state: LogState,
         files: SegmentFiles,

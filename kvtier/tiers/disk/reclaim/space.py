@@ -27,7 +27,7 @@ _MOST_STUCK = 3
 class SpaceManager:
     """Keeps the folder within its capacity. Any thread; raises `OSError` where it says so."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         state: LogState,
         files: SegmentFiles,

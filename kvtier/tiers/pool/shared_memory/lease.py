@@ -34,7 +34,7 @@ class PoolSlab:
 class PoolLease:
     """`Lease` of blocks in the pool's memory."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one request of shared memory
         self,
         link: MemoryLink,
         keys: Sequence[StoreKey],
