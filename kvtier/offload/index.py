@@ -9,7 +9,6 @@ from kvtier.offload.changes import ContentChanges
 from kvtier.offload.messages import HOST, Inventory
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.common.eviction import LRU
 from kvtier.tiers.host.slot_index import Entry, SlotIndex
 
 
@@ -24,7 +23,7 @@ class BlockIndex:
         :param on_evict: told which block lost its slot to another one.
         """
         self._on_evict = on_evict
-        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots, LRU())
+        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots)
         self._forgetting: Counter[str] = Counter()
         """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}

@@ -5,11 +5,13 @@ import logging
 import signal
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize
 
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
@@ -129,47 +131,38 @@ def _settings(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> P
 
 
 def settings_of(config: Config, of_tenants: Config, redis_password: str | None = None) -> PoolSettings:
-    """What `config` says of the pool service, and `of_tenants` of who may use it."""
+    """What `config` says of the pool service, and `of_tenants` of who may use it.
+
+    Fields go by their names; those of `RedisSettings` have `redis_` before them in the configuration.
+    """
     section = config.pool_service
+    values = {name: getattr(section, name) for name in type(section).model_fields}
     redis: RedisSettings | None = None
     if section.redis_url:  # empty: none, so that an environment can take it away
-        redis = RedisSettings(
-            url=section.redis_url,
-            username=section.redis_username,
-            password=redis_password,
-            ttl_s=section.redis_ttl_s,
-            timeout_s=section.redis_timeout_s,
-            lookup_timeout_s=section.redis_lookup_timeout_s,
-            write_policy=WritePolicy(section.redis_write_policy),
-            codec=section.redis_codec,
-        )
+        redis = RedisSettings(**_fields_of(RedisSettings, values, prefix="redis_") | {"password": redis_password})
     return PoolSettings(
         tenants=of_tenants.accepted_tokens(),
         certificate_names=of_tenants.accepted_certificates(),
         tls=config.pool_service_tls(),
-        memory_bytes=int(section.memory_bytes),
-        min_residency_s=section.min_residency_s,
-        listen=tuple(section.listen),
-        grpc_listen=tuple(section.grpc_listen),
-        http_listen=section.http_listen,
-        disk_dir=section.disk_dir,
-        disk_bytes=int(section.disk_bytes),
-        disk_reserve_bytes=int(section.disk_reserve_bytes),
-        disk_write_policy=WritePolicy(section.disk_write_policy),
-        disk_codec=section.disk_codec,
-        disk_segment_bytes=int(section.disk_segment_bytes),
-        disk_sync=section.disk_sync,
-        disk_direct_io=section.disk_direct_io,
         redis=redis,
-        selective_uses=section.selective_uses,
-        shared_memory=section.shared_memory,
-        socket_mode=section.socket_mode,
-        max_connections=section.max_connections,
-        max_pin_s=section.max_pin_s,
-        pin_share=section.pin_share,
-        num_threads=section.num_threads,
-        shutdown_grace_s=section.shutdown_grace_s,
+        **_fields_of(PoolSettings, values),
     )
+
+
+def _fields_of(
+    kind: type[PoolSettings] | type[RedisSettings], values: dict[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """The values of the configuration that `kind` has a field for, in the types that it has."""
+    names = [field.name for field in fields(kind) if prefix + field.name in values]
+    return {name: _plain(name, values[prefix + name]) for name in names}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name.endswith("write_policy"):
+        return WritePolicy(value)
+    if isinstance(value, ByteSize):
+        return int(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -10,7 +10,6 @@ from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory import memfd
 from kvtier.memory.pages import map_memory
 from kvtier.memory.slab_layout import SLAB_STRIDE, WORD_BYTES, SharedSlab, slab_bytes, words_of
-from kvtier.tiers.common.eviction import LRU
 from kvtier.tiers.host.slot_index import Entry, SlotIndex
 
 SLOT_ALIGN_BYTES = 64
@@ -123,7 +122,7 @@ class WriterSlots:
         self.writer = writer
         self.retired = False
         """The writer is gone: what it wrote can be read, and is dropped with its slab."""
-        self.index: SlotIndex[StoreKey] = SlotIndex(0, LRU())
+        self.index: SlotIndex[StoreKey] = SlotIndex(0)
 
 
 class SizeClass:

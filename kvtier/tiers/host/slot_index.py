@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.eviction import EvictionPolicy
+from kvtier.tiers.common.eviction import LRU
 
 K = TypeVar("K", bound=bytes)
 
@@ -54,9 +54,9 @@ class SlotIndex(Generic[K]):
     unless it says otherwise.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy[K]) -> None:
-        """Manages slots 0 to `num_slots - 1`; `policy` is empty and belongs to the index from now on."""
-        self._policy = policy
+    def __init__(self, num_slots: int) -> None:
+        """Manages slots 0 to `num_slots - 1`."""
+        self._policy: LRU[K] = LRU()
         """Exactly the entries that are visible, ready and not parked."""
         self._free: dict[int, None] = dict.fromkeys(reversed(range(num_slots)))
         """Slots nobody holds. A dict, so that `remove_slots` finds them."""

@@ -144,8 +144,12 @@ class EventReceiver:
         self._on_event(event)
 
 
+NOT_RELAYED = frozenset({"kvtier_tier_batch_seconds", "kvtier_tier_state"})
+"""Metrics of tiers that are no counters. `Metered` takes the time in the engine; events tell it the states."""
+
+
 def _counters(metrics: Metrics) -> dict[str, Counter]:
-    """By name."""
+    """By name. What is neither a counter nor in `NOT_RELAYED` would stay silent in a process of its own."""
     return {
         family.name: counter
         for counter in vars(metrics).values()

@@ -7,12 +7,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.eviction import LRU
 from kvtier.tiers.host.slot_index import Entry, Prepared, SlotIndex
 
 
 def make_index(num_slots: int) -> SlotIndex[bytes]:
-    return SlotIndex(num_slots, LRU())
+    return SlotIndex(num_slots)
 
 
 def prepare(index: SlotIndex[bytes], key: bytes) -> Prepared[bytes]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from prometheus_client import Counter
+from prometheus_client.metrics import MetricWrapperBase
 
 from aside_rig import BLOCK_BYTES, MIB, Heard, staged, start
 from disk_rig import damage
@@ -17,7 +19,7 @@ from kvtier.testing.contract import MakeTier, TierContract, make_key, make_paylo
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.sidecar import SidecarTier
-from kvtier.tiers.sidecar.event_relay import EventReceiver, EventSender
+from kvtier.tiers.sidecar.event_relay import NOT_RELAYED, EventReceiver, EventSender
 
 
 class TestDiskAside(TierContract):
@@ -58,6 +60,13 @@ def test_events_and_counters_reach_the_engine(tmp_path: Path, arena: Arena) -> N
     process.close()
     assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "disk"}) == 1
     assert heard.events[-1] == Event(EventKind.CLEARED, "disk"), "without its process nothing is known of the tier"
+
+
+def test_every_metric_of_a_tier_reaches_the_engine_or_is_known_not_to() -> None:
+    collectors = [metric for metric in vars(Metrics()).values() if isinstance(metric, MetricWrapperBase)]
+    others = [metric for metric in collectors if not isinstance(metric, Counter)]
+    names = {family.name for metric in others for family in metric.collect()}
+    assert names == NOT_RELAYED, "a tier in a process of its own would not be heard: count, or say who tells the engine"
 
 
 def test_what_a_folder_holds_is_known_from_the_start(tmp_path: Path, arena: Arena) -> None:
