@@ -7,21 +7,23 @@ python tools/structure.py --write    writes the page
 import argparse
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "structure.md"
 MARK = "<!-- What follows is written by `python tools/structure.py --write`. -->"
-PACKAGES = (
-    "kvtier",
-    "kernels/kvtier_kernels",
-    "services/kvtier_pool",
-    "services/kvtier_engine",
-    "connectors/kvtier_vllm",
-    "connectors/kvtier_sglang",
-    "benchmarks/kvtier_bench",
-)
+
+
+def packages() -> list[str]:
+    """Folders of what the two wheels hold, in their order."""
+    folders: list[str] = []
+    for base in (ROOT, ROOT / "benchmarks"):
+        project = tomllib.loads((base / "pyproject.toml").read_text())
+        held = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+        folders += [str((base / folder).relative_to(ROOT)) for folder in held]
+    return folders
 
 
 def first_sentence(module: Path) -> str:
@@ -60,7 +62,7 @@ def section(folder: Path) -> list[str]:
 def page() -> str:
     """The whole page: what is written by hand, then a section per package."""
     by_hand = PAGE.read_text().split(MARK)[0]
-    lines = [line for package in PACKAGES for folder in folders(ROOT / package) for line in section(folder)]
+    lines = [line for package in packages() for folder in folders(ROOT / package) for line in section(folder)]
     return by_hand + MARK + "\n\n" + "\n".join(lines).rstrip() + "\n"
 
 

@@ -10,12 +10,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"kvtier", "kvtier_kernels", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang"}
+CONTAINERS = ("connectors", "kernels", "services", "benchmarks")
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+PACKAGES = {Path(folder).name for folder in TOOLS["hatch"]["build"]["targets"]["wheel"]["packages"]}
 
 
 def test_containers_are_not_packages() -> None:
-    for container in ("connectors", "kernels", "services"):
+    for container in CONTAINERS:
         assert not (ROOT / container / "__init__.py").exists(), f"{container}/ only holds packages, it is none"
+
+
+def test_every_package_is_shipped_and_checked() -> None:
+    inits = [init for container in CONTAINERS for init in (ROOT / container).glob("*/__init__.py")]
+    packages = {"kvtier", *(init.parent.name for init in inits)}
+    layers = {name for layer in TOOLS["importlinter"]["contracts"][0]["layers"] for name in layer.split(" | ")}
+    assert packages == PACKAGES | {"kvtier_bench"}, "the wheel's list in pyproject.toml"
+    assert packages == set(TOOLS["mypy"]["packages"]), "mypy's list in pyproject.toml"
+    assert packages == set(TOOLS["importlinter"]["root_packages"]), "import-linter's list in pyproject.toml"
+    assert packages == layers, "the layers of the first contract in pyproject.toml"
 
 
 def names_in_the_wheel(folder: Path, into: Path) -> list[str]:
