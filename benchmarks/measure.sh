@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All figures of docs/performance.md, one after the other: benchmarks/measure.sh FOLDER
+# All figures of docs/performance-diary.md, one after the other: benchmarks/measure.sh FOLDER
 # On a machine with nothing else to do. About 30 minutes; peers run beside where `make peers` has prepared them.
 set -euo pipefail
 into=${1:?name a folder for the results}
