@@ -1,0 +1,63 @@
+"""What the documentation names is there: files, links, commands, public names."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
+ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+STATUS = re.compile(r"Status: (accepted|amended by \[\d+\]\(.+\)|superseded by \[\d+\]\(.+\))\.")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(without_code(page.read_text()))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    assert {page for page in ROOT.glob("docs/**/*.md") if page != index} <= linked
+
+
+@pytest.mark.parametrize("adr", ADRS, ids=lambda adr: adr.name)
+def test_every_decision_has_a_status(adr: Path) -> None:
+    status = adr.read_text().splitlines()[2]
+    assert STATUS.fullmatch(status), status
+    rows = (ROOT / "docs" / "README.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| [") and f"](adr/{adr.name}) " in row.split(" | ")[0]]
+    assert row.endswith(f"| {status.removeprefix('Status: ').rstrip('.').replace('](', '](adr/')} |")
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", ".github/workflows/ci.yml"])
+def test_targets_of_make_are_there(page: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^ *|run: )make ([a-z][\w-]*)", (ROOT / page).read_text(), flags=re.MULTILINE))
+    assert {target for target in named if target not in targets} == set()
+
+
+def test_recipes_name_files_that_are_there() -> None:
+    text = without_code((ROOT / "CONTRIBUTING.md").read_text())
+    named = {path for path in re.findall(r"`([\w./-]+/[\w./-]+)`", text) if "NAME" not in path}
+    assert len(named) > 30
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+def test_public_names_are_there() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("## Python")[1].split("## ")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `kvtier.")]
+    assert len(rows) > 8
+    for modules, names in rows:
+        inside = [importlib.import_module(module) for module in re.findall(r"`(kvtier[.\w]+)`", modules)]
+        for name in re.findall(r"`(\w+)(?:\.\w+)?`", names):
+            assert any(hasattr(module, name) for module in inside), f"docs/api.md: {name} is not in {modules}"
