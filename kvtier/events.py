@@ -47,4 +47,4 @@ EventSink = Callable[[Event], None]
 
 
 def ignore_event(event: Event) -> None:
-    """The sink for those who do not listen."""
+    """A sink that ignores events."""

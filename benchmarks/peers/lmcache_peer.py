@@ -63,7 +63,7 @@ class Worker:
             raise RuntimeError("a store was refused")
 
     def retrieve_slots(self, key: IPCCacheServerKey, slots: range) -> None:
-        """One page per block only."""
+        """Retrieves pages by slots of the server's memory; only for blocks of one page."""
         context, (pages,) = self.transfer.engine_driven_context, self.into.values()
         found = context.prepare_retrieve(key, self.instance)
         if found is None or len(found) != len(slots):
@@ -74,7 +74,7 @@ class Worker:
             raise RuntimeError("a retrieve was not finished")
 
     def store_slots(self, key: IPCCacheServerKey, slots: range) -> None:
-        """One page per block only."""
+        """Stores pages by slots of the server's memory; only for blocks of one page."""
         context, (pages,) = self.transfer.engine_driven_context, self.sources.values()
         prepared = context.prepare_store(key, self.instance)
         if prepared is None or len(prepared[0]) != len(slots):
@@ -86,7 +86,7 @@ class Worker:
 
 
 class LMCachePeer:
-    """See `peer.Peer`."""
+    """LMCache behind the calls that `peer.Peer` describes."""
 
     def __init__(self, blocks: Blocks, client: RequestClient, server_pid: int, stack: contextlib.ExitStack) -> None:
         self._client = client

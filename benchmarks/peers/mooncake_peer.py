@@ -20,7 +20,7 @@ _ROOM = 8
 
 
 class MooncakePeer:
-    """See `peer.Peer`."""
+    """Mooncake behind the calls that `peer.Peer` describes."""
 
     def __init__(self, blocks: Blocks, store: "MooncakeDistributedStore", server_pids: Sequence[int]) -> None:
         self._blocks, self._store = blocks, store

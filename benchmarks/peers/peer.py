@@ -40,10 +40,10 @@ class Peer(Protocol):
     pids: Sequence[int]
     """All processes that take part."""
     calls: dict[str, list[str]]
-    """By op, the client's calls that do it."""
+    """Names of the client's calls that do an op, by op."""
 
     def prepare(self, op: str, call: str, batch: int) -> None:
-        """Before a round, untimed: all blocks there for a read, none of them for a write."""
+        """Gets ready for a round, untimed: all blocks are there for a read, none of them for a write."""
 
     def move(self, op: str, call: str, slots: range) -> None:
         """Reads or writes these blocks in one call. Raises `RuntimeError` when not all of them are moved."""

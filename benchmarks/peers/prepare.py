@@ -32,7 +32,7 @@ class Environment:
         self._python = folder / "bin" / "python"
 
     def create(self) -> None:
-        """From nothing, so that no half of an earlier attempt is left in it."""
+        """Makes the environment anew, so that no half of an earlier attempt is left in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         venv.create(self.folder, with_pip=True)
 
@@ -46,7 +46,7 @@ class Environment:
         self.install(*(line for line in required if "extra ==" not in line and not re.match(but, line)))
 
     def versions(self) -> dict[str, str]:
-        """Of everything in it."""
+        """Returns the versions of all packages in the environment, by name."""
         listed = json.loads(self._run("-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
         return {package["name"]: package["version"] for package in listed}
 

@@ -12,7 +12,7 @@ from peer import Blocks, free_port, main, server, wait_for
 
 
 class RedisPeer:
-    """See `peer.Peer`."""
+    """Redis behind the calls that `peer.Peer` describes."""
 
     def __init__(self, blocks: Blocks, client: redis.Redis, server_pid: int) -> None:
         self._blocks, self._client = blocks, client

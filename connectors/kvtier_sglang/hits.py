@@ -11,7 +11,7 @@ def usable_prefix(
     """The longest prefix that all pools can restore, all that can be restored, and where each pool's own ends.
 
     :param present: which pages of KV are there.
-    :param side_pools: likewise of the other pools, and what each needs of a prefix.
+    :param side_pools: which pages of the other pools are there, and what each pool needs of a prefix.
     """
     num_pages = next((i for i, there in enumerate(present) if not there), len(present))
     restorable = set(range(1, num_pages + 1))
@@ -28,7 +28,8 @@ def usable_prefix(
 
 
 def _ends(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
-    """After how many pages a pool can be restored: where all before are there, or all that a window still sees."""
+    """Returns after how many pages a pool can be restored: where all before are there, or all that a window still
+    sees."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
         window = len(there)
     elif transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:

@@ -30,7 +30,7 @@ MAX_PARTS = 8
 _COPIED_BYTES = 32 << 20
 """What copies of pages take at a time."""
 _BATCH_BYTES = 64 << 20
-"""And pages that are not copied: what came in time counts, batch by batch."""
+"""The bytes of pages that are read or written at a time without a copy: what came in time counts, batch by batch."""
 _DIRECT, _GATHERED, _FLAT = "direct", "gathered", "flat"
 _Places = tuple[list[int], list[int]]
 """Addresses and sizes of pieces, all of one page, then all of the next."""
@@ -41,9 +41,9 @@ class Lent:
     """Buffers for some pages, until `give_back`."""
 
     buffers: Sequence[Sequence[Target]]
-    """Of each page, its parts."""
+    """The buffers of each page, one for each of its parts."""
     give_back: Callable[[], None]
-    """Whoever has read into the buffers has the pages where SGLang looks for them, after this."""
+    """Puts what was read into the buffers where SGLang looks for the pages, and gives the buffers back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class PageForm:
     kind: str
     """Which of the three ways."""
     piece_bytes: tuple[int, ...]
-    """Of each piece of a page, in the host pool's own order, in which they are stored."""
+    """The bytes of each piece of a page, in the host pool's own order, in which they are stored."""
     part_bytes: tuple[int, ...]
-    """Of each block that a page is: a piece, or all of them."""
+    """The bytes of each block that a page is stored as: a piece, or all pieces."""
 
     @property
     def batch_pages(self) -> int:
@@ -108,14 +108,14 @@ class DirectPages:
         self.form = PageForm(_DIRECT, tuple(part_bytes), tuple(part_bytes))
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends the host memory of these pages itself, to write from: nothing is copied."""
         addresses, sizes = _places(self._pool, indices, self.form.piece_bytes)
         views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
         num_parts = len(self.form.part_bytes)
         return Lent([views[start : start + num_parts] for start in range(0, len(views), num_parts)], _nothing)
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends the host memory of these pages itself, to read into: nothing is copied."""
         return self.lend_filled(indices)
 
 
@@ -129,16 +129,17 @@ class GatheredPages:
         self._grids = tuple(_grids(self._offsets.tolist(), piece_bytes))
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends the pieces of these pages in host memory, to write from: nothing is copied."""
         pages = (Pieces([grid.of_page(page) for grid in self._grids]) for page in self._pages(indices))
         return Lent([[page] for page in pages], _nothing)
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends the pieces of these pages in host memory, to read into: nothing is copied."""
         return self.lend_filled(indices)
 
     def _pages(self, indices: torch.Tensor) -> list[int]:
-        """Where each page's first piece is. `InvalidInputError`: the others are not where they should be from there."""
+        """Returns the address of each page's first piece. `InvalidInputError`: its other pieces lie elsewhere than
+        expected."""
         addresses, _ = _places(self._pool, indices, self.form.piece_bytes)
         pieces = np.array(addresses, dtype=np.int64).reshape(-1, len(self._offsets))
         if not (pieces == pieces[:, :1] + self._offsets).all():
@@ -152,12 +153,12 @@ class _Grid(NamedTuple):
     shape: tuple[int, int, int]
     """Groups, pieces of each, bytes of each."""
     steps: tuple[int, int]
-    """From one group to the next, and from one piece of a group to the next; in any direction."""
+    """The bytes from one group to the next, and from one piece of a group to the next; in any direction."""
     first: int
-    """From the page's first piece, in bytes; so is `lowest`."""
+    """The bytes from the page's first piece to the grid's first one; `lowest` counts from there, too."""
     lowest: int
     span_bytes: int
-    """From `lowest` on."""
+    """The bytes from `lowest` to the end of the grid's last piece."""
 
     @classmethod
     def of(cls, offsets: Sequence[int], num_groups: int, num_pieces: int, nbytes: int) -> "_Grid":
@@ -175,7 +176,7 @@ class _Grid(NamedTuple):
 
 
 def _grids(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Grid]:
-    """Of the pieces of a page, in order, as few as may be."""
+    """Divides the pieces of a page, in order, into as few grids as may be."""
     while offsets:
         num_alike = next((i for i, size in enumerate(sizes) if size != sizes[0]), len(sizes))
         alike = offsets[:num_alike]
@@ -203,12 +204,12 @@ class FlatPages:
         self.form = flat_form(blank.nbytes)
 
     def lend_filled(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends copies of these pages, to write from."""
         pages = [self._pool.get_data_page(index, flat=True) for index in self._firsts(indices)]
         return Lent([[tensor_bytes(page.contiguous())] for page in pages], _nothing)
 
     def lend_empty(self, indices: torch.Tensor) -> Lent:
-        """See `HostPages`."""
+        """Lends blank pages to read into; `give_back` copies them into the host pool."""
         firsts = self._firsts(indices)
         pages = [self._pool.get_dummy_flat_data_page() for _ in firsts]
 
@@ -224,7 +225,7 @@ class FlatPages:
 
 
 def flat_form(nbytes: int) -> PageForm:
-    """Of copies, each so long."""
+    """Returns the form of pages that are copied as a whole, each so long."""
     return PageForm(_FLAT, (nbytes,), (nbytes,))
 
 
@@ -235,7 +236,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _places(host_pool: Any, indices: torch.Tensor, piece_bytes: Sequence[int]) -> _Places:
-    """Of the pieces of these pages. `InvalidInputError`: the host pool says what it did not say of its first page."""
+    """Returns addresses and sizes of the pieces of these pages. `InvalidInputError`: not the pieces of the first
+    page."""
     _require_indices(host_pool, indices)
     addresses, sizes = host_pool.get_page_buffer_meta(indices)
     num_pages = len(indices) // page_size_of(host_pool)

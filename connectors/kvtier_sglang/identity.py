@@ -130,7 +130,7 @@ _GEOMETRY = (
 
 
 def model_digest(settings: Settings, model_name: str | None, digests: Path = DIGESTS) -> bytes:
-    """Of the weights' content, or what the operator says stands for it, and of all that says how they are used.
+    """Returns the digest of the weights' content, or of what the operator says stands for it, and of how they are used.
 
     :raises ConfigError: nothing says which weights these are, or adapters are known by their paths alone.
     """
@@ -160,7 +160,7 @@ def model_digest(settings: Settings, model_name: str | None, digests: Path = DIG
 def namespaces_of(
     host_pool: Any, name: str, form: PageForm, config: HiCacheStorageConfig, model: bytes
 ) -> list[Namespace]:
-    """Of the parts of a page, in order.
+    """Returns the namespaces of the parts of a page, in order.
 
     :param name: SGLang's, of the pool.
     """
@@ -196,7 +196,7 @@ def namespaces_of(
 
 
 def _scales() -> str:
-    """Those of quantised KV that are in a file of their own, by its content."""
+    """Names the scales of quantised KV that are in a file of their own, by its content; empty if there is none."""
     path = compat.option("quantization_param_path")
     if not path:
         return ""
@@ -221,7 +221,7 @@ def _require_weights_of_the_folder(*, has_draft: bool) -> None:
 
 
 def _folder(path_option: str, revision_option: str) -> Path:
-    """Where a model of the server's options lies on this machine."""
+    """Returns the folder in which a model of the server's options lies on this machine."""
     path = compat.option(path_option)
     if path and Path(path).is_dir():
         return Path(path)
@@ -242,7 +242,7 @@ def _folder(path_option: str, revision_option: str) -> Path:
 
 
 def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
-    """Of a model's folder."""
+    """Returns digests of what a model's folder holds, by name. Names begin with `prefix`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(

@@ -8,7 +8,7 @@ from kvtier.config import Config
 from kvtier.identity.keys import BlockKey, PrefixHasher, block_key, tenant_id
 
 _ANY_TOKENS = 16
-"""Of a block, which the key's root holds; a page's length is in its namespace."""
+"""Tokens of a block, which every key's root holds. Any number does: a page's length is in its namespace."""
 _DIGEST_DIGITS = 64
 _TEXT_LABEL = b"kvtier.sglang.text.v1"
 _REMEMBERED = 1 << 16

@@ -37,14 +37,14 @@ class PageKind:
     name: str
     """The host pool's, in SGLang and in metrics."""
     namespaces: tuple[NamespaceId, ...]
-    """Of the parts of a page, in order."""
+    """The namespaces of the parts of a page, in order."""
     part_bytes: tuple[int, ...]
     batch_pages: int
     """Pages in one transfer."""
 
 
 class PageStore:
-    """Any thread. Every method ends within a few deadlines of the tiers, and raises nothing for what they do.
+    """The pages in the pool. Any thread. Methods take a few deadlines of the tiers at most, and raise nothing for them.
 
     A page is there when all its parts are, and is read as a whole or not at all.
     """
@@ -77,7 +77,7 @@ class PageStore:
         find the first one. Guarded by _lock."""
 
     def present(self, wanted: Sequence[tuple[PageKind, Sequence[str]]]) -> list[list[bool]]:
-        """Of pages of several kinds, which are there. One round trip for all."""
+        """Returns which pages of several kinds are there. One round trip for all."""
         keys = list(chain.from_iterable(self._part_keys(kind, names) for kind, names in wanted))
         found = iter(self._queries.lookup(keys) if keys else [])
         answers: list[list[bool]] = []
@@ -171,7 +171,7 @@ class PageStore:
                 self._data.discard(rank_keys(keys, namespace))
 
     def _write_now(self, pages: Sequence[Items]) -> list[WriteStatus]:
-        """One status per page, the worst of its parts'; FAILED also of what somebody else has begun to write."""
+        """Returns one status per page, the worst of its parts'; FAILED also for what another writer has begun."""
         items = [page[part] for part in range(len(pages[0])) for page in pages]
         begun = self._clock()
         outcomes = [WriteStatus.FAILED if outcome is None else outcome for outcome in self._write_surely(items)]
@@ -179,10 +179,10 @@ class PageStore:
         return [max(parts) for parts in _by_page(outcomes, len(pages))]
 
     def _write_surely(self, items: Items) -> list[Outcome]:
-        """What came of each item; EXISTS only of what is there by now.
+        """Writes the items and returns the outcome of each; EXISTS only for what is there by now.
 
-        Another writer may never end: one whose patience has ended, or who has died, until the pool has noticed:
-        perhaps with us, a moment ago.
+        Another writer may never end: its patience has ended, or it has died, and the pool has not noticed yet. It may
+        be this process itself, a moment ago.
         """
         outcomes: list[Outcome] = list(self._data.write(items))
         unsure = [i for i, outcome in enumerate(outcomes) if outcome is WriteStatus.EXISTS]
@@ -209,7 +209,8 @@ class PageStore:
         return [list(zip(of_page, page, strict=True)) for of_page, page in zip(keys, buffers, strict=True)]
 
     def _part_keys(self, kind: PageKind, names: Sequence[str]) -> list[StoreKey]:
-        """All first parts, then all second ones, and so on: what is sent together is of one size and namespace."""
+        """Returns the keys of all first parts, then of all second ones: what is sent together has one size and
+        namespace."""
         keys = self._keys.of(names)
         return [key for namespace in kind.namespaces for key in rank_keys(keys, namespace)]
 
@@ -223,10 +224,10 @@ class PageStore:
 
 
 def _by_page(answers: Sequence[_T], num_pages: int) -> Iterator[tuple[_T, ...]]:
-    """Of what is in the order of `_part_keys`, that of each page."""
+    """Groups answers that are in the order of `_part_keys` by page."""
     return zip(*(answers[start : start + num_pages] for start in range(0, len(answers), num_pages)), strict=True)
 
 
 def _batches(places: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    """At most so many at a time."""
+    """Divides the places into batches of at most so many."""
     return (places[start : start + most] for start in range(0, len(places), most))

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _OTHERS_S = 30.0
-"""How long a page waits for another writer who has begun it. No call of a client lasts longer: whoever has not ended by
-then is a stopped process, whose slots the pool keeps as long as it lives."""
+"""How long a page waits, in seconds, for another writer that has begun it. No call of a client lasts longer: a writer
+that has not ended by then is a stopped process, whose slots the pool keeps as long as it lives."""
 Outcome = WriteStatus | None
 """None: another writer has begun it, and may yet fail."""
 _AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED, None)
@@ -35,7 +35,7 @@ class _Page:
     items: Items
     nbytes: int
     number: int
-    """They are counted as they come."""
+    """The number of this page; pages are counted as they come."""
     give_up_at: float
     others_since: float | None = None
     """Another writer has had it, each time that it was tried. The thread's."""
@@ -63,11 +63,11 @@ class PendingPages:
         self._on_settled, self._clock = on_settled, clock
         self._changed = threading.Condition()
         self._pages: dict[StoreKey, _Page] = {}
-        """By the key of the first part, the oldest first. Guarded by _changed."""
+        """Waiting pages by the key of their first part, the oldest first. Guarded by _changed."""
         self._waiting_bytes = 0
         """Guarded by _changed."""
         self._num_added = 0
-        """Since the beginning. Guarded by _changed."""
+        """The number of pages added since the beginning. Guarded by _changed."""
         self._close_by: float | None = None
         """When to stop trying; None: not closing. Guarded by _changed."""
         self._thread = threading.Thread(target=self._run, name="kvtier-owed", daemon=True)
@@ -75,7 +75,7 @@ class PendingPages:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of all pages that wait."""
+        """The bytes of all pages that wait."""
         return self._waiting_bytes
 
     def has(self, key: StoreKey) -> bool:

@@ -19,16 +19,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredPool:
-    """One host pool."""
+    """One host pool of SGLang, and what its pages are kept as."""
 
     name: str
     host_pool: Any
     is_writer: bool
     """False where another rank writes the same."""
     pages: HostPages | None
-    """None: others hold the bytes."""
+    """The pages of this host pool. None: other host pools hold the bytes."""
     kind: PageKind | None
-    """Of `pages`, likewise."""
+    """The kind of `pages`. None: other host pools hold the bytes."""
 
     def lender(self, num_pages: int, indices: torch.Tensor | None, *, filled: bool) -> Lend:
         """Buffers for the pages that these indices name, some at a time. `InvalidInputError`: not as many as pages."""
@@ -45,13 +45,13 @@ class StoredPool:
         return lend
 
     def blank_page(self) -> torch.Tensor:
-        """As the host pool makes them for copies."""
+        """Returns an empty page, as the host pool makes them for copies."""
         page: torch.Tensor = self.host_pool.get_dummy_flat_data_page()
         return page
 
 
 class HostPools:
-    """All that SGLang has registered. Registered before they are used; read by any thread."""
+    """All host pools that SGLang has registered. Registered before they are used; read by any thread."""
 
     def __init__(self, config: HiCacheStorageConfig, model: bytes, *, is_zero_copy: bool) -> None:
         """
@@ -94,7 +94,7 @@ class HostPools:
             )  # fmt: skip
 
     def add_side_pool(self, name: str, host_pool: Any) -> None:
-        """The same for a pool beside KV: one whose pages cannot be had is never there, and so is all that needs it.
+        """Registers a pool beside KV: one whose pages cannot be had is never there, and so is all that needs it.
 
         `ConfigError`: they can be had, but not all of them are ever written.
         """
@@ -105,7 +105,7 @@ class HostPools:
             _log.error("nothing is found that needs host pool %s: %s", name, str(error))
 
     def flat_kind(self, nbytes: int) -> PageKind:
-        """Of copies of whole pages of KV, that long."""
+        """Returns the kind of copies of whole pages of KV, that long."""
         anchor = self.anchor
         return self._kind(anchor.name, anchor.host_pool, flat_form(nbytes))
 

@@ -68,7 +68,7 @@ class KvtierStorage(HiCacheStorage):
         metrics = Metrics()
         self._stats = StorageStats(metrics, collects=storage_config.enable_storage_metrics)
         self._num_notes = compat.num_notes()
-        """Of SGLang, up to which the weights are those of `model`. Written whole: any thread."""
+        """The number of SGLang's notes up to which the weights are those of `model`. Written whole: any thread."""
         model = model_digest(settings, storage_config.model_name)
         self._pools = HostPools(storage_config, model, is_zero_copy=settings.is_zero_copy)
         self._failed = QuietLog(_log)

@@ -39,7 +39,7 @@ class WorkerIdentity(KVConnectorHandshakeMetadata):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to every worker, with each step."""
+    """What the scheduler tells every worker with each step."""
 
     messages: list[bytes] = field(default_factory=list)
     """Encoded messages of the directory that the mover is to get when the step's forward pass has been launched."""
@@ -62,7 +62,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From workers to the scheduler, with each step."""
+    """What workers tell the scheduler with each step."""
 
     messages: dict[int, list[bytes]]
     """The encoded messages of each rank's mover, by rank."""

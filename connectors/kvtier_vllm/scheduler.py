@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: vLLM's calls, handed on to the directory and to those who keep its requests."""
+"""The connector in vLLM's scheduler: vLLM's calls, handed on to the directory and to the keepers of requests."""
 
 import contextlib
 import logging
@@ -356,7 +356,7 @@ class SchedulerSide:
         self._requests[known.request.request_id] = known
 
     def _adapter_of(self, request: Request) -> bytes | None:
-        """Its digest, empty for a request without one; None: it is not known."""
+        """Returns the digest of the request's adapter, empty for a request without one; None: it is not known."""
         return b"" if request.lora_request is None else self._adapters.digest(request.lora_request)
 
     def _awaited(self) -> set[BlockKey]:

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _PARAMS = "kvtier"
 """Key of our table in a request's `kv_transfer_params`."""
 _BATCH_BYTES = 64 << 20
-"""Of one call to the pool, unless `cache.batch_blocks` is more."""
+"""The bytes of one call to the pool, unless `cache.batch_blocks` is more."""
 _ANY_TOKENS = 16
 """`cache.tokens_per_block`, which nothing asks for here: vLLM's hashes are of as many tokens as it likes."""
 
@@ -155,7 +155,7 @@ class KvtierTier(SecondaryTierManager):
         return self._stats.take()
 
     def drain_jobs(self) -> None:
-        """At most the deadline of one call to the pool."""
+        """Waits for jobs under way, at most the deadline of one call to the pool."""
         self._transfers.drain()
 
     def shutdown(self) -> None:

@@ -144,7 +144,8 @@ class WorkerSide:
                 self._begun = (self._generation, step.number)
 
     def flush(self, step: StepMetadata) -> None:
-        """Before the forward pass: what it overwrites must have been copied. A copy within this host's memory ends."""
+        """Waits, before the forward pass, until what it overwrites has been copied. A copy within this host's memory
+        ends."""
         if self._mover is None:
             return
         begun = MONOTONIC()
@@ -157,7 +158,7 @@ class WorkerSide:
                 warn_at += _PATIENCE_S
 
     def submit(self, step: StepMetadata) -> None:
-        """After the forward pass was launched."""
+        """Gives the mover the step's messages, after the forward pass was launched."""
         if self._mover is None:
             return
         assert self._adapters is not None
@@ -194,7 +195,7 @@ class WorkerSide:
         return invalid
 
     def take_messages(self) -> WorkerMetadata | None:
-        """For the scheduler; None when there is nothing to say."""
+        """Returns what the scheduler is to know; None when there is nothing to say."""
         self._poll()
         if self._weights is None or self._adapters is None:
             return None

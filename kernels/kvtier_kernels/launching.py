@@ -96,7 +96,7 @@ def stored_values(kv_layer: Tensor, chip: tuple[int, int]) -> Tensor:
 
 
 def per_key_stride(kv_scales: Tensor | None) -> int | None:
-    """Between the blocks of scales per token and head; None where there are no such scales."""
+    """Returns the stride between the blocks of scales per token and head; None where there are no such scales."""
     return kv_scales.stride(0) if kv_scales is not None and kv_scales.dim() == 4 else None
 
 
@@ -107,7 +107,7 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of the chip; what the interpreter stands for, on CPU."""
+    """Returns the compute capability of the chip; on CPU, the one that the interpreter stands for."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _INTERPRETED_CAPABILITY
 
 

@@ -14,7 +14,7 @@ _LARGEST_E4M3 = tl.constexpr(0x43E00000)
 _LEAST_NORMAL_E4M3 = tl.constexpr(0x3C800000)
 """Bits of float32: infinity, 448, 2**-6."""
 _BIAS = tl.constexpr(120)
-"""Between the exponents of float32 and e4m3."""
+"""The difference between the exponent biases of float32 and e4m3."""
 
 
 @triton.jit

@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 
 
 class LossyCodec(StrEnum):
-    """By name: what `lossy_codec` of a namespace says. Records that would differ in a bit need another name."""
+    """A lossy codec, as a namespace names it in `lossy_codec`. Records that would differ in a bit need another name."""
 
     INT8 = "int8_per_head"
     """-127 to 127, rounded to nearest, ties to even."""
@@ -41,11 +41,11 @@ class LossyCodec(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Of one page and its record. Equal layouts mean equal records of equal pages."""
+    """The layout of one page and its record. Equal layouts mean equal records of equal pages."""
 
     codec: LossyCodec
     dtype: torch.dtype
-    """Of the page: bfloat16 or float16."""
+    """The dtype of the page: bfloat16 or float16."""
     head_dim: int
     num_vectors: int
     """E.g. `2 * tokens_per_block * num_kv_heads` where a page has keys and values of a layer."""

@@ -11,7 +11,7 @@ _MAX_SOFT_CAP = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """In this order, after a score has been multiplied with `scale`. What is None is left out."""
+    """What a model does to a score after its product with `scale`, in the order of the fields. None: nothing."""
 
     soft_cap: float | None = None
     """A score becomes `soft_cap * tanh(score / soft_cap)` (Gemma 2, 2024), and stays below this number. Positive, up
@@ -28,7 +28,7 @@ class Scoring:
         return self.soft_cap is not None or self.alibi_slopes is not None
 
     def without_sinks(self) -> "Scoring":
-        """For one of several runs of keys: a sink counts once, when their states are merged."""
+        """Returns the scoring of one of several runs of keys: a sink counts once, when their states are merged."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def to(self, device: torch.device) -> "Scoring":

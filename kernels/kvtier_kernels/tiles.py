@@ -22,7 +22,7 @@ _MAX_PREFILL_SPLITS = 64
 _KEYS_PER_PART = 256
 """What writing and reading the result of a run costs, a row of float32: some 256 keys' products on an H100."""
 _KEYS_PER_MERGE = 1024
-"""What launching one more kernel costs, likewise."""
+"""What launching one more kernel costs, in keys whose products take as long on an H100."""
 _SHARING_BYTES = 32 * 2**20
 _LAUNCHING_BYTES = 2**30
 _MERGE_ELEMENTS = 4096
@@ -246,7 +246,7 @@ def decode_splits(num_programs: int, max_keys: int, num_multiprocessors: int) ->
     fewest = min(most, max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_programs)))
 
     def time(splits: int) -> float:
-        """That of the multiprocessor with most programs, in sequences."""
+        """Returns the time of the multiprocessor with most programs, in sequences."""
         return -(-num_programs * splits // num_multiprocessors) / splits
 
     shortest = min(time(splits) for splits in range(fewest, most + 1))

@@ -31,7 +31,7 @@ from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, Tie
 DISK, POOL = "disk", "pool"
 """Names of the tiers below host memory."""
 _PROCESS_MARGIN_S = 1.0
-"""Above the deadlines of tiers: who answers late is not hung."""
+"""Seconds above the deadlines of tiers: a process whose tier answers late must not count as hung."""
 
 
 def tiers_of_process(settings: str, on_event: EventSink, metrics: Metrics) -> list[Tier]:

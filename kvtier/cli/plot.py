@@ -34,7 +34,7 @@ class Bar:
     scale: str = ""
     """The longest bar of a scale fills the width."""
     heading: str = ""
-    """Above the first of the bars in a row that share it."""
+    """The text above the first of the bars in a row that share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Box:
 class _Text:
     x: float
     y: float
-    """Of the baseline."""
+    """The vertical position of the text's baseline."""
     text: str
     size: int
     colour: str

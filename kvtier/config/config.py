@@ -94,7 +94,7 @@ class Config(Section):
         return self.model_copy(update={"host": host, "cache": cache})
 
     def without_direct_loads(self) -> "Config":
-        """The same configuration for a device that cannot copy from memory that it may only read."""
+        """Returns this configuration for a device that cannot copy from memory that it may only read."""
         return self.model_copy(update={"pool": self.pool.model_copy(update={"direct_loads": False})})
 
     def verifies_on_device(self, device_type: str) -> bool:
@@ -127,7 +127,7 @@ class Config(Section):
         return self._resolve(key, tenant.token)
 
     def accepted_tokens(self) -> dict[str, str]:
-        """For the pool service: hex SHA-256 of a token -> tenant name."""
+        """Returns the pool service's tokens: hex SHA-256 of a token -> tenant name."""
         accepted: dict[str, str] = {}
         for name, tenant in self.tenants.items():
             for value in tenant.token_sha256:
@@ -142,7 +142,7 @@ class Config(Section):
         return accepted
 
     def accepted_certificates(self) -> dict[str, str]:
-        """For the pool service: name in a client certificate -> tenant name."""
+        """Returns the pool service's client certificates: name in a certificate -> tenant name."""
         accepted: dict[str, str] = {}
         for tenant_name, tenant in self.tenants.items():
             for name in tenant.certificate_names:

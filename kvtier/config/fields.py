@@ -65,13 +65,13 @@ ListenAddress = Annotated[str, AfterValidator(_checked_address)]
 HttpAddress = Annotated[str, AfterValidator(_checked_http_address)]
 """`host:port`, `[v6]:port`, or `:port` on all addresses."""
 PoolAddress = Annotated[str, AfterValidator(_checked_pool_address)]
-"""The same, or a gRPC address behind `grpc:`."""
+"""`host:port`, `[v6]:port` or `:port`, or a gRPC address behind `grpc:`."""
 SocketMode = Annotated[int, Field(ge=0), AfterValidator(_checked_mode)]
 """Permissions of a Unix socket."""
 
 
 def as_list(value: Any) -> Any:
-    """One address where several may stand."""
+    """Makes a list of one address where several may stand."""
     return [value] if isinstance(value, str) else value
 
 

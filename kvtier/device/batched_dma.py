@@ -44,7 +44,7 @@ PROTOTYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, ctypes.POINTER(_Attributes), ctypes.POINTER(_SIZE), _SIZE,
     ctypes.POINTER(_SIZE), _POINTER,
 )  # fmt: skip
-"""targets, sources, sizes, count; attributes, the first transfer that each is for, their count; who failed; stream."""
+"""Targets, sources, sizes, count; attributes, the first transfer of each, their count; which one failed; stream."""
 
 
 class BatchedDma:
@@ -72,7 +72,7 @@ class BatchedDma:
     def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int, *, from_host: bool) -> None:
         """Queues transfers behind what the stream holds, in no order among themselves. Does not hold the GIL.
 
-        :param targets: addresses, contiguous int64 `[n]`; `sources` and `sizes`, in bytes, likewise. A transfer stays
+        :param targets: addresses, contiguous int64 `[n]`, as `sources` and `sizes` (bytes) are. A transfer stays
             within memory that was registered by one call.
         :param stream: its handle; not the legacy default stream.
         :param from_host: sources are in host memory that no work on the stream writes to: they may be read earlier.

@@ -83,7 +83,7 @@ class BlockPool:
         return ids
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """One more reference on each block; one that was free leaves the free queue and keeps its bytes."""
+        """Takes one more reference on each block; one that was free leaves the free queue and keeps its bytes."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.references == 0:
@@ -150,7 +150,7 @@ class BlockPool:
                 self._insert_before(self._cold_place(block) if cold else self._tail, block)
 
     def coldest(self, limit: int) -> list[tuple[BlockKey, int]]:
-        """Of the next `limit` blocks to be allocated, those with a key, as (chain hash, block id)."""
+        """Returns the blocks with a key among the next `limit` to be allocated, as (chain hash, block id)."""
         found: list[tuple[BlockKey, int]] = []
         block = self._head.next
         for _ in range(min(limit, self._num_free)):
@@ -172,7 +172,7 @@ class BlockPool:
     def reset(self) -> int:
         """Forgets all keys, without `on_evict`; returns how many there were.
 
-        Referenced blocks stay their owners', who may give them keys again.
+        Referenced blocks stay their owners', which may give them keys again.
         """
         num_forgotten = len(self._by_key)
         for block in self._by_key.values():

@@ -156,7 +156,8 @@ class CudaKV:
         return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
-        """The same at once from several memories, arenas or attached."""
+        """Copies blocks of several memories, arenas or attached, at once. Returns the seconds that it waited for the
+        fence."""
         batches = [self._checked(blocks) for blocks in sources]
 
         def copy(lane: CopyStream) -> None:

@@ -24,7 +24,7 @@ class CudaFence(Fence):
 
 
 class CopyStream:
-    """What one copy at a time works with: whoever has it from `CopyStreams.run`, in the context of its stream."""
+    """What one copy at a time works with. The thread that has it from `CopyStreams.run` is in its stream's context."""
 
     def __init__(self, device: torch.device, rows: int, row_bytes: int, cuda: Any) -> None:
         self.stream = cuda.Stream(device)

@@ -24,7 +24,7 @@ _Places = slice | npt.NDArray[np.int64]
 _FEW_PIECES, _MOST_PIECES = 2, 8
 """Pieces of a batch. Every copy gives up the GIL and must wait for it afterwards: 5 ms, where the engine is busy."""
 _LARGE_BYTES = 128 << 10
-"""From here on it is worth while to have the kernel pin what it copies: numpy holds the GIL for longer."""
+"""The bytes from which on the kernel pins what it copies: numpy would hold the GIL for longer."""
 
 
 class Blocks(NamedTuple):
@@ -92,7 +92,8 @@ class DeviceKV(Protocol):
         """
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
-        """The same at once from several memories, arenas or attached."""
+        """Copies blocks of several memories, arenas or attached, to the device at once, as `scatter` does those of
+        one."""
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -109,7 +110,7 @@ class DeviceKV(Protocol):
 
 
 def writable_rows(memory: SlotMemory) -> Bytes2D:
-    """`memory.rows` for torch, which warns of memory that is read-only: whoever writes there is ended by the system.
+    """Returns `memory.rows` for torch, which warns of memory that is read-only: writing there ends the process.
 
     Valid as long as `memory` is kept.
     """

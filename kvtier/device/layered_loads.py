@@ -1,4 +1,4 @@
-"""Loads whose layers are copied to a CUDA device one after the other, while whoever computes waits for each in turn."""
+"""Loads that copy layer after layer to a CUDA device, while the engine's stream waits for each layer in turn."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -210,6 +210,6 @@ def near_node(device: torch.device, cuda: Any = torch.cuda) -> int | None:
 
 
 def _chunk_slots(slot_bytes: int) -> int:
-    """As many slots as make whole pages, which no two chunks may share, and about `_CHUNK_BYTES`."""
+    """Returns the slots of a chunk: about `_CHUNK_BYTES`, and whole pages, which no two chunks may share."""
     unit = PAGE_BYTES // math.gcd(PAGE_BYTES, slot_bytes)
     return max(unit, _CHUNK_BYTES // slot_bytes // unit * unit)

@@ -200,13 +200,14 @@ class BlockHasher:
         parent: BlockKey | None = None,
         extras: Mapping[int, Iterable[Extra]] | None = None,
     ) -> list[BlockKey]:
-        """See `PrefixHasher.hash_blocks`. `parent`: None at the start of a sequence."""
+        """Returns the tenant's keys of what `PrefixHasher.hash_blocks` hashes. `parent`: None at the start of a
+        sequence."""
         before = CHAIN_START if parent is None else split_block_key(parent)[1]
         hashes = self._hasher.hash_blocks(tokens, parent=before, extras=extras)
         return [BlockKey(self.tenant + chain_hash) for chain_hash in hashes]
 
     def external_key(self, digest: bytes) -> ChainHash:
-        """See `PrefixHasher.external_key`."""
+        """Returns the chain hash that stands for an engine-supplied `digest`. Never equals one of `hash_blocks`."""
         return self._hasher.external_key(digest)
 
 

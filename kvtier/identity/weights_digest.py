@@ -24,7 +24,8 @@ _LABEL = b"kvtier.weights.v2"
 _MAX_HEADER_BYTES = 100 << 20
 """The largest header that the format allows."""
 _WAIT_S, _WAIT_S_PER_GIB = 10.0, 5.0
-"""For another process to hash the same files: several times what it takes. Whoever waits in vain does it, too."""
+"""Seconds to wait for another process to hash the same files: several times what it takes. After that, this process
+does it, too."""
 _POLL_S = 0.05
 
 
@@ -79,7 +80,7 @@ def _alone(lock: Path, nbytes: int) -> Iterator[None]:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, descriptor)
             if _lock(descriptor, patience_s):
-                stack.callback(_remove, lock)  # who comes now finds the digest
+                stack.callback(_remove, lock)  # a process that comes now finds the digest
             else:
                 _log.warning("%s: another process hashes the weights for longer than %.0f s", lock, patience_s)
         except OSError as error:

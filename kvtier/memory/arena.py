@@ -15,9 +15,9 @@ from kvtier.memory.pages import map_memory, touch_pages
 
 
 class Arena:
-    """`num_slots` slots of `slot_bytes` host memory. The owner of the slots decides who may touch which.
+    """`num_slots` slots of `slot_bytes` host memory. The owner of the slots decides which thread may touch which.
 
-    Holds no bookkeeping and no lock: whoever hands out slot ids keeps writers apart.
+    Holds no bookkeeping and no lock: the owner hands out slot ids and keeps writers apart.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, shared: bool = False, numa_node: int | None = None) -> None:

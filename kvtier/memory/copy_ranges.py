@@ -63,7 +63,7 @@ def copy_from(source: Ranges, into: Ranges) -> bool:
 
 
 def copy_to(into: Ranges, source: Ranges) -> bool:
-    """The same, with the pages of `into` pinned."""
+    """Copies each range of `source` to that of `into`, as `copy_from` does, but with the pages of `into` pinned."""
     return _copy(_WRITE, into, source)
 
 

@@ -24,14 +24,14 @@ class MappedSlab:
     __slots__ = ("_memory", "_words", "num_slots", "serial", "slot_bytes", "writable")
 
     def __init__(self, memory: memoryview, slot_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """For `map`."""
+        """Called by `map` with memory that it has mapped and checked."""
         self._memory = memory
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self._words = memory[words_of(slot_bytes * num_slots, num_slots)].toreadonly().cast("Q")
         self.writable = writable
         self.serial = next(_serials)
-        """Of this map, in whatever process: the pool's numbers begin anew with each pool."""
+        """The serial number of this map, in whatever process: the pool's numbers begin anew with each pool."""
 
     @classmethod
     def map(cls, shared: SharedSlab) -> "MappedSlab":
@@ -70,5 +70,5 @@ class MappedSlab:
         return np.frombuffer(payload, dtype=np.uint8).reshape(self.num_slots, self.slot_bytes)
 
     def generation(self, slot: int) -> int:
-        """Of what the slot holds now, by its id."""
+        """Returns the generation of what the slot holds now, by the slot's id."""
         return self._words[1 + slot % SLAB_STRIDE]

@@ -13,7 +13,7 @@ from kvtier.memory.pages import advise_huge_pages, touch_pages
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4
-"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: who maps it can rely on its size, so a read cannot end in SIGBUS."""
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: the size is final for all that map it, so a read cannot end in SIGBUS."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _PUNCH = 0x1 | 0x2
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
@@ -91,7 +91,7 @@ def map_new(descriptor: int, nbytes: int, *, prefault: bool) -> memoryview:
 
 
 def punch(descriptor: int, nbytes: int) -> None:
-    """Gives the memory back to the system at once, whoever maps it: they read zeros from now on."""
+    """Gives the memory back to the system at once, even while processes map it: they read zeros from now on."""
     libc = _libc()
     if libc.fallocate(descriptor, _PUNCH, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Blocks whose bytes lie in many pieces of memory, for those who can copy from there and to there at once."""
+"""Blocks whose bytes lie in many pieces of memory, for copies that go from all of them or to all of them at once."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +11,9 @@ contiguous."""
 
 
 class Pieces:
-    """Memory of one block: the pieces of all grids, one after the other, in C order. `len` is bytes.
+    """Memory of one block: the pieces of all grids, one after the other, in C order.
 
-    One copy moves many pieces. The memory is the caller's, who keeps it as long as this is used; any thread.
+    One copy moves many pieces. The memory is the caller's, which keeps it as long as this is used. Any thread.
     """
 
     __slots__ = ("_grids", "_nbytes")
@@ -56,11 +56,11 @@ class Pieces:
 Payload = bytes | bytearray | memoryview | Pieces
 """What the cache pool's client writes."""
 Target = memoryview | Pieces
-"""And reads into."""
+"""What the cache pool's client reads into."""
 
 
 def together(payload: Payload) -> bytes | bytearray | memoryview:
-    """The same bytes in one place: itself, or a copy of pieces."""
+    """Returns the payload's bytes in one place: the payload itself, or a copy of its pieces."""
     return payload.copied() if isinstance(payload, Pieces) else payload
 
 

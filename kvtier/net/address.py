@@ -10,7 +10,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.errors import ConfigError
 
 GRPC_PREFIX = "grpc:"
-"""Before an engine's pool address: gRPC instead of the block protocol."""
+"""The prefix of an engine's pool address that means gRPC instead of the block protocol."""
 
 UNIX_PREFIX = "unix:"
 _MAX_PATH_BYTES = 100

@@ -26,7 +26,7 @@ class TlsFiles:
     certificate: Path | None = None
     """Own certificate, then those of intermediate CAs."""
     key: Path | None = None
-    """Of the certificate, not encrypted."""
+    """The private key of `certificate`, not encrypted."""
     ca: Path | None = None
     """CAs that sign peers' certificates. A server that has it takes no client without such a certificate."""
 
@@ -72,7 +72,7 @@ class Renewed(Generic[_T]):
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For connections that were accepted; with `files.ca` only from clients whose certificate holds."""
+    """Makes the context of accepted connections; with `files.ca` only clients whose certificate holds are let in."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, files)
     context.num_tickets = 0  # nobody resumes; and a client that never reads would have them reset its connection
     if files.ca is not None:
@@ -81,7 +81,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For connections to servers whose certificate `files.ca` has signed, for the name they are reached by."""
+    """Makes the context of connections to servers whose certificate `files.ca` has signed, for the name in use."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
 

@@ -6,7 +6,7 @@ SEND_SLICE_S = 0.05
 """SO_SNDTIMEO of sockets that send pieces: between two looks at the clock."""
 SEND_PIECE_BYTES = 1 << 20
 """A Unix socket counts SO_SNDTIMEO anew for every 80 KiB or so that the peer makes room for. Short slices and
-pieces keep a peer who takes a little just in time from stretching one call to many deadlines."""
+pieces keep a peer that takes a little just in time from stretching one call to many deadlines."""
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux and macOS."""
@@ -39,6 +39,7 @@ def skip(views: list[memoryview], start: int, count: int) -> int:
 
 
 def timeval(seconds: float) -> bytes:
-    """For SO_RCVTIMEO and SO_SNDTIMEO. Zero means no timeout to the kernel, so a rest of a deadline is rounded up."""
+    """Packs seconds for SO_RCVTIMEO and SO_SNDTIMEO. Zero means no timeout to the kernel: a rest of a deadline is
+    rounded up."""
     microseconds = -int(-seconds * 1e6 // 1)
     return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))

@@ -20,9 +20,9 @@ MAX_DESCRIPTORS = 16
 """File descriptors that one frame may carry."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 _DONT_WAIT, _WAIT_ALL, _CLOSE_ON_EXEC = map(int, (socket.MSG_DONTWAIT, socket.MSG_WAITALL, socket.MSG_CMSG_CLOEXEC))
-"""As plain integers: to join two flags of an enum takes as long as a small message."""
+"""Flags as plain integers: to join two flags of an enum takes as long as a small message."""
 _RECEIVE_SLICE_S = 0.05
-"""Between two looks at the clock. A constant, so that most calls set no socket option."""
+"""Seconds between two looks at the clock. A constant, so that most calls set no socket option."""
 _UNIX_BUFFER_BYTES = 1 << 20
 
 
@@ -37,7 +37,7 @@ class Stream(Protocol):
         """Blocks, however long, until bytes come; returns how many are in `into` now, 0 at the end."""
 
     def poll(self, into: memoryview) -> int | None:
-        """The same without blocking: None when nothing is there yet."""
+        """Receives what is there, without blocking; None when nothing is there yet, 0 at the end."""
 
     def receive(self, into: Sequence[memoryview], *, fill: bool, deadline: float) -> int:
         """Receives into at most `MAX_VECTORS` buffers, none of them empty, one after the other.
@@ -94,18 +94,18 @@ class PlainStream:
         return self._socket.family == socket.AF_UNIX and sys.platform == "linux"
 
     def wait(self, into: memoryview) -> int:
-        """See `Stream.wait`."""
+        """Blocks, however long, until bytes come, as `Stream.wait` says."""
         self._set_receive_timeout(0.0)
         count = self._receive([into], 0)
         assert count is not None, "a receive without a timeout came back without an answer"
         return count
 
     def poll(self, into: memoryview) -> int | None:
-        """See `Stream.poll`."""
+        """Receives what is there without blocking; None when nothing is there yet."""
         return self._receive([into], _DONT_WAIT)
 
     def receive(self, into: Sequence[memoryview], *, fill: bool, deadline: float) -> int:
-        """See `Stream.receive`."""
+        """Receives into the buffers one after the other, by the deadline; see `Stream.receive`."""
         while True:
             remaining_s = deadline - MONOTONIC()
             if remaining_s <= 0:
@@ -116,7 +116,7 @@ class PlainStream:
                 return count
 
     def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
-        """See `Stream.send`."""
+        """Sends a piece of what begins at `views[start]` in one system call; 0 when the peer took nothing."""
         try:
             if len(views) - start == 1 and not descriptors:  # a message: nothing to gather
                 return self._socket.send(views[start][: self._piece_bytes])
@@ -133,7 +133,7 @@ class PlainStream:
 
     @property
     def num_descriptors(self) -> int:
-        """That have come by SCM_RIGHTS and were not taken."""
+        """The number of descriptors that have come by SCM_RIGHTS and were not taken."""
         return len(self._descriptors)
 
     def take_descriptor(self) -> int | None:
@@ -141,11 +141,11 @@ class PlainStream:
         return self._descriptors.popleft() if self._descriptors else None
 
     def end_sending(self) -> None:
-        """See `Stream.end_sending`."""
+        """Closes the sending direction: the peer reads the end."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def shut_down(self) -> None:
-        """See `Stream.shut_down`."""
+        """Shuts the socket down under a thread that is using it. Any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

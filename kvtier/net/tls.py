@@ -21,9 +21,9 @@ from kvtier.net.wrong_protocol import PRELUDE_BYTES, WrongProtocolError
 _ALERT_FULL = bytes.fromhex("15030300020250")
 """`internal_error`, in the clear, as a server may send it instead of a handshake."""
 _HANDSHAKE = 0x16
-"""First byte of whoever speaks TLS."""
+"""The first byte that a peer which speaks TLS sends."""
 _RECEIVE_SLICE_S = 0.05
-"""Between two looks at the clock. A constant, so that most calls set no timeout."""
+"""Seconds between two looks at the clock. A constant, so that most calls set no timeout."""
 _RECORD_BYTES = 16 << 10
 _SMALL_BYTES = 2 << 10
 """Buffers below this share records: a copy costs less than a record of their own."""
@@ -119,7 +119,7 @@ class TlsStream:
         self._plain = False
         """The peer does not speak TLS."""
         self._timeout: float | None = -1.0
-        """As set last."""
+        """The timeout that the socket was set to last."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connected)
 
@@ -153,7 +153,7 @@ class TlsStream:
         socket.socket.send(self._socket, _ALERT_FULL, socket.MSG_DONTWAIT)
 
     def wait(self, into: memoryview) -> int:
-        """See `Stream.wait`."""
+        """Blocks, however long, until bytes come; see `Stream.wait`."""
         self._set_timeout(None)
         return self._receive(into)
 
@@ -168,7 +168,8 @@ class TlsStream:
             return None
 
     def receive(self, into: Sequence[memoryview], *, fill: bool, deadline: float) -> int:
-        """See `Stream.receive`."""
+        """Receives into the buffers one after the other, by the deadline, and does the handshake first if it is not
+        done."""
         if not (self._shaken or self._plain):
             self.shake_hands(deadline)
         total = 0
@@ -183,7 +184,7 @@ class TlsStream:
         return total
 
     def send(self, views: list[memoryview], start: int, descriptors: Sequence[int] = ()) -> int:
-        """See `Stream.send`."""
+        """Sends some of what begins at `views[start]`, record by record; 0 when the peer took nothing for a while."""
         assert not descriptors, "descriptors pass through Unix sockets only"
         total = 0
         until = MONOTONIC() + SEND_SLICE_S
@@ -206,7 +207,7 @@ class TlsStream:
         socket.socket.shutdown(self._socket, socket.SHUT_WR)
 
     def shut_down(self) -> None:
-        """See `Stream.shut_down`."""
+        """Shuts the socket down under a thread that is using it, without a close_notify. Any thread."""
         try:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         except OSError:

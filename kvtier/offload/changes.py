@@ -1,4 +1,4 @@
-"""Which blocks may have come to a tier or gone from it, for those who tell others what an engine has."""
+"""Which blocks may have come to a tier or gone from it, for those that tell others what an engine has."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,23 +6,23 @@ from kvtier.identity.keys import BlockKey
 
 
 class ContentChanges:
-    """The directory's notes, for whoever takes them regularly. Scheduler thread only.
+    """The directory's notes, to be taken regularly. Scheduler thread only.
 
-    A note only says where to look: what was noted twice is looked at once, and what has come and gone in between was
-    never there. Who compares, for each, `Directory.has` with what he has told others, tells them what is so.
+    A note is a hint: what was noted twice is taken once, and what has come and gone in between was never there. Compare
+    `Directory.has` with what was published before publishing anything.
     """
 
     def __init__(self, tiers: Sequence[str]) -> None:
         """:param tiers: whose changes are noted."""
         self.tiers = tuple(tiers)
         self._noted: dict[str, dict[BlockKey, None]] = {}
-        """By tier, in the order of their first notes."""
+        """The noted keys by tier, in the order of their first notes."""
 
     def __bool__(self) -> bool:
         return bool(self._noted)
 
     def note(self, tier: str, keys: Iterable[BlockKey]) -> None:
-        """These may have come or gone. Those that did neither may be noted, too."""
+        """Notes that these blocks may have come or gone. Blocks that did neither may be noted, too."""
         self._noted.setdefault(tier, {}).update(dict.fromkeys(keys))
 
     def take(self) -> Iterator[tuple[str, BlockKey]]:

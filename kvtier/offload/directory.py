@@ -119,7 +119,7 @@ class Directory:
         self._results: list[JobResult] = []
         """The results since the last poll."""
         self.speeds = self._loads.speeds
-        """What fetching takes; told by whoever computes what that takes."""
+        """The speeds of fetching and of computing blocks; `Speeds.note_computed` tells it of the latter."""
 
     # Lookups
 
@@ -181,7 +181,7 @@ class Directory:
         Each block comes from the nearest tier that has it; one that is nowhere fails.
 
         :param by_layer: the job may end when its copies are queued, layer after layer, if all blocks are in host
-            memory. Whoever computes then waits on the device for each layer (`LayeredLoads.wait`).
+            memory. The engine then waits on the device for each layer (`LayeredLoads.wait`).
         """
         return self._loads.start(blocks, by_layer=by_layer)
 

@@ -33,16 +33,16 @@ class Hierarchy:
         self._pump()
 
     def start_lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Calls `Directory.start_lookup`."""
+        """Asks where these blocks are; returns the ticket for `poll_lookup`."""
         self._pump()
         return self._directory.start_lookup(keys)
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
-        """Calls `Directory.poll_lookup`."""
+        """Returns a status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         return self._directory.poll_lookup(ticket)
 
     def cancel_lookup(self, ticket: int) -> None:
-        """Calls `Directory.cancel_lookup`."""
+        """Ends the ticket of a lookup without an answer."""
         self._directory.cancel_lookup(ticket)
 
     def plan_fetch(self, statuses: Sequence[BlockStatus]) -> int:
@@ -54,39 +54,39 @@ class Hierarchy:
         self._directory.speeds.note_computed(num_blocks, seconds)
 
     def start_load(self, blocks: Sequence[Block], *, by_layer: bool = False) -> int:
-        """Calls `Directory.start_load`."""
+        """Begins to bring blocks to device slots and returns the job's id, as `Directory.start_load` does."""
         job_id = self._directory.start_load(blocks, by_layer=by_layer)
         self._pump()
         return job_id
 
     def start_save(self, blocks: Sequence[Block]) -> int | None:
-        """Calls `Directory.start_save`."""
+        """Begins to copy blocks from device slots to the arenas and below, as `Directory.start_save` does."""
         job_id = self._directory.start_save(blocks)
         self._pump()
         return job_id
 
     def save_full(self, blocks: Sequence[Block]) -> int | None:
-        """Calls `Directory.save_full`."""
+        """Notes that blocks became full and saves those that the policy wants now, as `Directory.save_full` does."""
         job_id = self._directory.save_full(blocks)
         self._pump()
         return job_id
 
     def note_hits(self, blocks: Sequence[Block]) -> int | None:
-        """Calls `Directory.note_hits`."""
+        """Notes hits of blocks on the device and saves those that are now worth it, as `Directory.note_hits` does."""
         return self._directory.note_hits(blocks)
 
     def worth_saving(self, key: BlockKey) -> bool:
-        """Calls `Directory.worth_saving`."""
+        """Returns whether a block that the device is about to lose should be copied before."""
         return self._directory.worth_saving(key)
 
     def reset(self) -> None:
-        """Calls `Directory.reset`."""
+        """Forgets every block in the arenas and in the tiers that belong to the movers, as `Directory.reset` does."""
         self._pump()
         self._directory.reset()
         self._pump()
 
     def cancel(self, job_id: int) -> None:
-        """Calls `Directory.cancel`."""
+        """Asks for the end of a load; its result follows as soon as the movers keep off its slots."""
         self._directory.cancel(job_id)
         self._pump()
 

@@ -28,14 +28,14 @@ class HostPolicy:
         return enough
 
     def of_full(self, blocks: Sequence[Block]) -> list[Block]:
-        """Those that are to be copied now that they have become full, which is a use of each."""
+        """Returns the blocks that are to be copied now that they have become full, which is a use of each."""
         self.note_uses(key for key, _ in blocks)
         if self._policy is WritePolicy.WRITE_BACK:
             return []
         return [block for block in blocks if not self._selective or self._uses.is_enough(block[0])]
 
     def of_hit(self, blocks: Sequence[Block]) -> list[Block]:
-        """Those that have become worth a copy by being hit on the device, which is a use of each."""
+        """Returns the blocks that have become worth a copy by being hit on the device, which is a use of each."""
         enough = self.note_uses(key for key, _ in blocks)
         return [block for block in blocks if block[0] in enough] if self._selective else []
 

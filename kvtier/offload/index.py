@@ -48,7 +48,7 @@ class BlockIndex:
         return not self._forgetting[tier] and all(key in mirror for mirror in self._mirrors[tier])
 
     def note(self, tier: str, keys: Iterable[BlockKey]) -> None:
-        """These blocks may have come to the tier or gone from it."""
+        """Notes that these blocks may have come to the tier or gone from it."""
         if self.content_changes is not None:
             self.content_changes.note(tier, keys)
 

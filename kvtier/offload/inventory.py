@@ -8,7 +8,7 @@ from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, NamespaceI
 from kvtier.offload.messages import Inventory
 
 _PREFIX_BYTES = TENANT_ID_BYTES + NAMESPACE_ID_BYTES
-"""Of a store key: whose, and which bytes."""
+"""The bytes of a store key before its chain hash: the tenant, and the namespace."""
 
 
 class InventoryLog:

@@ -22,8 +22,9 @@ class DirectorySettings:
     batch_blocks: int = 32
     """Blocks per message. Smaller overlaps reads and copies better, larger has fewer round trips."""
     copy_batch_blocks: int = 0
-    """The same, where it is more, between device and host memory alone: nothing overlaps there, and a mover's thread
-    waits for the interpreter several times per message, 5 ms each if the engine's thread is busy."""
+    """Blocks per message between device and host memory alone, where this is more than `batch_blocks`. Nothing overlaps
+    there, and a mover's thread waits for the interpreter several times per message, 5 ms each if the engine's thread is
+    busy."""
     borrows: bool = False
     """Whether the shared tier is asked to lend blocks first. Those that it lends take no slot of the arena."""
     loan_blocks: int = 32

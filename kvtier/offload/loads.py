@@ -20,7 +20,7 @@ from kvtier.tiers.host.slot_index import Entry
 
 @dataclass(slots=True)
 class _Job:
-    """Over when nothing is queued and nothing open: its device slots are the caller's again."""
+    """A load. Over when nothing is queued and nothing open: its device slots are the caller's again."""
 
     job_id: int
     blocks: list[Block]
@@ -47,14 +47,14 @@ class _Batch:
     source: str
     """The tier to read."""
     entries: list[Entry[BlockKey]]
-    """Index entries of the blocks: pinned if the source is `HOST`, else being written. None for what is lent."""
+    """Index entries of the blocks: pinned if the source is `HOST`, else being written. Empty if blocks are lent."""
     ok: list[bool]
     on_device: set[int]
     """Ranks that may still write to the device slots."""
     on_arena: set[int]
     """Ranks that may still read or write the arena slots."""
     seconds: float = 0.0
-    """That the slowest rank has taken."""
+    """The seconds that the slowest rank has taken."""
     by_layer: bool = False
     """The job may be over before the copies are."""
     cancelled: bool = False
@@ -142,7 +142,7 @@ class Loads:
         self._leave_device(batch, rank)
 
     def queued(self, rank: int, batch_id: int) -> None:
-        """A rank has queued all copies of a load by layer, which leaves its device slots to whoever computes."""
+        """A rank has queued all copies of a load by layer, which leaves its device slots to the engine."""
         self._leave_device(self._batches[batch_id], rank)
 
     def loaded(self, rank: int, message: Loaded) -> None:

@@ -93,7 +93,7 @@ class Lookups:
         self._index, self._shared, self._metrics = index, shared, metrics
         self._deadline_s, self._clock = deadline_s, clock
         self._open: dict[int, _Lookup] = {}
-        """By ticket."""
+        """Lookups that are not over, by ticket."""
 
     def start(self, ticket: int, keys: Sequence[BlockKey]) -> None:
         """Asks where these blocks are."""

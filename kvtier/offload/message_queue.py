@@ -16,7 +16,7 @@ class MessageQueue:
         return bool(self._messages)
 
     def new_id(self) -> int:
-        """For a batch, a job or a ticket: no two have the same."""
+        """Returns an id for a batch, a job or a ticket: no two have the same."""
         self._last_id += 1
         return self._last_id
 

@@ -81,7 +81,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Every copy of a load by layer is queued on the device, where whoever computes waits for each layer.
+    """Every copy of a load by layer is queued on the device, where the engine waits for each layer.
 
     Its device slots are the caller's. Its arena slots are read until `Loaded`.
     """

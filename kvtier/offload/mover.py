@@ -92,8 +92,8 @@ class Mover:
         :param inventory: listens to those of the tiers that belong to this mover alone.
         :param num_load_threads: batches under way at a time, each with arena slots of its own: 2 are a double
             buffer, one read from its tier while the other is copied to the device; more help tiers with latency.
-        :param forget_untold: has a tier forget those of its blocks that it could not tell the inventory of. Called
-            with its name when a discard arrives; must not block.
+        :param forget_untold: has the tier of this name drop blocks that it has written since its last message to the
+            inventory, of which the directory cannot know. Called when a discard arrives; must not block.
         :param shared_tiers: those of the tiers that the movers of all ranks have.
         :param replica: which of the blocks written to these are this mover's to write.
         :param layered: copies of `device` by layer; needed for loads by layer only.
@@ -337,7 +337,7 @@ class Mover:
         self._writers[batch.tier].submit(self._forget, batch)
 
     def _with_unheard(self, batch: DiscardBatch) -> DiscardBatch:
-        """With what its tier holds and the directory cannot have heard of yet. Caller holds _lock."""
+        """Returns the batch with what its tier holds and the directory cannot have heard of yet. Caller holds _lock."""
         self._forget_untold(batch.tier)
         changes = self._inventory.drain()
         self._changes += changes

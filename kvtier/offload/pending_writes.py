@@ -27,9 +27,9 @@ class PendingWrites:
         self._late: dict[str, dict[BlockKey, None]] = {
             name: {} for name, policy in policies.items() if policy is WritePolicy.WRITE_BACK
         }
-        """By tier with write_back: blocks that it gets before host memory forgets them. Oldest first."""
+        """Blocks that a tier with write_back gets before host memory forgets them, by tier. Oldest first."""
         self._due: dict[str, dict[BlockKey, None]] = {name: {} for name in policies}
-        """By tier: blocks that it gets now."""
+        """Blocks that a tier gets now, by tier."""
 
     @property
     def by_uses(self) -> bool:
@@ -70,7 +70,7 @@ class PendingWrites:
             self._due[tier][key] = None
 
     def evicting(self, keys: Iterable[BlockKey]) -> None:
-        """These blocks come close to eviction."""
+        """Makes blocks that come close to eviction due now."""
         for key in keys:
             for tier, blocks in self._late.items():
                 if key in blocks:
@@ -91,7 +91,7 @@ class PendingWrites:
         return [tier for tier, _ in unpaid if tier not in self.at_once]
 
     def take_due(self, most: int) -> list[tuple[str, list[BlockKey]]]:
-        """At most `most` blocks that are due now, by tier."""
+        """Removes and returns at most `most` blocks that are due now, by tier."""
         taken: list[tuple[str, list[BlockKey]]] = []
         for tier, blocks in self._due.items():
             keys = list(islice(blocks, most))
@@ -103,6 +103,6 @@ class PendingWrites:
         return taken
 
     def clear(self) -> None:
-        """Nobody is owed anything: host memory was emptied on purpose."""
+        """Forgets all writes that are owed: host memory was emptied on purpose."""
         for blocks in (*self._due.values(), *self._late.values()):
             blocks.clear()

@@ -10,7 +10,7 @@ class Replica:
     """One of `num_ranks` that have one namespace."""
 
     rank: int
-    """From 0, among these."""
+    """The rank's number among the replicas, from 0."""
     num_ranks: int
 
     def writes(self, key: StoreKey) -> bool:

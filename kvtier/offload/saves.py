@@ -16,7 +16,7 @@ from kvtier.tiers.host.slot_index import Entry
 
 @dataclass(slots=True)
 class _Job:
-    """Over when `open` is empty: its device slots are read no longer. Its batches may go on to tiers below."""
+    """A save. Over when `open` is empty: its device slots are read no longer. Its batches may go on to tiers below."""
 
     job_id: int
     blocks: list[Block]
@@ -61,7 +61,7 @@ class Saves:
         self._index, self._owed, self._settings = index, owed, settings
         self._movers, self._metrics, self._on_end = movers, metrics, on_end
         self._batches: dict[int, _Batch] = {}
-        """By id."""
+        """Batches of saves by their ids."""
         self.num_blocks = 0
         """Arena slots that batches hold."""
 

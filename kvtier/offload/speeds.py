@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from kvtier.clock import MONOTONIC, Clock
 
 _FORGET_S = 20.0
-"""After which a measurement says nothing any more: a tier that was slow is tried again."""
+"""Seconds after which a measurement says nothing any more: a tier that was slow is tried again."""
 _ENOUGH_BLOCKS = 32
-"""Before which it says nothing yet."""
+"""The number of blocks before which a tier's measurements say nothing yet."""
 _FADE = 0.8
 """What is left of earlier measurements' weight with each new one."""
 _OUTLIER = 4.0
@@ -62,10 +62,10 @@ class Speeds:
         self._source(tier).num_under_way += num_blocks
 
     def fetch_ends(self, tier: str, num_blocks: int, *, num_there: int, seconds: float) -> None:
-        """They are there, or will not come.
+        """Notes that blocks which were asked for are there, or will not come.
 
-        :param num_there: of them. Where none is, the time says nothing.
-        :param seconds: that whoever moves them took, not how long they waited for it.
+        :param num_there: how many of them are there. Where none is, the time says nothing.
+        :param seconds: that the mover took for them, not how long they waited for it.
         """
         source = self._source(tier)
         source.num_under_way -= num_blocks

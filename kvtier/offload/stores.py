@@ -31,7 +31,7 @@ class Stores:
         self._index, self._owed, self._settings, self._movers = index, owed, settings, movers
         self._depth = max(1, min(settings.write_back_blocks, index.slots.num_slots // 4))
         self._batches: dict[int, _Batch] = {}
-        """By id."""
+        """Batches of stores by their ids."""
         self.num_blocks = 0
         """Arena slots that are pinned for stores."""
 

@@ -9,7 +9,7 @@ from kvtier.identity.keys import StoreKey
 PIECE_BYTES = 256 << 10
 """What is received and then looked at: well within a core's second-level cache."""
 MAX_PIECE_BYTES = 2 << 20
-"""Of a caller who knows better, see `receive_blocks`."""
+"""The most bytes that a caller of `receive_blocks` may give for a piece."""
 _WASTE = memoryview(bytearray(MAX_PIECE_BYTES))
 """Where the bytes of blocks go that nobody wants. Written by all threads, read by none."""
 
@@ -57,7 +57,7 @@ class ArrivingBlock:
         return cls.wanted(tag, parsed, into)
 
     def part(self, start: int, nbytes: int) -> memoryview:
-        """Where these bytes of it go."""
+        """Returns the memory that these bytes of the block go to."""
         return _WASTE[:nbytes] if self._into is None else self._into[start : start + nbytes]
 
     def note(self, part: memoryview, *, is_last: bool) -> None:

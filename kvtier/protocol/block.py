@@ -27,20 +27,20 @@ from kvtier.net.wrong_protocol import BLOCK_MAGIC, WrongProtocolError
 VERSIONS = (1,)
 """What this release speaks, the newest first."""
 MAX_HEADER_BYTES = 8 << 20
-"""Above the headers of 65,536 blocks in one write."""
+"""The most bytes of a header: more than a write of 65,536 blocks needs."""
 MAX_HELLO_BYTES = 8192
-"""Header of a HELLO, from a peer who has shown no token yet."""
+"""The most bytes of the header of a HELLO, from a peer that has shown no token yet."""
 MAX_FRAME_PAYLOAD_BYTES = 8 << 20
-"""Of an answer to `read`, unless its single block is larger. Bounds how much a slow reader holds in place."""
+"""The most payload bytes of an answer to `read` with several blocks: what a slow reader holds in place."""
 MAX_FRAME_BLOCKS = 1024
-"""Blocks in one answer to `read`."""
+"""The most blocks in one answer to `read`."""
 
 _PRELUDE = struct.Struct("<4sIQ")
 _MAX_TEXT_BYTES = 4096
 _MAX_ITEMS = 256
-"""Of any list or map in a header, e.g. groups of one namespace and size."""
+"""The most items of any list or map in a header, e.g. groups of one namespace and size."""
 _MAX_LISTS_AND_MAPS = 1024
-"""In a header: a few bytes each on the wire, and a hundred in memory."""
+"""The most lists and maps in a header: a few bytes each on the wire, and a hundred in memory."""
 _UINT64_MAX = 2**64 - 1
 _E = TypeVar("_E", bound=enum.IntEnum)
 _T = TypeVar("_T")
@@ -130,7 +130,7 @@ class Fields:
         return values
 
     def has(self, name: str) -> bool:
-        """For fields that may be left out."""
+        """Whether the header has a field that may be left out."""
         return name in self._fields
 
     def numbers(self, name: str) -> list[int]:

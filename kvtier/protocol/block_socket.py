@@ -38,7 +38,7 @@ class FrameSocket:
         self._start = self._stop = 0
         """The bytes of `_ahead` that were received and not asked for yet."""
         self._asked_at = 0.0
-        """When the last bytes were asked for, monotonic."""
+        """The monotonic time at which the last bytes were asked for."""
         self._may_spin = self._spins = spins
         """Whether the last frame came so soon that looking for the next one is worth while."""
 
@@ -62,7 +62,7 @@ class FrameSocket:
             self._send_message(self._heads.encode(header), deadline)
 
     def send_bytes(self, data: bytes, *, deadline: float) -> None:
-        """Sends bytes that are no frame: for peers who speak another protocol."""
+        """Sends bytes that are no frame: for peers that speak another protocol."""
         self._send_message(data, deadline)
 
     def wait(self) -> bool:
@@ -159,7 +159,7 @@ class FrameSocket:
         return self._ahead[start:stop]
 
     def _send_message(self, message: bytes, deadline: float) -> None:
-        """As most go: in one system call."""
+        """Sends a message in one system call, as most go, or in several."""
         view = memoryview(message)
         sent = self._stream.send([view], 0)
         if sent < len(view):

@@ -3,7 +3,7 @@
 import resource
 
 _MOST_OPEN_FILES = 65_536
-"""Some systems allow a billion, which is slow for whoever walks them all."""
+"""The most open files that are asked for: some systems allow a billion, which is slow to walk."""
 
 
 def raise_open_files_limit() -> int:

@@ -1,1 +1,1 @@
-"""What those who write a tier of their own can test it with."""
+"""What authors of a tier can test it with."""

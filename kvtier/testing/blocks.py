@@ -27,7 +27,7 @@ def make_payload(label: object, nbytes: int) -> bytes:
 
 
 def make_packable_payload(label: object, nbytes: int) -> bytes:
-    """As `make_payload`, but with values that have few exponents, as bf16 KV has: codecs save about a third of it."""
+    """Returns bytes like `make_payload`, but with few exponents, as bf16 KV has: codecs save about a third of it."""
     payload = bytearray(make_payload(label, nbytes))
     payload[1::2] = payload[1::2].translate(_FEW_EXPONENTS)
     return bytes(payload)

@@ -27,7 +27,7 @@ class FaultyFiles:
         self._random = random.Random(seed)
         """Guarded by _lock."""
         self._planned: dict[str, list[int]] = defaultdict(list)
-        """By operation, the errnos of the next failures. Guarded by _lock."""
+        """The errnos of the next failures, by operation. Guarded by _lock."""
         self._lost_writes = 0
         """How many of the next writes stop halfway and say nothing. Guarded by _lock."""
 
@@ -46,7 +46,8 @@ class FaultyFiles:
             self._lost_writes += times
 
     def fail_by_chance(self, probability: float) -> None:
-        """From now on, that often; 0 heals the disk of all but what is damaged already and of planned failures."""
+        """Sets how often operations fail from now on; 0 heals the disk of all but what is damaged already and planned
+        failures."""
         with self._lock:
             self._probability = probability
 

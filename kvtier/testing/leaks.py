@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 GRACE_S = 5.0
-"""For threads and connections that are ending. Only a leak takes as long."""
+"""Seconds for threads and connections that are ending. Only a leak takes as long."""
 _OURS = "kvtier"
 """How threads and shared memory of this project are named."""
 _SHARED_MEMORY = (b"/memfd:", b"/dev/shm/")
 _SEMAPHORE = b"/dev/shm/sem."
-"""Of multiprocessing: progress bars of libraries take one at their first use and keep it."""
+"""Semaphores of multiprocessing: progress bars of libraries take one at their first use and keep it."""
 _LIBRARIES = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
 """Descriptors that libraries open at their first use and keep: gRPC's pollers, Python's."""
 _DRIVERS = "/dev/nvidia"

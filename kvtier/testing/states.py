@@ -112,7 +112,7 @@ class StoreStateMachine(RuleBasedStateMachine):
         self.store = self.make_store()
 
     def make_store(self) -> Store:
-        """At the start of each example."""
+        """Makes the store under test, at the start of each example."""
         raise NotImplementedError("override make_store in the subclass")
 
     def payload(self, label: int, version: int = 0) -> bytes:

@@ -1,4 +1,4 @@
-"""Who is calling: bearer tokens and names of client certificates to tenants."""
+"""Authentication: bearer tokens and names of client certificates to tenants."""
 
 import hashlib
 import hmac

@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 _TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 64
-"""At one more the oldest is cut: it has had its time, and a stranger who holds many must not hide a probe."""
+"""The most open connections. One more cuts the oldest: a stranger that holds many must not hide a probe."""
 _LOOK_S = 0.1
-"""Between looks at whether to stop."""
+"""Seconds between two looks at whether to stop."""
 
 
 class StatusServer:
@@ -99,7 +99,7 @@ class _Server(ThreadingHTTPServer):
         self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}
-        """By the client's address, oldest first. Guarded by _lock."""
+        """Open connections by the client's address, oldest first. Guarded by _lock."""
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

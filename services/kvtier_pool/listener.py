@@ -29,7 +29,7 @@ class Listener:
             raise ConfigError(f"cannot listen on {address}: {error}; is it in use, or not of this machine?") from error
         self._path = address.path
         self.address = str(address if address.path else Address("", address.host, self._socket.getsockname()[1]))
-        """With the real port."""
+        """The address that is listened on, with the real port."""
 
     def accept(self) -> socket.socket:
         """Waits for the next connection. `OSError` when there is none to be had, after `close` for ever."""

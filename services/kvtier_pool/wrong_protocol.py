@@ -1,4 +1,4 @@
-"""Answers to peers who speak another protocol than this port does, in their own words."""
+"""Answers to peers that speak another protocol than this port does, in their own words."""
 
 import struct
 

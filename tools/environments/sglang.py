@@ -38,7 +38,7 @@ IMPORTED = (
     "transformers==5.19.0",
     "triton",
 )
-"""By SGLang's caches and their controllers, beside torch and what kvtier requires; ninja builds the page hash."""
+"""What SGLang's caches and their controllers use, beside torch and kvtier's packages; ninja builds the page hash."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
 _WORKS = """
 import importlib.metadata, os, sys
@@ -51,7 +51,7 @@ print("SGLang", importlib.metadata.version("sglang"), "and kvtier are importable
 
 
 def steps(environment: Environment, checkout: Checkout) -> list[Step]:
-    """From nothing to an environment in which the connector's tests run."""
+    """Makes the environment in which the connector's tests run, from nothing."""
     required = [*IMPORTED, *checkout.dependencies, *TOOLS]
     return [
         environment.creation(),

@@ -30,7 +30,7 @@ _WORKS = "import importlib.metadata, vllm, kvtier; print('vLLM', vllm.__version_
 
 
 def steps(environment: Environment, checkout: Checkout) -> list[Step]:
-    """From nothing to an environment in which the connector's tests run."""
+    """Makes the environment in which the connector's tests run, from nothing."""
     clients = checkout.dependencies
 
     def install_requirements() -> None:

@@ -66,16 +66,16 @@ def _note(case: Case) -> str:
 
 @dataclass(slots=True)
 class _Totals:
-    """Over all pieces. One thread."""
+    """The sums over all pieces of a measurement. One thread."""
 
     all_bytes_per_s: list[float] = field(default_factory=list)
     one_bytes_per_s: list[float] = field(default_factory=list)
     of_client: list[list[float]] = field(default_factory=list)
     """Bytes per second of each client, by piece."""
     nbytes: int = 0
-    """Moved by all."""
+    """The bytes that all clients moved."""
     cpu_s: float = 0.0
-    """Of all, and of the pool meanwhile."""
+    """CPU seconds of all clients and of the pool while the clients ran together."""
 
 
 def _case(

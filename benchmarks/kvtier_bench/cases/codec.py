@@ -158,7 +158,7 @@ def _from_disk(folder: Path) -> list[bytes]:
 
 
 def _payloads_in(path: Path, entries: Entries) -> Iterator[bytes]:
-    """Of the segment's records, those that are whole."""
+    """Yields the payloads of the segment's records that are whole."""
     with path.open("rb") as file:
         for entry in entries[entries["kind"] == Kind.RECORD]:
             head = entry["header"].tobytes()

@@ -30,7 +30,7 @@ from kvtier_bench.processes.copy_process import CopyProcess
 from kvtier_bench.processes.pool_process import PoolProcess, pool_process
 
 _STEP_ITERATIONS = 100_000
-"""Of a pure Python loop between two polls: a few milliseconds, as a scheduler's step."""
+"""Iterations of a pure Python loop between two polls: a few milliseconds, as a scheduler's step takes."""
 _ALONE_S = 0.3
 _PATIENCE_S = 60.0
 
@@ -103,16 +103,16 @@ class _Fetch:
     blocks: list[Block]
     registry: CollectorRegistry
     loop_speeds: list[float] = field(default_factory=list)
-    """Of each busy round: steps of the loop per second, as a share of those while nothing is fetched."""
+    """Steps of the loop per second in each busy round, as a share of those while nothing is fetched."""
     speeds_on_core: list[float] = field(default_factory=list)
-    """The same, without the seconds in which the loop could run and had no core."""
+    """Values of `loop_speeds`, without the seconds in which the loop could run and had no core."""
 
     def forget(self) -> None:
         """Leaves the blocks to the pool alone."""
         self.cache.hierarchy.reset()
 
     def share_lent(self) -> float:
-        """Of all blocks that came from the pool, those that were copied from where they lie."""
+        """The share of the blocks from the pool that were copied from where they lie."""
         lent, read = (
             self.registry.get_sample_value(
                 "kvtier_tier_blocks_total", {"tier": "pool", "op": op, "status": Status.HIT.name.lower()}

@@ -32,8 +32,8 @@ FLOORS = {"shm": MEMCPY, "unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"
 NUM_LOOKUP_KEYS = 4096
 _LOOKUPS_A_ROUND = 8
 _ACQUIRES_A_ROUND = {1: 5000, 128: 100}
-"""By blocks in each. Single ones for some tenths of a second: two processes that wake each other up share a core at
-first, and the system takes so long to give each one its own."""
+"""How many acquires a round has, by the number of blocks in each. Those of single blocks take some tenths of a second:
+two processes that wake each other up share a core at first, and the system takes so long to give each one its own."""
 _ROOM = 16
 """Memory of the pool, in rounds: blocks to read, and blocks that each path writes."""
 
@@ -243,7 +243,7 @@ class Paths:
 
 
 def _best(calls: Mapping[str, tuple[str, str]], samples: Mapping[str, Samples]) -> dict[str, tuple[str, str]]:
-    """By row: the subject whose call was fastest, and that call."""
+    """Maps each row to the subject whose call was fastest, and to that call."""
     best: dict[str, tuple[str, str]] = {}
     for name, (row, call) in sorted(calls.items(), key=lambda item: Spread.of(samples[item[0]].rounds_s).median_s):
         best.setdefault(row, (name, call))

@@ -19,7 +19,7 @@ from kvtier_bench.processes.pool_process import PoolProcess, pool_process
 
 PROMPT_TOKENS = 3_000
 NEW_TOKENS = 40
-"""Of a warm prompt: what follows the shared document."""
+"""Tokens of a warm prompt that follow the shared document."""
 _POOL_BYTES = 2 << 30
 
 

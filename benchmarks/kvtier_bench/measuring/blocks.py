@@ -42,7 +42,7 @@ class Rotation:
 
     @property
     def nbytes(self) -> int:
-        """Of a round."""
+        """The payload bytes of one round."""
         return self.payload_bytes * len(self.sources)
 
     def copies(self) -> list[float]:
@@ -96,7 +96,7 @@ class Rotation:
 
 
 def namespace_of(payload_bytes: int) -> Namespace:
-    """Of an engine of no model, with blocks of so many bytes."""
+    """Returns the namespace of an engine without a model, with blocks of so many bytes."""
     return Namespace(
         weights_digest=bytes(32),
         dtype="bfloat16",

@@ -26,7 +26,7 @@ class Case:
     name: str
     op: str
     payload_bytes: int | None = None
-    """Of one block."""
+    """The payload bytes of one block."""
     batch: int | None = None
     """Blocks or keys in one call."""
     gb_per_s: float | None = None
@@ -44,7 +44,7 @@ class Case:
     ratio_spread: tuple[float, float] | None = None
     """Lowest and highest of that ratio."""
     beside: Mapping[str, Spread] = field(default_factory=dict)
-    """The same ratio to other floors and to peers, by their names."""
+    """The time ratios to other floors and to peers, by their names."""
     rounds: int | None = None
     unit: str = "call"
     detail: str = ""
@@ -67,7 +67,7 @@ class Case:
         """
         :param samples: of the case itself.
         :param floor: its name, and what it took in the same rounds.
-        :param beside: likewise, of whatever else it is compared with.
+        :param beside: names and samples of whatever else it is compared with.
         :param round_bytes: payload moved in a round; 0 where nothing is.
         :param fields: the others, as they stand.
         """

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from kvtier.errors import KvtierError
 
 NUM_ROUNDS = 9
-"""At the least: below, a median says little."""
+"""The least number of rounds: below it, a median says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Subject:
     """Something to measure."""
 
     run: Callable[[], Sequence[float]]
-    """One round; gives the seconds of each call in it."""
+    """Runs one round; gives the seconds of each call in it."""
     prepare: Callable[[], object] | None = None
-    """Before each round; neither timed nor counted."""
+    """Runs before each round; neither timed nor counted."""
     pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
     """Processes whose CPU time counts."""
 
@@ -61,7 +61,7 @@ class Samples:
         self.cpu_s += more.cpu_s
 
     def scaled(self, factor: float) -> "Samples":
-        """All times by `factor`: of one thing, where a call does many."""
+        """Returns these times multiplied by `factor`: the times of one item, where a call handles many."""
         rounds_s, calls_s = ([seconds * factor for seconds in of] for of in (self.rounds_s, self.calls_s))
         return Samples(rounds_s, calls_s, self.cpu_s * factor)
 
@@ -111,7 +111,7 @@ def ratios(slower: Sequence[float], faster: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By nearest rank: a value that was measured."""
+    """Returns the percentile by nearest rank, which is a value that was measured."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 

@@ -29,7 +29,7 @@ class ClientSettings:
     """What one client moves."""
 
     label: str
-    """Its keys are its own."""
+    """A name for the client, which makes its keys its own."""
     payload_bytes: int
     num_slots: int
     batch: int

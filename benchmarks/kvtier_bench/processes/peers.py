@@ -19,7 +19,7 @@ from kvtier_bench.measuring.rounds import Subject
 CHECKOUT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path("benchmarks", "peers")
 PREPARED = "prepared.json"
-"""In a peer's environment when all of it is there: versions by package."""
+"""The name of a file in a peer's environment that is written when all of it is there: versions by package."""
 _STOP_TIMEOUT_S = 20.0
 _ENVIRON = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """What `keep_freed_memory` does for our own processes: no fresh pages for each large value."""
@@ -30,17 +30,17 @@ class PeerKind:
     """A peer that `make peers` prepares."""
 
     name: str
-    """In reports."""
+    """The peer's name in reports."""
     folder: str
-    """Its environment."""
+    """The folder of the peer's environment."""
     floor: str
     """What it is held against."""
     packages: tuple[str, ...]
-    """Whose versions belong to a figure."""
+    """Packages whose versions belong to a figure."""
     apart: frozenset[str] = frozenset()
     """Calls with a row of their own, `NAME-CALL`. Of the others the fastest stands for the peer."""
     script: str = ""
-    """Its script's name before `_peer.py`, where that is not the folder's."""
+    """The name of the peer's script before `_peer.py`, where that is not the folder's."""
 
 
 KINDS = (
@@ -49,7 +49,7 @@ KINDS = (
     PeerKind("lmcache-shm", "lmcache", "memcpy", ("lmcache", "torch"), apart=frozenset({"one-page", "slots"})),
 )
 DISK_KINDS = (PeerKind("lmcache-disk", "lmcache", "raw disk", ("lmcache", "torch"), script="lmcache_disk"),)
-"""Those that `kvtier bench tiers` runs beside its disk."""
+"""The peers that `kvtier bench tiers` runs beside its disk."""
 
 
 class Peer:

@@ -43,7 +43,8 @@ class PoolProcess:
         return [*([SHM] if self.shared_memory else []), "unix", "tcp", "grpc"]
 
     def local_transport(self, metrics: Metrics) -> LocalTransport:
-        """Over shared memory where that works, else over the Unix socket; `metrics` tells which it was."""
+        """Returns a transport over shared memory where that works, else over the Unix socket; `metrics` tells which it
+        is."""
         socket = SocketTransport(self.unix, self.token, tenant_id(TENANT), metrics=metrics)
         return LocalTransport(socket, metrics=metrics)
 

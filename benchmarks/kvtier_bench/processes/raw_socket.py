@@ -70,7 +70,7 @@ def send_all(connection: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_all(connection: socket.socket, into: Sequence[memoryview]) -> None:
-    """Fills all of them, likewise in pieces; raises `ConnectionError` when the peer ends before."""
+    """Fills all of these buffers in pieces; raises `ConnectionError` when the peer ends before."""
     waiting = list(into)
     start = 0
     while start < len(waiting):

@@ -36,7 +36,7 @@ class Controller:
     name: str
     num_pages: int
     controller: Any
-    """Of SGLang; its threads write and read."""
+    """SGLang's cache controller; its threads write and read."""
     host_pool: Any
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Controller:
 
     @property
     def nbytes(self) -> int:
-        """Of the prompt."""
+        """The bytes of the prompt's pages."""
         return self.num_pages * PAGE_BYTES
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class Controller:
             self.host_pool.set_from_flat_data_page(int(page[0]), torch.zeros(PAGE_BYTES // 2, dtype=torch.bfloat16))
 
     def write(self) -> list[float]:
-        """From the host pool to the storage. Raises `KvtierError` unless all of it is there at the end."""
+        """Writes the prompt's pages to the storage. Raises `KvtierError` unless all of them are there at the end."""
         start = time.perf_counter()
         self.controller.write_storage(self._source, self._tokens, hash_value=self._names)
         done = self.controller.ack_backup_queue.get(timeout=_WAIT_S)

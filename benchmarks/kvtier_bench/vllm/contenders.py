@@ -40,7 +40,7 @@ class Forgets(enum.Enum):
     DEVICE = enum.auto()
     """vLLM's own prefix cache."""
     MEMORY = enum.auto()
-    """That, and what the connector holds in this engine's memory."""
+    """The engine forgets vLLM's own prefix cache, and what the connector holds in this engine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class Contender:
     name: str
     forgets: Forgets
     counter: str | None = None
-    """Of vLLM or the connector: what a hit moves."""
+    """The name of the counter, of vLLM or the connector, that a hit moves."""
     per_block: int = 1
-    """By how much, for each block."""
+    """The amount by which a hit moves `counter` for each block."""
     reads_pool_by: Verb | None = None
     """The verb that brings its blocks from the pool."""
     transfer: Mapping[str, Any] | None = None
     """What users give as `--kv-transfer-config`; None: no connector."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `LLM`, besides those that all have."""
+    """Arguments of vLLM's `LLM`, besides those that all contenders have."""
     peer: str | None = None
     """The environment of `make peers` that has its packages."""
 
@@ -95,7 +95,7 @@ EXAMPLE, LMCACHE = "ExampleConnector", "LMCache"
 
 
 def contenders(pool: PoolProcess, folder: Path) -> list[Contender]:
-    """All of them.
+    """Returns all contenders.
 
     :param folder: for what they store.
     """
@@ -168,7 +168,7 @@ def _transfer(connector: str, extra: Mapping[str, Any], **others: Any) -> dict[s
 
 
 def named(known: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """Those of these names; all, if none is named. Raises `KvtierError` for a name that nobody has."""
+    """Returns the contenders of these names; all if none is named. Raises `KvtierError` for a name that nobody has."""
     unknown = sorted(set(names) - {contender.name for contender in known})
     if unknown:
         raise KvtierError(f"--only {unknown[0]!r}: known are {', '.join(repr(each.name) for each in known)}")

@@ -37,11 +37,11 @@ class Launch:
     """How an engine is started."""
 
     options: Mapping[str, Any]
-    """Of `LLM`."""
+    """Arguments of vLLM's `LLM`."""
     kv_gib: int
     """Device memory for KV."""
     threads: int
-    """Of the model; 0: one per core."""
+    """The threads that the model computes with; 0: one per core."""
     packages: Sequence[Path] = ()
     """Folders whose packages it finds beside its own."""
     environ: Mapping[str, str] | None = None
@@ -61,7 +61,7 @@ class EngineProcess:
         self._process, self._answers, self._log = process, answers, log
         self._received = b""
         self._has_failed = False
-        """It has said so, or does not speak any more."""
+        """Whether the engine has said that it failed, or does not speak any more."""
 
     @property
     def pid(self) -> int:

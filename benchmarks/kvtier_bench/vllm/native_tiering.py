@@ -19,7 +19,7 @@ from kvtier.errors import KvtierError
 from kvtier.memory.copy_ranges import copy_from, ranges_of
 
 _Columns = list[tuple[int, int]]
-"""Of each layer: its address, and the bytes from one block to the next."""
+"""Each layer's address, and the bytes from one block to the next."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):

@@ -17,7 +17,8 @@ _KV_GIB = 1
 _ROOM = 4
 """Device blocks, in those of all prompts that are there at once."""
 _MAX_BATCHED_TOKENS = 2048
-"""Of a step at the least. Prompts are computed in one: how vLLM divides them is not what is measured."""
+"""The least number of tokens that a step may have. Prompts are computed in one: how vLLM divides them is not what is
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,14 @@ class Session:
     """Where and how engines of this run are started."""
 
     folder: Path
-    """For their logs and files."""
+    """The folder for the engines' logs and files."""
     model: Path
     """A folder with safetensors."""
     pool: PoolProcess
     peers: Path
     """What `make peers` has prepared."""
     threads: int
-    """Of each engine's model; 0: one per core."""
+    """The threads that each engine's model computes with; 0: one per core."""
 
     @contextmanager
     def started(
@@ -84,7 +85,7 @@ class Session:
         return Launch(options, _KV_GIB, self.threads, packages, environ)
 
     def _packages(self, name: str, peer: str) -> Path:
-        """Where a peer's packages are. Raises `KvtierError`."""
+        """Returns the folder that a peer's packages are in. Raises `KvtierError` if they are not prepared."""
         environment = self.peers / peer
         if not (environment / PREPARED).exists():
             raise KvtierError(f"{name}: nothing in {environment}; make peers prepares it")

@@ -14,15 +14,15 @@ from kvtier_bench.vllm.session import Session
 from kvtier_bench.vllm.ttft import Prompts
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 512, 32
-"""Of a round. All prompts at once."""
+"""The prompts of a round, their length, and the length of the answers. All prompts come at once."""
 _SAVED = "vllm:kvtier_saved_blocks"
 _PLAIN, _SAVING, _NO_STORE = "no connector", "kvtier, saving", "kvtier, no_store"
 _CONTROL = "no connector, again"
 """Another engine without one: what it differs by is not the connectors'."""
 _STARTS = 3
-"""Of all engines: where a process happens to lie in memory decides how fast it is for as long as it lives."""
+"""How often all engines are started: where a process lies in memory decides how fast it is as long as it lives."""
 _BARS = {_SAVING: 0.95, _NO_STORE: 0.98}
-"""Of the tokens per second without a connector."""
+"""The bars, as shares of the tokens per second without a connector."""
 _NO_STORE_PARAMS = {"kvtier": {"no_store": True}}
 
 
@@ -60,7 +60,7 @@ class _Batches:
 
 
 def measure(session: Session, rounds: int) -> tuple[list[Case], list[str]]:
-    """Without a connector, with ours, and with requests that ask it to save nothing, in turn."""
+    """Measures engines without a connector, with ours, and with requests that ask it to save nothing, in turn."""
     ours = kvtier(session.pool.unix)
     contenders = [
         Contender(_PLAIN, Forgets.NOTHING),
@@ -81,7 +81,7 @@ def measure(session: Session, rounds: int) -> tuple[list[Case], list[str]]:
 
 
 def _in_turn(session: Session, contenders: Sequence[Contender], rounds: int, start: int) -> dict[str, Samples]:
-    """With engines that are started for it, and prompts that no other start's had."""
+    """Measures one start: engines that are started for it, and prompts that no other start had."""
     length = _PROMPT_TOKENS + _NEW_TOKENS
     with session.started(contenders, prompt_tokens=length, at_once=_PROMPTS, notes=[]) as engines:
         prompts = Prompts(BLOCK, min(engine.vocabulary for engine in engines.values()), seed=start)

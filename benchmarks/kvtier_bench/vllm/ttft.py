@@ -41,7 +41,7 @@ class Prompts:
         self._random = random.Random(f"{num_tokens} {seed}")
         self.question_tokens = BLOCK - num_tokens % BLOCK
         self.num_blocks = num_tokens // BLOCK
-        """That a question can hit."""
+        """The number of blocks that a question can hit."""
         self._document = self.draw(num_tokens)
 
     def ask(self) -> list[int]:
@@ -61,7 +61,7 @@ class _Asked:
         self._calls: Counter[str] = Counter()
 
     def learn(self) -> None:
-        """Until all of the document is where it is to be found: what is saved needs a while to get there."""
+        """Blocks until all of the document is where it is to be found: what is saved needs a while to get there."""
         self.prepare()
         self._engine.generate([self._prompts.ask()], max_tokens=1)
         self._engine.settle()

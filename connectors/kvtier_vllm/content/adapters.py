@@ -40,7 +40,7 @@ NO_SOURCE = AdapterSource((), is_3d=False)
 @dataclass(slots=True)
 class _Adapter:
     source: AdapterSource
-    """As it was when the adapter was first asked for. The workers compare it with what they load."""
+    """The adapter's files when it was first asked for. The workers compare them with what they load."""
     digest: "Future[bytes | str]"
     """The digest, or why there is none: an exception would keep what its frames hold, such as a mapped file."""
     is_trusted: bool = True
@@ -102,7 +102,7 @@ class Adapters:
                 del self._known[number]
 
     def take_unsent(self) -> dict[int, AdapterSource]:
-        """From what keys were made for the first time since the last call: the workers compare it."""
+        """Returns the sources of keys that were first made since the last call: the workers compare them."""
         unsent, self._unsent = self._unsent, {}
         return unsent
 

@@ -19,7 +19,7 @@ class Contents:
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Contents":
-        """For an engine. To be closed."""
+        """Makes what an engine of this configuration needs. To be closed."""
         return cls(
             Adapters(DIGESTS, compat.use_of_adapters(config)),
             Media(compat.encoder_of(config), compat.refused_media(config)),

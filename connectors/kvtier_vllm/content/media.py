@@ -17,29 +17,29 @@ from kvtier_vllm import compat
 _log = logging.getLogger(__name__)
 _LABEL = b"kvtier.vllm.medium.v1\n"
 _AT_ONCE_BYTES = 1 << 20
-"""Of a request's media: hashed in 0.7 ms, on the scheduler's thread. More than that another thread hashes."""
+"""The most bytes of media per request that the scheduler's thread hashes itself (0.7 ms); another one hashes more."""
 
 _Digest = Future[bytes | str]
-"""Of one medium's content, or why there is none: an exception would keep what its frames hold, such as the content."""
+"""The digest of a medium, or why there is none: an exception would keep what its frames hold, such as the content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """One of a request's."""
+    """One medium of a request: an image, a video, audio."""
 
     digest: bytes
     """32 bytes of all that decides what the model makes of it, but for where it is."""
     offset: int
-    """Of its first token in the prompt."""
+    """The position of the medium's first token in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedMedia:
-    """All of one request's."""
+    """All media of one request, some of which may still be hashed."""
 
     features: Sequence[MultiModalFeatureSpec]
     digests: Sequence[_Digest]
-    """Of their content."""
+    """The digests of the media's content, in the order of `features`."""
 
     @property
     def is_ready(self) -> bool:
@@ -56,7 +56,7 @@ class Media:
         """
         self._encoder, self._refused = encoder, refused
         self._known: dict[int, tuple[weakref.ref[MultiModalKwargsItem], _Digest]] = {}
-        """By the object, as long as it lives, which is while a request or vLLM's cache of processed media has it."""
+        """Digests by the media object, as long as a request or vLLM's cache of processed media has it."""
         self._warned: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "kvtier-media")
 

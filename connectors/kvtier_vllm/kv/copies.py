@@ -1,4 +1,4 @@
-"""Which device blocks are being copied at this moment: who writes to them must wait."""
+"""Which device blocks are being copied at this moment: whatever writes to them must wait."""
 
 from collections.abc import Iterable
 
@@ -13,11 +13,11 @@ class CopiesUnderWay:
         self.num_ranks = 1
         self._groups = groups
         self._ranks: dict[int, set[int]] = {}
-        """By batch: ranks that have copied it."""
+        """Ranks that have copied a batch, by the batch's id."""
         self._device_blocks: dict[int, list[int]] = {}
-        """By batch."""
+        """Device blocks of a batch, by the batch's id."""
         self._batch_of: dict[int, int] = {}
-        """By device block: the batch that reads it, the latest if there are several."""
+        """The batch that reads a device block, by device block: the latest if there are several."""
 
     def __bool__(self) -> bool:
         return bool(self._device_blocks)

@@ -45,7 +45,7 @@ class _Computed:
 
     run: _Run
     start: int
-    """Its first token, of those that the step computes."""
+    """The index of the run's first token among those that the step computes."""
     whole: Sequence[int]
     """Blocks that lie in the run as a whole."""
     partly: Sequence[int] = ()
@@ -62,7 +62,7 @@ class _Step:
     """The number by which workers name it; 0 if it computes nothing."""
     handed_out: set[int]
     computed: list[_Computed]
-    """In the order of `start`: vLLM gives a request also what others compute in the same step, and all of that begins
+    """The runs by `start`: vLLM gives a request also what others compute in the same step, and all of that begins
     before what the request computes itself."""
     is_in_doubt: bool
     """Whether another connector loads within this step: its results say which blocks that has not filled."""

@@ -58,7 +58,7 @@ class KVGroups:
         return key if self.num_groups == 1 else self._key(key, group), group * self.num_blocks + device_block
 
     def without_states(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """These tables, empty for groups of states: there, a table does not say which position a state is of."""
+        """Returns the tables, empty for groups of states: there, a table does not say which position a state is of."""
         return [() if group in self.of_states else table for group, table in enumerate(tables)]
 
     def device_blocks(self, slots: Iterable[int]) -> list[int]:

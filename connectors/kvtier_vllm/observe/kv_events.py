@@ -27,7 +27,7 @@ class _Place(NamedTuple):
 
 
 _PLACES = {HOST: _Place(MEDIUM_CPU, None), DISK: _Place(MEDIUM_STORAGE, "LOCAL")}
-"""As vLLM's native offloading names its own."""
+"""The names of the tiers in events, which are those that vLLM's native offloading uses for its own."""
 _SWEEP_AT = 1024
 """Blocks that are remembered in any case."""
 
@@ -48,15 +48,15 @@ class _Block:
     parent_hash: ExternalBlockHash | None
     group: int
     position: int
-    """In blocks, from the beginning of its prompt."""
+    """The block's number in its prompt, counted in blocks from the beginning."""
     tokens: "array[int]"
     inputs: tuple[Any, ...] | None
-    """Of its hash, beside the tokens."""
+    """What the block's hash is made of beside the tokens."""
     origin: _Origin
 
 
 class KVEvents:
-    """From the directory's changes to events. Scheduler thread only.
+    """Turns the directory's changes into events. Scheduler thread only.
 
     Our keys say nothing of vLLM's hashes, so blocks are described while a request is there that has them. One that
     nobody has described, as what an earlier process left on disk, is told of when a request names it.
@@ -74,11 +74,11 @@ class KVEvents:
         self._here: dict[BlockKey, _Block] = {}
         """Blocks in host memory."""
         self._coming: dict[BlockKey, _Block] = {}
-        """Those that may come there, and some that nobody awaits any more."""
+        """Blocks that may come to host memory, and some that nobody awaits any more."""
         self._sweep_at = _SWEEP_AT
-        """Of `_coming`: how many are too many."""
+        """The size of `_coming` at which blocks that nobody awaits are removed."""
         self._told: dict[str, dict[BlockKey, tuple[int, ExternalBlockHash]]] = {}
-        """By tier: what those who listen believe to be there, with its group."""
+        """What listeners believe to be in a tier, by tier: each block with its group and hash."""
 
     @property
     def has_news(self) -> bool:
@@ -136,7 +136,7 @@ class KVEvents:
         gone: dict[tuple[str, int], list[ExternalBlockHash]] = {}
         come: list[tuple[str, _Block]] = []
         before, self._device_cache = self._device_cache, compat.device_cache(self._kv)
-        if before is not self._device_cache:  # vLLM's event of a reset names no medium: who hears it may forget ours
+        if before is not self._device_cache:  # vLLM's reset event names no medium: listeners may forget ours, too
             for tier, told in self._told.items():
                 self._changes.note(tier, told)
                 for group, block_hash in told.values():
@@ -193,7 +193,7 @@ def _runs(come: Iterable[tuple[str, _Block]]) -> list[tuple[str, list[_Block]]]:
     """Blocks that follow each other, together. Parents before their children: routers place a block by its parent."""
     runs: list[tuple[str, list[_Block]]] = []
     open_runs: dict[tuple[Any, ...], list[_Block]] = {}
-    """By what the next block has in common with them."""
+    """Runs that may go on, by what the next block has in common with them."""
     for tier, block in sorted(come, key=lambda each: each[1].position):
         run = open_runs.pop((tier, block.group, block.origin, block.parent_hash), None)
         if run is None:

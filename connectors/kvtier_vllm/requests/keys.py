@@ -37,7 +37,7 @@ class RequestKeys:
 
     @property
     def adapter_name(self) -> str | None:
-        """A name of the request's adapter, of tenant and content, which only who has the tenant's secret can know.
+        """The adapter's name, of tenant and content, which nobody without the tenant's secret can know.
 
         None: it has no adapter.
         """

@@ -21,9 +21,9 @@ class PrefixLookup:
     asked: range = range(0)
     """Blocks that the last lookup is about."""
     ticket: int | None = None
-    """Of that lookup, while it has no answer."""
+    """The ticket of the last lookup, while it has no answer."""
     tiers: list[str] | None = None
-    """Its answer: where each block is that is worth loading, from the first one on."""
+    """The answer to the last lookup: where each block is that is worth loading, from the first one on."""
     ask_at: float = 0.0
     """When the next lookup may be asked for."""
     pending_since: float | None = None
@@ -61,7 +61,7 @@ class RequestBlocks:
         self._groups, self._events = groups, events
 
     def of(self, known: KnownRequest, tables: Sequence[Sequence[int]], span: range) -> list[Block]:
-        """Those at these positions, to be loaded or saved.
+        """Returns the request's blocks at these positions, to be loaded or saved.
 
         :param tables: the request's device blocks, by group.
         """
@@ -73,7 +73,7 @@ class RequestBlocks:
         return [self._groups.block(key, group, device_block) for key in keys[position:]]
 
     def _keys(self, known: KnownRequest, span: range) -> list[BlockKey]:
-        """Of the request's blocks, to the end of `span`."""
+        """Returns the keys of the request's blocks, up to the end of `span`."""
         keys = known.keys.first(span.stop)
         if self._events is not None:
             self._events.describe(known.request, self._groups.keys(keys[span.start :]), span)

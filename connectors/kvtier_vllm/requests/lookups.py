@@ -96,7 +96,7 @@ class RequestLookups:
         return 0
 
     def _is_worth_waiting(self, lookup: PrefixLookup) -> bool:
-        """For a block that is on its way to a tier, e.g. because another request has begun to load it."""
+        """Whether to wait for a block on its way to a tier, e.g. because another request has begun to load it."""
         now = self._clock()
         lookup.pending_since = lookup.pending_since if lookup.pending_since is not None else now
         lookup.ask_at = now + _ASK_EVERY_S

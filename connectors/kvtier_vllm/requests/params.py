@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 _TABLE = "kvtier"
 _PIN_S = 3600.0
-"""Of a pin that says no time."""
+"""The seconds of a pin for which the request gives no time."""
 _MAX_PIN_S = 1e9
 _KNOWN = ("no_store", "pin", "ttl_s", "tenant")
 
@@ -26,7 +26,7 @@ class RequestParams:
     tenant: object
     """Name of the tenant that it says it is of; None: nothing."""
     ignored: Mapping[str, str]
-    """By name: why."""
+    """Why a parameter is ignored, by its name."""
 
 
 def params_of(request: Request, *, has_pool: bool) -> RequestParams:
@@ -52,12 +52,12 @@ def params_of(request: Request, *, has_pool: bool) -> RequestParams:
     if flags["pin"] is True and not has_pool:
         ignored["pin"] = "this engine has no pool"
     pins = flags["pin"] is True and _is_time(ttl_s) and has_pool
-    # Who does not want to be stored, but does not say it well, is not stored.
+    # A request that asks badly not to be stored is not stored.
     return RequestParams(True, bool(flags["no_store"]), float(ttl_s) if pins else 0.0, table.get("tenant"), ignored)
 
 
 def answer_to(params: RequestParams, loaded_blocks: Mapping[str, int]) -> dict[str, Any] | None:
-    """What the request's answer says of us in its `kv_transfer_params`; None for who did not ask."""
+    """What the request's answer says of kvtier in its `kv_transfer_params`; None if the request did not ask."""
     if not params.is_asked:
         return None
     told: dict[str, Any] = {"loaded_blocks": dict(loaded_blocks)}

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 """How long blocks may take to the pool."""
 _FIRST_PAUSE_S = 0.05
-"""Before the pool is asked again; then twice as long each time."""
+"""Seconds before the pool is asked again; the pause doubles each time."""
 _MAX_WAITING = 64
 """Prompts of a tenant; what more of them wait is not pinned."""
 
@@ -49,7 +49,7 @@ class Pins:
         self._pin, self._namespaces, self._clock = pin, list(namespaces), clock
         self._changed = threading.Condition()
         self._waiting: dict[BlockKey, _Wanted] = {}
-        """By the prompt's last block, which stands for all before it. Guarded by _changed."""
+        """Prompts to pin, each by its last block, which stands for all before it. Guarded by _changed."""
         self._closed = False
         """Guarded by _changed."""
         self._thread = threading.Thread(target=self._run, name="kvtier-pins", daemon=True)

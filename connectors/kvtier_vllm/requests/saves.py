@@ -44,7 +44,7 @@ class RequestSaves:
         one writes to them before. Never more than there are slots, however often the same blocks are computed and
         hit."""
         self._last_saved_at = clock()
-        """Or when nothing was left to save."""
+        """When a block was last saved, or nothing was left to save."""
 
     def bind(self, kv: KVCacheManager) -> None:
         """Nothing is saved while requests run until it is known which device blocks they have."""
@@ -62,7 +62,7 @@ class RequestSaves:
         written: set[int],
         room: int,
     ) -> list[Block]:
-        """As many blocks as there is room for. The others wait on the device: no better place, as long as they last.
+        """Returns as many blocks as there is room for. The others stay on the device as long as vLLM keeps them there.
 
         :param computed: requests of the step, and which of their tokens it computes.
         :param states: that are on the device after it, to stay there until vLLM gives their device blocks to others.

@@ -1,4 +1,4 @@
-"""Whose a request is, where one engine serves several tenants for a gateway, and that its device cache knows it too.
+"""Which tenant a request belongs to, where an engine serves several for a gateway; its device cache knows it too.
 
 vLLM's own prefix cache tells requests apart by `cache_salt` alone: there goes the tenant's name, too.
 """
@@ -24,13 +24,13 @@ class Tenants:
     def of(self, request: Request, named: object) -> tuple[str | None, str | None]:
         """Name of the request's tenant, and the `cache_salt` that its client gave.
 
-        :param named: by the request itself; None: nobody.
+        The name is None if the request names a tenant that it may not use, or if its tenant cannot be told: it bypasses
+        the cache by a random salt, so it computes everything itself, and no other request finds what it computed.
 
-        None for one that names a tenant which it may not, or whose nobody can tell: it computes everything itself, and
-        nobody finds what it computed.
+        :param named: what the request itself names; None: nothing.
         """
         salt = request.cache_salt
-        # Behind a gateway, who names nobody is nobody: vLLM itself drops what some kinds of requests say.
+        # Behind a gateway, a request that names no tenant has none: vLLM drops what some kinds of requests say.
         tenant = self._own if named is None and not self._named else named
         if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
             self._warn(named)

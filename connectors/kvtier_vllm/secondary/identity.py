@@ -21,12 +21,12 @@ _SEEDED = ("xxhash", "xxhash_cbor")
 
 
 def scheduler_config(spec: OffloadingSpec) -> VllmConfig:
-    """The configuration of the engine whose tier is being made.
+    """Returns the configuration of the engine whose tier is being made.
 
-    vLLM gives a tier an excerpt of it, without rotary embeddings, quantization, hash or adapters. The whole is with
-    who asks for the tier, up the stack.
+    vLLM gives a tier an excerpt of it, without rotary embeddings, quantization, hash or adapters. The whole is a local
+    variable of a caller, up the stack.
 
-    :raises ConfigError: nobody there has it.
+    :raises ConfigError: no caller has it.
     """
     config, frame = None, inspect.currentframe()
     while config is None and frame is not None:
@@ -69,7 +69,7 @@ def require_usable(config: VllmConfig) -> None:
 
 
 def namespace_of(spec: OffloadingSpec, config: VllmConfig, *, row_bytes: int, digests: Path) -> Namespace:
-    """Of a chunk, which is the KV of all ranks.
+    """Returns the namespace of a chunk, which is the KV of all ranks.
 
     :param row_bytes: of a chunk in the primary tier.
     :param digests: folder in which digests of weights are remembered.
@@ -90,7 +90,7 @@ def namespace_of(spec: OffloadingSpec, config: VllmConfig, *, row_bytes: int, di
 
 
 def _layout(spec: OffloadingSpec, config: VllmConfig) -> dict[str, Any]:
-    """Of a chunk: whose pages are in it, and how. And what vLLM's hash of it is made of."""
+    """Returns the layout of a chunk: which groups' pages are in it, and how; and what vLLM's hash of it is made of."""
     parts, cache = spec.config, config.cache_config
     return {
         "groups": [(group.group_id, group.tokens_per_block, group.layer_names) for group in parts.groups],

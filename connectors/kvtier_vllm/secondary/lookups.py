@@ -47,9 +47,9 @@ class Lookups:
         self._deadline_s, self._on_late, self._clock = deadline_s, on_late, clock
         self._requests: dict[str, _Request] = {}
         self._next: dict[bytes, list[str]] = {}
-        """Keys for the next call, and who asks."""
+        """Keys for the next call, and the requests that ask for each."""
         self._asked: dict[bytes, list[str]] = {}
-        """Those of the call under way."""
+        """Keys of the call under way, and the requests that ask for each."""
         self._call: Future[list[bool]] | None = None
         self._threads = ThreadPoolExecutor(1, "kvtier-lookup")
 
@@ -81,7 +81,8 @@ class Lookups:
             self._call = self._threads.submit(self._look_up, list(self._asked))
 
     def mark_missing(self, keys: Iterable[bytes], request_id: str) -> None:
-        """To this request these stay missing: what failed to load would be offered, and fail, for ever."""
+        """Marks chunks as missing for this request, for good: what failed to load would be offered, and fail, for
+        ever."""
         for key in keys:
             self._settle(key, request_id, found=False)
 
@@ -114,7 +115,7 @@ class Lookups:
             request.found[key] = found
 
     def _look_up(self, keys: Sequence[bytes]) -> list[bool]:
-        """In the thread."""
+        """Asks the tier, in the lookups' own thread, whether it has these chunks."""
         try:
             statuses = self._tier.lookup([self._store_key(key) for key in keys])
             return [status is Status.HIT for _, status in zip(keys, statuses, strict=True)]

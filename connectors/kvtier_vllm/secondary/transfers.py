@@ -23,9 +23,9 @@ class Limits:
     """Chunks in one call to the tier."""
     load_threads: int
     load_deadline_s: float
-    """After which a load takes no further batch. What it has by then counts."""
+    """Seconds after which a load takes no further batch. What it has by then counts."""
     max_saving_chunks: int
-    """Of the primary tier, pinned by stores that have not ended. A store beyond is dropped, unless it is alone."""
+    """Chunks of the primary tier that stores pin until they end. A store beyond is dropped, unless it is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,14 @@ class Transfers:
         self._saving.shutdown(cancel_futures=True)
 
     def _give_up_late_loads(self) -> None:
-        """Those that have not begun: threads may all be waiting for a pool that hangs."""
+        """Gives up late loads that have not begun: all threads may be waiting for a pool that hangs."""
         now = self._clock()
         for outcome, future in self._open.values():
             if future is not None and now > outcome.job.deadline:
                 future.cancel()
 
     def _run(self, move: Callable[[Outcome], None], outcome: Outcome) -> None:
-        """In a thread."""
+        """Runs a job in one of the threads."""
         started = self._clock()
         try:
             move(outcome)

@@ -82,7 +82,7 @@ def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring, out: Tensor
 ) -> Tensor:
-    """One sequence. `query` and `out`: `[queries, num_heads, D]`; `keys` and `values`: `[num_kv_heads, keys, D]`.
+    """Attends one sequence. `query`, `out`: `[queries, num_heads, D]`; `keys`, `values`: `[num_kv_heads, keys, D]`.
 
     Returns the log-sum-exp, `[queries, num_heads]`.
     """
@@ -129,7 +129,7 @@ def _distances(first: int, last: int, num_keys: int) -> Tensor:
 def _attend_scored(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """As `_attend_seen`, causal, in float32, of so many queries at a time that their scores take little memory."""
+    """Attends causally in float32 where `scoring` changes scores, a few queries at a time: their scores take memory."""
     num_kv_heads, num_queries, group, _ = query.shape
     num_keys = keys.size(1)
     keys, values = keys.float(), values.float()
@@ -152,7 +152,7 @@ def _attend_scored(
 
 
 def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_attend_seen`, with a mask `[queries, keys]`."""
+    """Attends with a mask `[queries, keys]`; a query sees the keys where the mask is true."""
     expanded = (-1, query.size(2), -1, -1)
     added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     out, lse = _fused_attention(
@@ -170,7 +170,7 @@ def _attend_seen(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
 
 
 def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `_attend_seen`, with query i seeing keys 0 to i."""
+    """Attends causally with as many keys as queries: query i sees keys 0 to i."""
     group = query.size(2)
     expanded = (-1, group, -1, -1)
     out, lse = _fused_attention(

@@ -24,18 +24,18 @@ class SharedPrefixes:
     """int32 `[4, columns]`, its rows being the properties below: one tensor, so that it takes one copy to a device."""
     num_seqs: int
     group_sizes: tuple[int, ...]
-    """Of the groups that share something: how many sequences each has."""
+    """How many sequences each group has that shares something."""
     shared_keys: tuple[int, ...]
-    """What each of these groups shares."""
+    """How many leading keys each group of `group_sizes` shares."""
     num_saved_keys: int
     """Keys that are not read again because their group reads them once."""
     num_own_keys: int
-    """Keys that are one sequence's alone, of all sequences together; those of the one that has most are the next."""
+    """Keys that are one sequence's alone, summed over all sequences; `max_own_keys` is the most of any sequence."""
     max_own_keys: int
 
     @property
     def num_groups(self) -> int:
-        """With the last one, of sequences that share nothing, where there are such."""
+        """The number of groups, with a last one of sequences that share nothing, where there are such."""
         return len(self.group_sizes) + (sum(self.group_sizes) < self.num_seqs)
 
     @property
@@ -113,7 +113,7 @@ class SharedPrefixes:
         )
 
     def to(self, device: torch.device) -> Self:
-        """The same with its index on `device`. Waits for nothing."""
+        """Returns these prefixes with the index on `device`. Waits for nothing."""
         return replace(self, index=self.index.to(device, non_blocking=True))
 
 

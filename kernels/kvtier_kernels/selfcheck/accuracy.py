@@ -54,7 +54,7 @@ def lse_bound(
     kv_scales: Tensor | None = None,
     scoring: Scoring = PLAIN,
 ) -> float:
-    """Likewise for the log-sum-exp.
+    """Largest difference between the log-sum-exp of `prefix_prefill` or `paged_decode` and that of the reference.
 
     It is off by no more than a score is, and by the relative error of the sum; the result, of at most the largest
     score plus log(n), is rounded three times.
@@ -81,7 +81,7 @@ def merge_bound(parts: Tensor, part_lse: Tensor, dtype: torch.dtype) -> float:
 
 
 def merge_lse_bound(part_lse: Tensor) -> float:
-    """Likewise for the log-sum-exp: the sum's relative error, and three roundings of a number of its size."""
+    """Largest difference of the merged log-sum-exp: the sum's relative error, and three roundings of its size."""
     num_states, counted = part_lse.size(2), part_lse[part_lse != -math.inf]
     largest = counted.abs().amax().item() if counted.numel() else 0.0
     return (8 * num_states + 8 + 3 * (largest + math.log(num_states))) * _UNIT_FLOAT32
@@ -101,7 +101,7 @@ def scoring_error(scoring: Scoring, num_keys: int) -> float:
 
 
 def _counted(sinks: Tensor) -> Tensor:
-    """Those of -inf take no share, and no error comes of them."""
+    """Replaces sinks of -inf by 0: they take no share, and no error comes of them."""
     return sinks.masked_fill(sinks == -math.inf, 0.0)
 
 

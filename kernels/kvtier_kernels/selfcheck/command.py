@@ -31,7 +31,7 @@ HEADS = ((32, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 256), (4, 4, 80))
 """Query heads, KV heads, head dimension."""
 BLOCK_SIZES = (16, 1, 256)
 _MOST_CHARACTERS = 500
-"""Of an error: a compiler's may be pages."""
+"""The most characters of an error that are printed: a compiler's may be pages."""
 
 
 @dataclass(frozen=True, slots=True)

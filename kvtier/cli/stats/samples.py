@@ -16,9 +16,9 @@ from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
-"""Ours is about 20 KB. Whatever answers with more than this is something else."""
+"""The most bytes of a page of metrics. Ours is about 20 KB; an address that answers with more is something else."""
 _MAX_SAID_BYTES = 200
-"""Of what a server says of a request that it refuses."""
+"""The most bytes that are shown of what a server says of a request that it refuses."""
 
 
 class Samples:
@@ -33,11 +33,11 @@ class Samples:
         return list(self._by_name)
 
     def total(self, name: str, **labels: str) -> float:
-        """Of all samples that have these labels; 0 where there is none."""
+        """Returns the sum of all samples that have these labels; 0 where there is none."""
         return sum(sample.value for sample in self._matching(name, labels))
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The same, but None where there is none."""
+        """Returns the sum of all samples that have these labels; None where there is none."""
         found = self._matching(name, labels)
         return sum(sample.value for sample in found) if found else None
 

@@ -44,7 +44,7 @@ class Server:
         eos_token_ids: tuple[int, ...],
         registry: CollectorRegistry,
     ) -> None:
-        """:param registry: what `/metrics` exports. The engine stays the caller's, who starts and closes it."""
+        """:param registry: what `/metrics` exports. The engine stays the caller's, which starts and closes it."""
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES

@@ -30,7 +30,7 @@ def engine_device(name: str) -> torch.device:
 
 
 def weights_on(weights: LlamaWeights, device: torch.device) -> LlamaWeights:
-    """The same weights on `device`; what is there already is not copied. Tied tensors stay one.
+    """Returns the same weights on `device`; what is there already is not copied. Tied tensors stay one.
 
     :raises ConfigError: there is no room for them.
     """

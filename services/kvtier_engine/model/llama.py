@@ -22,7 +22,7 @@ class Chunk:
     """New tokens of one sequence, and where the sequence lives."""
 
     token_ids: Sequence[int]
-    """At least one, the ones to compute now."""
+    """The tokens to compute now, at least one."""
     start: int
     """Position of `token_ids[0]`: how many tokens of the sequence have KV in the blocks already."""
     block_table: Sequence[int]
@@ -34,7 +34,7 @@ class Batch:
     """What a forward pass takes, on the device."""
 
     token_ids: Tensor
-    """int64 `[num_tokens]`, those of one sequence after those of another; `positions` likewise."""
+    """int64 `[num_tokens]`, as `positions` is: the tokens of one sequence after those of another."""
     positions: Tensor
     attend: LayerAttention
     """Writes and reads the sequences' KV."""

@@ -1,1 +1,1 @@
-"""Who computes when: requests, scheduler, prefix cache, sampling."""
+"""Which request computes when: requests, scheduler, prefix cache, sampling."""

@@ -1,4 +1,4 @@
-"""The engine: whoever computes calls `run`; everybody else submits and cancels from other threads."""
+"""The engine: one thread computes in `run`; every other thread submits and cancels."""
 
 import itertools
 import logging
@@ -15,9 +15,9 @@ from kvtier_engine.scheduling.request import DoneCallback, FinishReason, Request
 from kvtier_engine.scheduling.scheduler import Scheduler
 
 _STUCK_WAIT_S = 0.005
-"""Between steps while requests wait for a tier that announces nothing: blocks being written, deadlines."""
+"""Seconds between steps while requests wait for a tier that announces nothing: blocks being written, deadlines."""
 _IDLE_WAIT_S = 0.5
-"""Between looks for blocks that could not be copied when they became full."""
+"""Seconds between looks for blocks that could not be copied when they became full."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class EngineLimits:
 
     @classmethod
     def of(cls, *, max_positions: int, kv: PagedKV, vocab_size: int) -> Self:
-        """Of a model with so many positions, and a request that has all of `kv` for itself."""
+        """Returns the limits of a model with so many positions, and of a request that has all of `kv` for itself."""
         room = kv.num_blocks * kv.tokens_per_block
         return cls(
             max_total_tokens=min(max_positions, room),
@@ -231,7 +231,7 @@ class Engine:
             item.on_done(self._scheduler.reset_cache())
 
     def _wait(self) -> None:
-        """Until there may be something to do."""
+        """Blocks until there may be something to do."""
         timeout_s = _STUCK_WAIT_S if self._scheduler.num_unfinished else _IDLE_WAIT_S
         if self._hierarchy is not None:
             self._hierarchy.wait(timeout_s)

@@ -34,7 +34,7 @@ class Admission(enum.Enum):
     RUNNING = enum.auto()
     LOADING = enum.auto()
     LATER = enum.auto()
-    """Its lookup is under way, or another request is loading the same blocks. Others may start meanwhile."""
+    """The request's lookup is under way, or another request is loading the same blocks. Others may start meanwhile."""
     NO_ROOM = enum.auto()
     """Not enough free blocks: the next try is worth while when some are freed."""
 

@@ -26,7 +26,7 @@ class Sampling:
     top_p: float = 1.0
     """Only the likeliest tokens that together are at least so likely are drawn; above 0, 1 draws from all."""
     seed: int | None = None
-    """The same seed gives the same draws; None seeds from the system."""
+    """The seed of the draws: the same seed gives the same draws; None seeds from the system."""
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the answer; it is the answer's last token."""
 
@@ -42,7 +42,7 @@ class Completion:
     cached_by_tier: Mapping[str, int]
     """Prompt tokens that were not computed, by where their KV was: `device` and the names of the tiers."""
     ttft_s: float | None
-    """From the arrival of the request to its first new token; None when there was none."""
+    """Seconds from the arrival of the request to its first new token; None when there was none."""
 
 
 DoneCallback = Callable[[Completion], None]
@@ -84,20 +84,20 @@ class Request:
     """Prompt, then answer."""
     sampling: Sampling
     hasher: BlockHasher | None
-    """Of the request's tenant. None: this request neither uses nor feeds the cache."""
+    """The hasher of the request's tenant. None: this request neither uses nor feeds the cache."""
     on_done: DoneCallback
     arrived_at: float
-    """On the scheduler's clock."""
+    """The arrival time, on the scheduler's clock."""
     on_token: TokenCallback | None = None
     """None when nobody reads along: then tokens cost nothing before the end."""
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
     keys: list[BlockKey] = field(default_factory=list)
-    """Of the leading full blocks: at first the prompt's, later also the answer's."""
+    """Keys of the leading full blocks: at first the prompt's, later also the answer's."""
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
-    """Blocks."""
+    """The number of leading blocks that are known under their keys."""
     lookup: Lookup | None = None
     pending_since: float | None = None
     """When a lookup first ended in a block that is being written."""

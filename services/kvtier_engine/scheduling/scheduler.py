@@ -1,4 +1,4 @@
-"""Continuous batching: who computes how many tokens in each step."""
+"""Continuous batching: which request computes how many tokens in each step."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Scheduler:
         self._loading: list[Request] = []
         """Ended ones too, until their blocks are left alone."""
         self._running: list[Request] = []
-        """In order of arrival."""
+        """Running requests in the order of their arrival."""
 
     @property
     def num_unfinished(self) -> int:

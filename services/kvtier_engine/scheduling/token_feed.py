@@ -43,7 +43,7 @@ class TokenFeed:
         self._news.set()
 
     async def wait(self) -> None:
-        """Until there is something to take, or an interruption."""
+        """Waits until there is something to take, or an interruption."""
         await self._news.wait()
 
     def take(self) -> tuple[list[int], Completion | None]:

@@ -91,7 +91,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._special = special_tokens(tokenizer)
         self._known: dict[int, bytes] = {}
-        """At most one entry per token. Writing the same entry twice is harmless."""
+        """The bytes of tokens by id, at most one entry per token. Writing the same entry twice is harmless."""
 
     def __call__(self, token_id: int) -> bytes:
         known = self._known.get(token_id)

@@ -70,14 +70,14 @@ class ChatTokenizer:
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
 
     def detokenizer(self) -> Detokenizer:
-        """For the text of one answer while it comes."""
+        """Returns a detokenizer for the text of one answer while it comes."""
         if self._token_bytes is not None:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self._tokenizer, self._special)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """As Hugging Face renders templates; sandboxed, because a template is code from the model's publisher."""
+    """Renders templates as Hugging Face does; sandboxed, because a template is code from the model's publisher."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

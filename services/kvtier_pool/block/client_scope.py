@@ -1,4 +1,4 @@
-"""Whose the requests of a connection are, and which blocks they may name."""
+"""The tenant that the requests of a connection act for, and which blocks they may name."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from kvtier_pool.requests import add_keys, require_blocks, require_bytes, requir
 from kvtier_pool.settings import PoolLimits
 
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
-"""Of a store key."""
+"""The bytes of a store key that name its namespace."""
 
 
 class ClientScope:
@@ -28,7 +28,7 @@ class ClientScope:
         self._limits = limits
 
     def keys(self, request: Fields) -> list[StoreKey]:
-        """Those of its groups."""
+        """Returns the keys of the request's groups."""
         keys: list[StoreKey] = []
         for group in request.maps("groups"):
             self._add_keys(keys, group)

@@ -20,9 +20,9 @@ from kvtier_pool.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
-"""After an `accept` that failed, most often for want of descriptors."""
+"""Seconds to pause after an `accept` that failed, most often for want of descriptors."""
 _LAST_WAIT_S = 5.0
-"""For sessions whose connection was cut: they end as soon as the disk lets them."""
+"""Seconds to wait for sessions whose connection was cut: they end as soon as the disk lets them."""
 
 
 class BlockServer:
@@ -131,9 +131,9 @@ class BlockServer:
             raise
 
     def _take_in(self, session: BlockSession) -> bool:
-        """Counts it among those that are open; False when there are too many.
+        """Counts a session among those that are open; False when there are too many.
 
-        Who has not said who he is makes way first: a stranger must not keep out those who can.
+        A session that has not said who it is makes way first: a stranger must not keep out those that can.
         """
         most = self._settings.max_connections
         nameless = None

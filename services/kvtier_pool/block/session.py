@@ -1,4 +1,4 @@
-"""One connection of the block protocol: HELLO, then requests one after the other, to the last words of either side."""
+"""One connection of the block protocol: HELLO, then requests one after the other, until either side ends it."""
 
 import logging
 import threading
@@ -56,12 +56,12 @@ class BlockSession:
         """What the peer holds in shared memory, where there is any. Own thread only."""
         self._certificate_names = certificate_names
         self.greeted = False
-        """The peer has shown whose it is. Written by the own thread only."""
+        """Whether the peer has shown which tenant it acts for. Written by the own thread only."""
         self._request_id = 0
-        """Of the request being served. Own thread only."""
+        """The id of the request being served. Own thread only."""
         self._lock = threading.Lock()
         self._idle = False
-        """Between two requests. Guarded by _lock."""
+        """Whether the connection is between two requests. Guarded by _lock."""
         self._finishing = False
         """Guarded by _lock."""
 
@@ -103,7 +103,7 @@ class BlockSession:
         self._connection.shut_down()
 
     def _greet(self) -> ClientScope | None:
-        """The peer, once it has said who it is; None when no version is common to both."""
+        """Returns the peer, once it has said who it is; None when no version is common to both."""
         request = self._receive(_HELLO_S, MAX_HELLO_BYTES)
         require_no_payload(request.payload_bytes)
         hello = request.request
@@ -133,7 +133,7 @@ class BlockSession:
         return offers
 
     def _handlers(self, scope: ClientScope) -> Mapping[str, Handler]:
-        """By verb."""
+        """Returns the handlers of requests by verb."""
         handlers = BlockVerbs(self._core, scope, self._limits.max_block_bytes).handlers
         if self._clients is None:
             return handlers

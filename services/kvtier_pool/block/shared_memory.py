@@ -19,7 +19,7 @@ from kvtier.tiers.host.slots import WriteSlot
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
-"""Between two looks for leases that are over."""
+"""Seconds between two looks for leases that are over."""
 NOTHING_HELD = 0
 """Id of a lease or write that holds nothing."""
 
@@ -50,15 +50,15 @@ class ClientMemory:
         self._ids = itertools.count(NOTHING_HELD + 1)
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
-        """By id, the oldest first. Guarded by _lock."""
+        """Leases by id, the oldest first. Guarded by _lock."""
         self._writes: dict[int, list[WriteSlot]] = {}
-        """By id. Connection's thread only."""
+        """Prepared write slots by the id of their write. Connection's thread only."""
         self._slots_in: Counter[int] = Counter()
         """Prepared slots by number of their slab; none of them 0. Connection's thread only."""
         self._leased_bytes = 0
         """Guarded by _lock."""
         self._prepared_bytes = 0
-        """Of the slabs in `_slots_in`. Connection's thread only, but for reading."""
+        """The bytes of the slabs in `_slots_in`. Connection's thread only, but for reading."""
         self.lease_s = lease_s
         """How long a lease lasts."""
 
@@ -140,7 +140,8 @@ class ClientMemory:
         self._abort(self._forget(write_id))
 
     def open_slab(self, number: int) -> SharedSlab | None:
-        """See `HostTier.open_slab`."""
+        """Returns a descriptor of one of the tenant's slabs, for the caller to close; None when there is no such
+        slab."""
         return self._core.open_slab(self._tenant, number, self._writer)
 
     def close(self) -> None:
@@ -209,7 +210,7 @@ class SharedClients:
         return self._thread.is_alive()
 
     def open(self, tenant: TenantId) -> ClientMemory:
-        """For a new connection; goes back by `end`."""
+        """Gives a new connection its memory, which goes back by `end`."""
         client = ClientMemory(
             self._core,
             tenant,

@@ -12,7 +12,7 @@ from kvtier_pool.block.verbs import Handler
 
 
 class SharedVerbs:
-    """One connection's. Its thread only. Those that give something back are not answered."""
+    """One connection's verbs for shared memory. Its thread only. Verbs that give something back are not answered."""
 
     def __init__(self, memory: ClientMemory, scope: ClientScope) -> None:
         self._memory = memory
@@ -25,7 +25,7 @@ class SharedVerbs:
             Verb.ABORT: self._abort,
             Verb.MAP: self._map,
         }
-        """By verb."""
+        """The handlers of requests by verb."""
 
     def _acquire(self, request: RequestContext) -> None:
         lease, statuses, places = self._memory.acquire(*self._scope.blocks(request.request))

@@ -14,14 +14,14 @@ from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.requests import pin_ttl_ms
 
 _PIECE_BYTES = 2 << 20
-"""Of payloads that come in: with many writers, fewer turns of the interpreter's lock and of the cores count for more
-than the processor's second-level cache."""
+"""The bytes of a piece of the payloads that come in: with many writers, fewer turns of the interpreter's lock and of
+the cores count for more than the processor's second-level cache."""
 Handler = Callable[[RequestContext], None]
 """Serves one request."""
 
 
 class BlockVerbs:
-    """One connection's. Its thread only."""
+    """The verbs that one connection's requests are served with. Its thread only."""
 
     def __init__(self, core: Store, scope: ClientScope, max_block_bytes: int) -> None:
         """:param max_block_bytes: of one payload that is written; a longer one is FULL."""
@@ -35,7 +35,7 @@ class BlockVerbs:
             Verb.DISCARD: self._discard,
             Verb.USAGE: self._usage,
         }
-        """By verb."""
+        """The handlers of requests by verb."""
         if core.max_pin_s:
             self.handlers |= {Verb.PIN: self._pin, Verb.UNPIN: self._unpin}
 

@@ -1,4 +1,4 @@
-"""Health checks over gRPC, for whoever asks: probes have no credentials."""
+"""Health checks over gRPC for any peer: probes have no credentials."""
 
 import contextlib
 import threading
@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REQUEST_S = 5.0
-"""How long a stranger may keep a thread without saying what he asks."""
+"""Seconds that a peer may keep a thread without saying what it asks."""
 _MAX_WAITING = 2
-"""Threads that such strangers may keep. Who comes next ends the oldest: probes say at once what they ask."""
+"""Threads that peers may keep without saying what they ask. One more ends the oldest: probes say it at once."""
 
 
 class HealthServicer:

@@ -29,9 +29,9 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 _HANDSHAKE_S = 5.0
-"""As long as HELLO of the block protocol has: then who has not begun to speak HTTP/2 makes way."""
+"""The seconds that a peer has to begin HTTP/2, as long as HELLO of the block protocol has; after that it makes way."""
 _IDLE_S = 60.0
-"""A connection without a call is closed then; clients open another one with their next call."""
+"""The seconds after which a connection without a call is closed; clients open another one with their next call."""
 _KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_listen` empty, or have another key signed"
 
 
@@ -87,7 +87,7 @@ class PoolServer:
 
 
 class _ReflectionGuard(grpc.ServerInterceptor):
-    """Reflection streams keep a thread each, so they are for those who have credentials."""
+    """Reflection streams keep a thread each, so they are for clients that have credentials."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator

@@ -23,10 +23,10 @@ class Upload:
         self._tenant = tenant
         self._limits = limits
         self._statuses: list[WriteStatus] = []
-        """Of the blocks before the current one, and of the current one once it is decided."""
+        """The statuses of the blocks before the current one, and of the current one once it is decided."""
         self._num_begun = 0
         self._header: Header | None = None
-        """Of the current block while its slot is being filled."""
+        """The header of the current block while its slot is being filled."""
         self._slot: WriteSlot | None = None
         self._num_filled = 0
         """Bytes in `_slot`."""

@@ -11,7 +11,8 @@ _MOST_RELATIVE_DIFFERENCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 This is several times what rounding makes.
 """
 _MOST_RELATIVE_DIFFERENCE_OF_LOGITS = {torch.bfloat16: 0.1}
-"""The same for logits, where products and sums may be split otherwise: that is rounded otherwise layer after layer."""
+"""The most that two ways to compute logits may differ by, as a share of the largest number, by dtype. Products and sums
+may be split otherwise, and are then rounded otherwise layer after layer."""
 
 
 class WrongResultError(KvtierError):

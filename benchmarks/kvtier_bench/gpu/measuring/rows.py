@@ -10,7 +10,7 @@ from kvtier_bench.measuring.rounds import NUM_ROUNDS, Samples, Spread
 SHORT = "SHORT"
 """The word in the detail of a row that misses its bar."""
 _LEAST_ROUNDS = 3
-"""Of a median that is held to something."""
+"""The least number of rounds of a median that is held to a bar."""
 
 
 @dataclass(frozen=True, slots=True)

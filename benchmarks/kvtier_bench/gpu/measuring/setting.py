@@ -11,19 +11,19 @@ from kvtier.clock import MONOTONIC, Clock
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of one part of a run. One thread."""
+    """The device, the sizes and the deadline of one part of a run. One thread."""
 
     device: torch.device
     tiny: bool
     """Shapes that Triton's interpreter can do in a second, and two rounds."""
     dtype: torch.dtype
     deadline_s: float
-    """Of `clock`. A part begins nothing new after it, and is killed some seconds later."""
+    """The deadline by `clock`. A part begins nothing new after it, and is killed some seconds later."""
     clock: Clock = MONOTONIC
 
     @classmethod
     def here(cls, budget_s: float, *, tiny: bool, clock: Clock = MONOTONIC) -> "Setting":
-        """On the current CUDA device, else on CPU, which must be tiny. Raises `ValueError` when it is not."""
+        """Makes a setting for the current CUDA device, or for the CPU, where `tiny` must be true: else `ValueError`."""
         deadline_s = clock() + budget_s  # before the device is opened, which takes time
         if torch.cuda.is_available():
             device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
@@ -54,7 +54,7 @@ class Setting:
         return tiny if self.tiny else full
 
     def synchronize(self) -> None:
-        """Until the device has done everything."""
+        """Blocks until the device has done everything."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 

@@ -11,10 +11,10 @@ from kvtier_bench.measuring.rounds import Samples
 _FLUSH_BYTES = 256 << 20
 """Several times the second-level cache of any chip (an H200 has 60 MB)."""
 _HEAD_START_CYCLES, _MOST_HEAD_START_CYCLES = 1 << 20, 1 << 27
-"""From about 0.5 ms to 70 ms, in which the host launches everything that is to be timed: launching is not what is
-measured."""
+"""Cycles that hold up the device, for 0.5 ms to 70 ms, while the host launches all that is to be timed: launching is
+not what is measured."""
 _WAKING_CYCLES = 1 << 26
-"""From 30 ms on, the more the slower the clock is: an idle device has a fifth of its clock, and takes some time."""
+"""Cycles of a kernel that wakes the device, 30 ms or more: an idle device has a fifth of its clock for some time."""
 _WARM_UPS = 2
 """Kernels are compiled, and libraries choose theirs, before anything counts."""
 
@@ -31,7 +31,7 @@ class DeviceClock:
         self._head_start_cycles = _HEAD_START_CYCLES
 
     def seconds(self, run: Run) -> float:
-        """Of one call. Called again when the device had begun before the host had launched all of it."""
+        """Returns the seconds of one call. Repeats it if the device began before the host had launched all of it."""
         if not self._setting.on_cuda:
             return self.wall_s(run)
         while True:
@@ -49,7 +49,7 @@ class DeviceClock:
             self._head_start_cycles *= 4
 
     def wall_s(self, run: Run) -> float:
-        """Of one call and all that it leaves to the device, by the wall."""
+        """Returns the wall-clock seconds of one call and of all that it leaves to the device."""
         self._setting.synchronize()
         start = time.perf_counter()
         run()

@@ -70,7 +70,7 @@ def measure(setting: Setting) -> Iterator[Case]:
 
 
 def _beside(step_s: float) -> str:
-    """In the words of rows."""
+    """Returns what rows of a report call steps of this length."""
     return f"beside steps of {step_s * 1e3:.0f} ms"
 
 

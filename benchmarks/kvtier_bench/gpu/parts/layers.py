@@ -33,7 +33,7 @@ _TOKENS_PER_BLOCK = 16
 _WHOLE, _BY_LAYER = "load, then compute", "layer by layer"
 _PATIENCE_S = 30.0
 _NO_NUMBER = 0xFF
-"""In every byte: no float of any size."""
+"""The byte that fills memory with NaN, whatever the size of its floats."""
 
 
 def measure(setting: Setting) -> Iterator[Case]:

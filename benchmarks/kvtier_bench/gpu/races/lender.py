@@ -27,7 +27,7 @@ class _Slab:
     arena: Arena
     """The memory as the pool has it."""
     memory: LentSlots
-    """The same memory as a borrower has it, for reading."""
+    """The slab's memory as a borrower has it, for reading."""
     generations: list[int]
 
     @property
@@ -93,7 +93,7 @@ class Lender:
         return DirectRead(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
 
     def end_read(self, borrowed: DirectRead) -> list[bool]:
-        """Implements `DirectReads.end_read`."""
+        """Returns whether each block was lent and kept its place, as `DirectReads.end_read` does."""
         whole = [False] * borrowed.num_blocks
         for serial, lent in zip(borrowed.serials, borrowed.blocks, strict=True):
             for index, slot, generation in zip(lent.indexes, lent.slots, lent.generations, strict=True):

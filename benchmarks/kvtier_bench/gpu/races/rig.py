@@ -91,7 +91,7 @@ class Rig:
         return _some(self._free_slots, self._size.batch, self.numbers)
 
     def give_back(self, *, blocks: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
-        """Gives device slots and arena slots to whoever asks next."""
+        """Gives device slots and arena slots back for further use."""
         self._free_blocks += blocks
         self._free_slots += slots
 

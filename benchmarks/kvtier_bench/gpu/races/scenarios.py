@@ -87,7 +87,7 @@ def zeroing(rig: Rig, number: int) -> None:
 
 
 def reuse(rig: Rig, number: int) -> None:
-    """The same blocks are computed anew by the next step, time and again, while saves of them are on their way."""
+    """Steps compute the same blocks anew, time and again, while saves of these blocks are on their way."""
     blocks, saved = rig.blocks(), []
     for _ in range(3):
         slots, contents = rig.slots(), rig.work.contents(blocks)

@@ -1,4 +1,4 @@
-"""The same through all that an engine has: its directory, with an arena that is too small for what is saved."""
+"""Races through all that an engine has: its directory, with an arena that is too small for what is saved."""
 
 import contextlib
 import random

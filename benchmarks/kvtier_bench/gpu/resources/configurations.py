@@ -35,11 +35,11 @@ _NUM_SEQS, _TOKENS_PER_BLOCK, _DTYPE = 5, 16, torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One launcher with one kind of arguments."""
+    """One launcher with one kind of arguments, and how its launches are recorded."""
 
     name: str
     default: bool
-    """It is what the launcher chooses by itself."""
+    """Whether the launcher chooses these arguments by itself."""
     record: Callable[[int], list[Launch]]
     """What it launches on a chip of this capability."""
 
@@ -104,7 +104,7 @@ def _prefill(
 def _decode(
     heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
 ) -> list[Launch]:
-    """Without splits, with splits, and what merges them."""
+    """Records decoding without splits, with splits, and the kernel that merges them."""
     of, scales = _batch(heads, _NUM_SEQS, kv_dtype)
     with _launched(chip) as launches:
         for num_splits in (1, 4):
@@ -132,13 +132,13 @@ def _merge_two_states(chip: int) -> list[Launch]:
 
 
 def _prefill_candidate(heads: _Heads, place: int, chip: int) -> list[Launch]:
-    """Without splits; nothing where there are fewer candidates."""
+    """Records a prefill candidate without splits; returns nothing where there are fewer candidates."""
     candidates = prefill_candidates(heads[2], 2, heads[0] // heads[1], divmod(chip, 10))
     return _prefill(heads, chip, candidates[place])[:1] if place < len(candidates) else []
 
 
 def _decode_candidate(heads: _Heads, place: int, chip: int) -> list[Launch]:
-    """Likewise."""
+    """Records a decode candidate without splits; returns nothing where there are fewer candidates."""
     candidates = decode_candidates(heads[2], 2, heads[0] // heads[1], divmod(chip, 10))
     return _decode(heads, chip, candidates[place])[:1] if place < len(candidates) else []
 

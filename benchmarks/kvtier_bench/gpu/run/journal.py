@@ -44,7 +44,7 @@ class Journal:
         self.path = path
 
     def begin(self, part: str, facts: Mapping[str, Any]) -> None:
-        """From now on, rows of the part are those of this time."""
+        """Begins a part: from now on, its rows are those of this time."""
         self._append({"begin": part, "facts": dict(facts)})
 
     def row(self, part: str, case: Case) -> None:

@@ -46,7 +46,7 @@ ALL = tuple(dict.fromkeys((*PARTS, *SECOND)))
 TOTAL_S = 520.0
 """The time for all parts: with 20 s for unpacking wheels before, nine of the ten minutes that a command may have."""
 GRACE_S = 8.0
-"""After its budget, for a part to end by itself."""
+"""The seconds after its budget that a part may take to end by itself."""
 
 
 def scaled(parts: Sequence[Part], total_s: float) -> list[Part]:

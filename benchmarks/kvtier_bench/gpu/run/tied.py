@@ -1,4 +1,4 @@
-"""Runs a command that ends with whoever started it: `python -m kvtier_bench.gpu.run.tied PARENT COMMAND...`.
+"""Runs a command that ends with process PARENT: `python -m kvtier_bench.gpu.run.tied PARENT COMMAND...`.
 
 A part of a run must not go on using the GPU when the run itself was killed, not even by SIGKILL. This process starts
 the command and waits. When the process PARENT is gone, it kills its whole process group: the command, and all that
