@@ -78,12 +78,6 @@ class Metrics:
             ["tier", "codec", "form"],
             registry=self.registry,
         )
-        self.codec_choices = Counter(
-            "kvtier_codec_choices",
-            "Times a tier with codec auto weighed its codecs, by the one it has used since",
-            ["tier", "codec"],
-            registry=self.registry,
-        )
         self.torn_blocks = Counter(
             "kvtier_disk_torn_blocks",
             "Records found incomplete at start: they were being written when the process ended",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.codec.stored_form import Codec
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink
@@ -18,7 +19,6 @@ from kvtier.net.address import UNIX_PREFIX
 from kvtier.net.tls import ClientTls
 from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.common.codec_choice import parse_codec
 from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.common.per_tenant import PerTenant
 from kvtier.tiers.disk.medium.direct_io import DirectIo
@@ -160,7 +160,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         config.resolve_path(config.disk.directory),
         int(config.disk.capacity_bytes),
         reserve_bytes=int(config.disk.reserve_bytes),
-        codec=parse_codec(config.disk.codec),
+        codec=Codec.parse(config.disk.codec),
         segment_bytes=int(config.disk.segment_bytes),
         sync=SyncPolicy.parse(config.disk.sync),
         direct_io=DirectIo.parse(config.disk.direct_io),

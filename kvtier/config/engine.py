@@ -164,8 +164,8 @@ class DiskConfig(Section):
     write_policy: WritePolicyName = "write_through"
     """When blocks in host memory are copied here. The other two spare the drive."""
     codec: CodecName = "raw"
-    """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does.
-    `auto` measures what gains time here, and stays with `raw` where nothing does."""
+    """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does
+    (`kvtier bench codec`)."""
     segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
     """Size of a file, at most a sixteenth of the capacity. Small: more files. Large: eviction takes more at once. With
     several tenants, files are smaller by themselves."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -21,10 +22,20 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 """A `kvtier.tiers.common.write_policy.WritePolicy`: at once, at the n-th use, or at eviction."""
-CodecName = Literal["raw", "lz4", "planes-zstd", "auto"]
-"""A `kvtier.codec.stored_form.Codec`, or `auto` for the one that costs least where the tier is
-(`kvtier.tiers.common.codec_choice`). For
-what is written from now on: every tier reads all of them, but releases before this one know no `planes-zstd`."""
+
+
+def _not_auto(name: object) -> object:
+    if name == "auto":
+        raise ValueError(
+            "'auto' was removed: leave it out for 'raw', or set 'lz4' or 'planes-zstd' where the way to the tier is "
+            "slow (`kvtier bench codec` says where they pay)"
+        )
+    return name
+
+
+CodecName = Annotated[Literal["raw", "lz4", "planes-zstd"], BeforeValidator(_not_auto)]
+"""A `kvtier.codec.stored_form.Codec`. For what is written from now on: every tier reads all of them, but releases
+before this one know no `planes-zstd`."""
 
 SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk.state.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""

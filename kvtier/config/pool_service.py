@@ -65,8 +65,8 @@ class PoolServiceConfig(Section):
     disk_write_policy: WritePolicyName = "write_through"
     """When blocks in memory are copied to disk. With `write_back`, a killed pool forgets more."""
     disk_codec: CodecName = "raw"
-    """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does.
-    `auto` measures what gains time here, and stays with `raw` where nothing does."""
+    """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does
+    (`kvtier bench codec`)."""
     disk_segment_bytes: SegmentBytes = ByteSize(64 * 2**20)
     """Size of a file, at most a sixteenth of `disk_bytes`. Small: more files. Large: eviction takes more at once. With
     several tenants, files are smaller by themselves."""
@@ -91,8 +91,8 @@ class PoolServiceConfig(Section):
     """When blocks in memory are copied to Redis. With the other two, pools share later, or less."""
     redis_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV: worth it where the network gives less than 0.4 GB/s, or 0.9 when blocks
-    are mostly read (`kvtier bench codec`). `planes-zstd` saves three tenths, at a fourth of the speed. `auto`: see
-    `disk_codec`. Pools of a release that does not know a codec find no such block, and remove it."""
+    are mostly read (`kvtier bench codec`). `planes-zstd` saves three tenths, at a fourth of the speed. Pools of
+    a release that does not know a codec find no such block, and remove it."""
     selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
     """At which use `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
     max_pin_s: Annotated[float, Field(ge=0, le=31_536_000)] = 86_400.0

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.store.event_hub import EventHub
@@ -9,7 +10,6 @@ from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
 from kvtier.tiers.base import Tier
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.common.codec_choice import parse_codec
 from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
@@ -33,7 +33,7 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 reserve_bytes=settings.disk_reserve_bytes,
                 on_event=hub.publish,
                 metrics=metrics,
-                codec=parse_codec(settings.disk_codec),
+                codec=Codec.parse(settings.disk_codec),
                 segment_bytes=settings.disk_segment_bytes,
                 sync=SyncPolicy.parse(settings.disk_sync),
                 direct_io=DirectIo.parse(settings.disk_direct_io),
@@ -58,7 +58,7 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
             username=redis.username,
             password=redis.password,
             ttl_s=redis.ttl_s,
-            codec=parse_codec(redis.codec),
+            codec=Codec.parse(redis.codec),
             metrics=metrics,
             breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
             call_timeout_s=redis.timeout_s,

@@ -94,7 +94,7 @@ class PoolSettings:
     disk_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     """When blocks in memory are copied to disk."""
     disk_codec: str = "raw"
-    """How payloads are packed on disk: `raw`, `lz4`, `planes-zstd` or `auto`."""
+    """How payloads are packed on disk: `raw`, `lz4` or `planes-zstd`."""
     disk_segment_bytes: int = 64 << 20
     """Size of the disk tier's files."""
     disk_sync: str = "none"

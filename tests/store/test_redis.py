@@ -54,7 +54,7 @@ def shares(server: RedisServer, labels: Sequence[object]) -> bool:
         return load(other, labels) == payloads(labels)
 
 
-@pytest.mark.parametrize("codec", ["raw", "lz4", "planes-zstd", "auto"])
+@pytest.mark.parametrize("codec", ["raw", "lz4", "planes-zstd"])
 def test_what_one_pool_was_given_another_one_reads(redis: RedisServer, codec: str) -> None:
     labels = range(20)
     with pool(redis, codec=codec) as one, pool(redis, codec=codec) as two, pool(redis, tenant="blue") as stranger:

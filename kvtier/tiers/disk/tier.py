@@ -15,8 +15,8 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
-from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.buffers import Buffers
 from kvtier.tiers.disk.log.pipeline import Pipeline
 from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
@@ -43,7 +43,7 @@ class DiskOptions:
     reserve_bytes: int
     segment_bytes: int
     sync: SyncPolicy
-    codec: Codec | None
+    codec: Codec
     write_amplification: float
     num_threads: int
 
@@ -123,12 +123,12 @@ class DiskTier:
             seal_behind=options.num_threads > 1,
         )
         self._tombstones = Tombstones(self._state, self._log, self._space, self._events, self._health)
-        codecs = CodecChoice(options.codec, tier=name, metrics=metrics)
-        self._reader = BlockReader(self._files.read, buffers, codecs, direct=files.direct)
+        packer = BlockPacker(options.codec, tier=name, metrics=metrics)
+        self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
         self._read_path = ReadPath(self._state, self._tombstones, self._events, self._health)
         new_bytes = metrics.disk_bytes.labels(name, "new")
         self._writer = BlockWriter(
-            self._state, self._log, self._tombstones, self._events, self._health, new_bytes, codecs
+            self._state, self._log, self._tombstones, self._events, self._health, new_bytes, packer
         )
         self._part_bytes = self._log.segment_bytes // 4
 
@@ -146,7 +146,7 @@ class DiskTier:
         segment_bytes: int = 64 * 2**20,
         sync: SyncPolicy = SyncPolicy.NONE,
         direct_io: DirectIo = DirectIo.AUTO,
-        codec: Codec | None = Codec.RAW,
+        codec: Codec = Codec.RAW,
         write_amplification: float = 1.3,
         num_threads: int = 4,
     ) -> "DiskTier":
@@ -169,7 +169,7 @@ class DiskTier:
             less than 0.1 s, in a scratch file of 2 MiB.
         :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
             saves a fifth of the space of bf16 KV, `PLANES_ZSTD` three tenths, and time where the drive is slow
-            (`kvtier bench codec`). None: whichever costs least here (`kvtier.tiers.common.codec_choice`).
+            (`kvtier bench codec`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
         :param num_threads: reads on their way at once, and writes; as many threads again check and pack meanwhile. One

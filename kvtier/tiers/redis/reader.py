@@ -9,7 +9,6 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import HEADER_BYTES, Codec, Header, parse_stored_header, unpack, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
-from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
 from kvtier.tiers.redis.connection import RedisConnection
@@ -49,7 +48,6 @@ class BlockReader:
         names: Sequence[bytes],
         into: Sequence[memoryview],
         *,
-        codecs: CodecChoice,
         ttl_ms: int,
         max_value_bytes: int,
     ) -> None:
@@ -58,7 +56,6 @@ class BlockReader:
         """
         self.found = Found()
         self._keys, self._names, self._into = keys, names, into
-        self._codecs = codecs
         self._ttl_ms = ttl_ms
         self._max_value_bytes = max_value_bytes
         self._scratch = bytearray()
@@ -66,21 +63,15 @@ class BlockReader:
         self._large: list[_Arriving] = []
         self._has_stray = False
         """One of them is of another length than was asked for."""
-        self._received_bytes = 0
-        """Payload as stored, of blocks that are whole."""
-        self._finishing_s = 0.0
-        """Spent on verifying and unpacking them."""
 
     def read(self, servers: RedisServers, timeout_s: float) -> None:
         """Blocks up to `timeout_s`; raises as `RedisServers.exchange` does."""
-        began_s = MONOTONIC()
-        deadline = began_s + timeout_s
+        deadline = MONOTONIC() + timeout_s
         names = self._names
         moved = servers.exchange(names, lambda places: self._gets(names, places), self._receive_firsts, timeout_s)
         self.found.num_moved += len(moved)
         if self._large:
             self._read_parts(servers, deadline - MONOTONIC())
-        self._codecs.read(self._received_bytes, MONOTONIC() - began_s - self._finishing_s)
 
     def _gets(self, names: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
         return [b"".join([get(names[place], self._ttl_ms) for place in places])]
@@ -150,14 +141,11 @@ class BlockReader:
     def _finish(self, arriving: _Arriving) -> None:
         """All of the payload as stored is there. In order but of another length than was asked for, it is a miss."""
         place, header, into = arriving.place, arriving.header, self._into[arriving.place]
-        began_s = MONOTONIC()
         verify(header, self._keys[place], arriving.stored)
         if header.raw_length == len(into):
             if header.codec is not Codec.RAW:
                 unpack(header, arriving.stored, into)
             self.found.hits.append(place)
-        self._finishing_s += MONOTONIC() - began_s
-        self._received_bytes += header.stored_length
 
     def _read_parts(self, servers: RedisServers, timeout_s: float) -> None:
         """The parts after the first, of all large blocks together."""

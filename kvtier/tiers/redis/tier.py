@@ -26,8 +26,8 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
-from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.common.deadlines import RemoteCalls
+from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.commands import MAX_PARTS, command, exists, key_name, part_names
 from kvtier.tiers.redis.memory import NUM_ANSWERS, REPORT, ServerMemory, total
@@ -67,7 +67,7 @@ class RedisTier:
         username: str | None = None,
         password: str | None = None,
         ttl_s: float = 0.0,
-        codec: Codec | None = Codec.RAW,
+        codec: Codec = Codec.RAW,
         metrics: Metrics,
         breaker: CircuitBreaker,
         call_timeout_s: float = 5.0,
@@ -84,8 +84,7 @@ class RedisTier:
         :param password: never logged nor part of an error. A Sentinel is told it too.
         :param ttl_s: seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes
             reads into writes of the server's: they go to its replicas and its log, a few bytes each.
-        :param codec: how payloads are packed on their way; None: whichever costs least here
-            (`kvtier.tiers.common.codec_choice`). Blocks of any codec are read.
+        :param codec: how payloads are packed on their way. Blocks of any codec are read.
         :param call_timeout_s: seconds, of each call of a verb.
         :param lookup_timeout_s: seconds, of a lookup, which somebody else's answer may be waiting for.
         :param connect_timeout_s: of that, for finding a server and for connecting to it.
@@ -102,7 +101,7 @@ class RedisTier:
         self._address = address
         self._servers = RedisServers(address, username=username, password=password, connect_timeout_s=connect_timeout_s)
         self._ttl_ms = max(1, round(ttl_s * 1000)) if ttl_s else 0
-        self._codecs = CodecChoice(codec, tier=name, metrics=metrics)
+        self._packer = BlockPacker(codec, tier=name, metrics=metrics)
         self._max_value_bytes = max_value_bytes
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
@@ -159,7 +158,6 @@ class RedisTier:
                 keys[batch],
                 names,
                 into[batch],
-                codecs=self._codecs,
                 ttl_ms=self._ttl_ms,
                 max_value_bytes=self._max_value_bytes,
             )
@@ -187,7 +185,7 @@ class RedisTier:
             writer = BlockWriter(
                 items[batch],
                 [key_name(key) for key, _ in items[batch]],
-                codecs=self._codecs,
+                packer=self._packer,
                 ttl_ms=self._ttl_ms,
                 max_value_bytes=self._max_value_bytes,
             )

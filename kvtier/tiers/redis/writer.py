@@ -8,7 +8,7 @@ from kvtier.codec.stored_form import parse_stored_header
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.codec_choice import CodecChoice
+from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.redis.answers import ReplyError
 from kvtier.tiers.redis.commands import exists, part_names, set_value
 from kvtier.tiers.redis.servers import RedisServers, each
@@ -36,7 +36,7 @@ class BlockWriter:
         items: Sequence[tuple[StoreKey, ReadableBuffer]],
         names: Sequence[bytes],
         *,
-        codecs: CodecChoice,
+        packer: BlockPacker,
         ttl_ms: int,
         max_value_bytes: int,
     ) -> None:
@@ -49,7 +49,7 @@ class BlockWriter:
         self.to_drop: list[bytes] = []
         """Names of parts of blocks that did not become whole."""
         self._items, self._names = items, names
-        self._codecs = codecs
+        self._packer = packer
         self._ttl_ms = ttl_ms
         self._max_value_bytes = max_value_bytes
 
@@ -61,14 +61,12 @@ class BlockWriter:
         deadline = MONOTONIC() + timeout_s
         absent = self._absent(servers, timeout_s)
         blocks = [self._encoded(place) for place in absent]
-        began_s, nbytes = MONOTONIC(), sum(len(part) for block in blocks for part in block.parts)
         large = [block for block in blocks if block.names]
         if large:
             whole = self._write_parts(servers, large, deadline - MONOTONIC())
             blocks = [block for block in blocks if not block.names or block.place in whole]
         if blocks:
             self._write_firsts(servers, blocks, deadline - MONOTONIC())
-        self._codecs.wrote(nbytes, MONOTONIC() - began_s)
 
     def _absent(self, servers: RedisServers, timeout_s: float) -> list[int]:
         absent: list[int] = []
@@ -87,7 +85,7 @@ class BlockWriter:
 
     def _encoded(self, place: int) -> _Block:
         key, payload = self._items[place]
-        head, payload_as_stored = self._codecs.encode(key, payload)
+        head, payload_as_stored = self._packer.encode(key, payload)
         stored = memoryview(payload_as_stored)
         step = self._max_value_bytes
         parts = [stored[start : start + step] for start in range(0, len(stored) or 1, step)]

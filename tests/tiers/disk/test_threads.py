@@ -18,7 +18,7 @@ from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.common import codec_choice
+from kvtier.tiers.common import packer
 from kvtier.tiers.disk.log import reading
 from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.tier import DiskTier
@@ -255,7 +255,7 @@ class TestTwoThreads:
 
     def test_write_while_the_next_block_is_packed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         packing_third, written = threading.Event(), threading.Semaphore(0)
-        number, encode = itertools.count(1), codec_choice.encode
+        number, encode = itertools.count(1), packer.encode
 
         def waiting(*arguments: Any) -> Any:
             if next(number) == 3:
@@ -271,7 +271,7 @@ class TestTwoThreads:
                 if is_block:
                     written.release()
 
-        monkeypatch.setattr(codec_choice, "encode", waiting)
+        monkeypatch.setattr(packer, "encode", waiting)
         blocks, _ = apart(3)
         with self.open(folder, Waiting(direct=False)) as tier:
             assert tier.write(blocks) == [WriteStatus.STORED] * 3

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import Codec, Header, unpack, verify
 from kvtier.errors import CorruptBlockError
-from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.disk.log.buffers import Buffers, is_aligned
 from kvtier.tiers.disk.log.format import PAGE, pages_of
 
@@ -81,11 +79,10 @@ def runs_of(blocks: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 class BlockReader:
     """Reads runs, and verifies them. Any thread."""
 
-    def __init__(self, read_pages: ReadPages, buffers: Buffers, codecs: CodecChoice, *, direct: bool) -> None:
+    def __init__(self, read_pages: ReadPages, buffers: Buffers, *, direct: bool) -> None:
         """:param direct: buffers must be page-aligned; those that are not are filled from one that is."""
         self._read_pages = read_pages
         self._buffers = buffers
-        self._codecs = codecs
         self._direct = direct
 
     def load(self, run: list[Wanted]) -> list[Loaded]:
@@ -130,9 +127,7 @@ class BlockReader:
                     at += len(pages)
                     places.append(pages[:nbytes])
                     pieces.append(pages)
-            began_s = MONOTONIC()
             num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
-            self._codecs.read(num_read, MONOTONIC() - began_s)
             return Loaded(run, None, num_read, places, held.pop_all())
 
     def _fits_straight(self, block: Wanted) -> bool:

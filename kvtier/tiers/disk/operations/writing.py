@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from prometheus_client import Counter
 
-from kvtier.clock import MONOTONIC
 from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.codec_choice import CodecChoice
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
 from kvtier.tiers.disk.medium.health import MediumHealth
 from kvtier.tiers.disk.operations.appending import SegmentLog
@@ -79,7 +78,7 @@ class BlockWriter:
         events: EventQueue,
         health: MediumHealth,
         new_bytes: Counter,
-        codecs: CodecChoice,
+        packer: BlockPacker,
     ) -> None:
         self._state = state
         self._log = log
@@ -87,7 +86,7 @@ class BlockWriter:
         self._events = events
         self._health = health
         self._new_bytes = new_bytes
-        self._codecs = codecs
+        self._packer = packer
 
     def pack(self, part: Sequence[Work]) -> Packed:
         """Claimed blocks of one tenant as they are to be stored. No I/O; nothing is raised.
@@ -99,7 +98,7 @@ class BlockWriter:
         for work in part:
             index, claim, payload = work
             try:
-                header, stored = self._codecs.encode(claim.key, payload)
+                header, stored = self._packer.encode(claim.key, payload)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))
@@ -142,9 +141,7 @@ class BlockWriter:
         extent = self._log.reserve(tenant, len(claims), sum(pages_of(len(p)) for p in payloads), min(epochs))
         if extent is None:
             return WriteStatus.FULL
-        began_s = MONOTONIC()
         landed = self._log.write(extent, headers, payloads, epochs, [Kind.RECORD] * len(claims))
-        self._codecs.wrote(sum(map(len, payloads)), MONOTONIC() - began_s)
         tags = self._state.tags([claim.key for claim in claims])
         with self._state.lock:
             for claim in claims:
