@@ -174,8 +174,8 @@ class DiskConfig(Section):
     `sealed` syncs full files in the background, `batch` all that is acknowledged, at most of the drive's speed."""
     direct_io: DirectIoName = "auto"
     """Whether payloads go past the page cache (O_DIRECT), which would keep them a second time. `auto`: where the file
-    system can, unless a read of 2 MiB at start is much slower so; the log says what was measured. `on` refuses a file
-    system that cannot; `off` suits network file systems that are slow so, and takes memory from everybody else."""
+    system can. `on` refuses a file system that cannot; `off` suits network file systems that are slow so, and takes
+    memory from everybody else."""
 
 
 class PoolConfig(Section):

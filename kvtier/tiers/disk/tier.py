@@ -165,8 +165,7 @@ class DiskTier:
         :param segment_bytes: size of a segment, at most a sixteenth of the capacity. Small: more files and footers.
             Large: eviction takes more at once. Several tenants have smaller ones, a sixteenth of their fair share.
         :param sync: what outlives a loss of power; a killed process loses nothing it acknowledged, whatever this is.
-        :param direct_io: whether payloads go past the page cache, where they would be kept twice. `AUTO` measures for
-            less than 0.1 s, in a scratch file of 2 MiB.
+        :param direct_io: whether payloads go past the page cache, where they would be kept twice.
         :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
             saves a fifth of the space of bf16 KV, `PLANES_ZSTD` three tenths, and time where the drive is slow
             (`kvtier bench codec`).
