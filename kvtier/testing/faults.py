@@ -85,14 +85,6 @@ class FaultyFiles:
         _raise(self._fault("truncate"), "truncate")
         self._inner.truncate(fd, nbytes)
 
-    def zero(self, fd: int, nbytes: int) -> None:
-        _raise(self._fault("zero"), "zero")
-        self._inner.zero(fd, nbytes)
-
-    def rename(self, path: str, new_path: str) -> None:
-        _raise(self._fault("rename"), path)
-        self._inner.rename(path, new_path)
-
     def sync(self, fd: int) -> None:
         _raise(self._fault("sync"), "sync")
         self._inner.sync(fd)

@@ -18,7 +18,6 @@ from kvtier.identity.keys import TenantId, tenant_id
 from kvtier.testing.blocks import make_key, make_payload
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles, supports_direct
-from kvtier.tiers.disk.reclaim import recycled_files as spares
 from kvtier.tiers.disk.tier import DiskTier
 
 CAPACITY_BYTES = 1 << 20
@@ -63,17 +62,6 @@ class DyingFiles(OsFiles):
         super().truncate(fd, nbytes)
         if self._is_last():
             die()
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        super().zero(fd, nbytes)
-        if self._is_last():
-            die()
-
-    def rename(self, path: str, new_path: str) -> None:
-        if self._is_last():
-            os.link(path, new_path)
-            die()
-        super().rename(path, new_path)
 
     def remove(self, path: str) -> None:
         super().remove(path)
@@ -141,7 +129,6 @@ def open_tier(folder: str, files: OsFiles | None = None) -> DiskTier:
 
 if __name__ == "__main__":
     folder, seed, round_name, dies_at = sys.argv[1:]
-    spares._LEAST_BYTES = SEGMENT_BYTES // 2
     say("start")
     tier = open_tier(folder, DyingFiles(int(dies_at), direct=supports_direct(os.path.dirname(folder))))
     say("open")

@@ -24,7 +24,6 @@ from kvtier.testing.blocks import make_key, make_payload
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.medium.files import FileLayer, supports_direct
-from kvtier.tiers.disk.reclaim import recycled_files as spares
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
 
@@ -56,8 +55,6 @@ class Load:
     """The number of the operation on files in which it kills itself; 0: it does not."""
     dies_answering: int
     """The number of the discard after whose answer it kills itself at once; 0: likewise."""
-    least_spare_bytes: int
-    """Files of this size are used again."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -98,16 +95,6 @@ class RoughFiles(DyingFiles):
         with self._pauses():
             self._may_fail()
             super().truncate(fd, nbytes)
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        with self._pauses():
-            self._may_fail()
-            super().zero(fd, nbytes)
-
-    def rename(self, path: str, new_path: str) -> None:
-        with self._pauses():
-            self._may_fail()
-            super().rename(path, new_path)
 
     def remove(self, path: str) -> None:
         with self._pauses():
@@ -217,7 +204,6 @@ def _call(tier: DiskTier, order: random.Random, call: str) -> str:
 if __name__ == "__main__":
     folder, options = sys.argv[1:]
     load = Load(**json.loads(options))
-    spares._LEAST_BYTES = load.least_spare_bytes
     say("start")
     with contextlib.redirect_stdout(sys.stderr):  # it prints its seed
         rough = RoughFiles(load, direct=load.is_direct(folder))

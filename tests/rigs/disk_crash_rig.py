@@ -160,7 +160,6 @@ def client_load(seed: int, number: int) -> Load:
         most_pause_s=order.choice([0.0, 0.005, 0.02]),
         dies_at=dies_at,
         dies_answering=dies_answering,
-        least_spare_bytes=order.choice([0, 0, 8 << 20]),
     )
 
 

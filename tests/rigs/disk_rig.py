@@ -102,7 +102,6 @@ class WeighedFiles(OsFiles):
         super().__init__(direct=False)
         self.seen: list[int] = []
         """Bytes, each time."""
-        self.num_zeroed = 0
         self._folder = folder
         self._one_at_a_time = threading.Lock()
 
@@ -111,16 +110,6 @@ class WeighedFiles(OsFiles):
             fd = super().create(path, nbytes)
             self.seen.append(used_bytes(self._folder))
             return fd
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        with self._one_at_a_time:
-            super().zero(fd, nbytes)
-            self.num_zeroed += 1
-            self.seen.append(used_bytes(self._folder))
-
-    def rename(self, path: str, new_path: str) -> None:
-        with self._one_at_a_time:
-            super().rename(path, new_path)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         with self._one_at_a_time:

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.buffers import Buffers
-from kvtier.tiers.disk.log.pipeline import Pipeline
+from kvtier.tiers.disk.log.parts import in_parallel
 from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk.medium.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
@@ -86,14 +87,14 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._metrics = metrics
         self._on_event = on_event
-        self._reads = Pipeline(options.num_threads, f"kvtier-{name}")
-        self._writes = Pipeline(options.num_threads, f"kvtier-{name}-write")
+        self._reads = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
+        self._writes = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
         """Of its own: a read is not to wait behind all of a large batch that is being written."""
         self._guard = CallGuard(f"tier {name}")
         self._events = EventQueue(name, on_event)
         self._health = MediumHealth(name, metrics, self._events, logging.getLogger(__name__))
         self._state = LogState()
-        buffers = Buffers(3 * options.num_threads)
+        buffers = Buffers(2 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._state, buffers, self._health, options.sync)
         compactor = Compactor(
             self._state,
@@ -114,14 +115,7 @@ class DiskTier:
             capacity_bytes=capacity_bytes,
             reserve_bytes=options.reserve_bytes,
         )
-        self._log = SegmentLog(
-            self._state,
-            self._files,
-            self._space,
-            options.segment_bytes,
-            capacity_bytes,
-            seal_behind=options.num_threads > 1,
-        )
+        self._log = SegmentLog(self._state, self._files, self._space, options.segment_bytes, capacity_bytes)
         self._tombstones = Tombstones(self._state, self._log, self._space, self._events, self._health)
         packer = BlockPacker(options.codec, tier=name, metrics=metrics)
         self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
@@ -171,8 +165,7 @@ class DiskTier:
             (`kvtier bench codec`).
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
-        :param num_threads: reads on their way at once, and writes; as many threads again check and pack meanwhile. One
-            gives half the bandwidth of most disks.
+        :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
         """
         options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads)
         _check(capacity_bytes, options)
@@ -270,21 +263,19 @@ class DiskTier:
             return self._state.index.nbytes
 
     def check(self) -> None:
-        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that. Waits for seals."""
-        with self._guard:
-            self._log.wait()
-            with self._state.lock:
-                self._state.check(self._capacity_bytes)
+        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
+        with self._guard, self._state.lock:
+            self._state.check(self._capacity_bytes)
 
     def close(self) -> None:
         """See `Tier.close`. Seals what is open; the blocks stay on disk for the next `open`."""
         if self._guard.close():
-            self._log.close()
+            self._log.retire_all()
             self._release()
 
     def _start(self) -> None:
         """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
-        found = recover(self._folder, self._files, self._state, self._reads.executor)
+        found = recover(self._folder, self._files, self._state, self._reads)
         self._metrics.foreign_files.labels(self._name).inc(found.num_foreign)
         self._metrics.corrupt_blocks.labels(self._name).inc(found.num_damaged)
         self._metrics.torn_blocks.labels(self._name).inc(found.num_torn)
@@ -299,14 +290,14 @@ class DiskTier:
         self._events.flush()
 
     def _release(self) -> None:
-        self._reads.close()
-        self._writes.close()
+        self._reads.shutdown()
+        self._writes.shutdown()
         self._files.close()
         self._folder.close()
 
     def _read_blocks(self, wanted: Sequence[Wanted]) -> Iterator[Answer]:
         """Runs of neighbours in parallel."""
-        for part in self._reads.read(runs_of(wanted), self._reader.load, self._reader.check):
+        for part in in_parallel(self._reads, self._reader.read, runs_of(wanted)):
             yield from part
 
     def _store(
@@ -321,7 +312,7 @@ class DiskTier:
             claims = self._state.claim(keys, tags)
         statuses = [WriteStatus.EXISTS] * len(items)
         work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
-        for part in self._writes.write(parts_of(work, self._part_bytes), self._writer.pack, self._writer.store):
+        for part in in_parallel(self._writes, self._writer.store, parts_of(work, self._part_bytes)):
             for index, status in part:
                 if isinstance(status, WriteStatus):
                     statuses[index] = status

@@ -32,7 +32,7 @@ def test_files_never_take_more_than_the_capacity(tmp_path: Path, open_disk: Open
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(lambda i: tier.write([block((i, j)) for j in range(3)]), range(60)))
     assert capacity_bytes // 2 <= max(files.seen) <= capacity_bytes
-    tier.check()  # what is being sealed has been cut then
+    tier.check()
     assert tier.usage().used_bytes == used_bytes(tmp_path / "disk")
     assert tier.write([(make_key("large"), bytes(capacity_bytes))]) == [WriteStatus.FULL]
     assert tier.usage().num_blocks > 0

@@ -111,6 +111,19 @@ class TestStart:
         assert all(path.read_bytes().startswith(b"mine") for path in foreign)
         assert there(folder, "ab") == [True, True]
 
+    def test_a_file_that_somebody_puts_where_a_segment_is_to_be_is_not_replaced(self, tmp_path: Path) -> None:
+        folder = tmp_path / "disk"
+        with opened(folder, MIB, segment_bytes=64 * KIB) as tier:
+            tier.write([block("a")])
+            foreign = [folder / f"{number:08x}.segment" for number in range(1, 10)]
+            foreign = [path for path in foreign if not path.exists()]
+            for path in foreign:
+                path.write_bytes(b"mine")
+            for i in range(12):
+                assert tier.write([block(i)]) == [WriteStatus.STORED]
+            assert [path.read_bytes() for path in foreign] == [b"mine"] * len(foreign)
+        assert there(folder, range(12)) == [True] * 12
+
     def test_refuses_a_newer_segment_and_changes_nothing(self, tmp_path: Path) -> None:
         folder = tmp_path / "disk"
         with opened(folder) as tier:

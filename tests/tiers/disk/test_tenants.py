@@ -230,7 +230,7 @@ class TestFilesThatStay:
         statuses = [tier.write([block(i)])[0] for i in range(300)]
         assert statuses.count(WriteStatus.STORED) > 290
         assert statuses[-100:] == [WriteStatus.STORED] * 100
-        tier.check()  # nothing is being sealed then
+        tier.check()
         assert tier.usage().used_bytes == used_bytes(folder) <= MIB
         assert {path.stem for path in segments(folder)} >= {"00000001", "00000002", "00000003"}
         files.numbers = ()
@@ -246,7 +246,7 @@ class TestFilesThatStay:
             assert tier.write([block(i)]) == [WriteStatus.STORED]
         empty = [path for path in segments(folder) if not path.stat().st_size]
         assert len(empty) == 20
-        tier.check()  # nothing is being sealed then
+        tier.check()
         assert tier.usage().used_bytes == used_bytes(folder) + 20 * PAGE <= MIB
         there = [tier.lookup([make_key(i)]) == [Status.HIT] for i in range(300)]
         tier = open_disk(MIB, files=files, segment_bytes=64 * KIB)

@@ -1,13 +1,11 @@
 """Threads at one disk tier: a block that one writes, reads or moves while another wants it, or wants it gone."""
 
-import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +16,6 @@ from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.common import packer
-from kvtier.tiers.disk.log import reading
 from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.tier import DiskTier
 
@@ -202,7 +198,7 @@ def apart(number: int) -> tuple[list[tuple[StoreKey, bytes]], list[StoreKey]]:
 
 
 class TestTwoThreads:
-    """Of a tier that is to have two reads and two writes on their way: a third checks meanwhile."""
+    """Of a tier that is to have two reads and two writes on their way."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -252,51 +248,3 @@ class TestTwoThreads:
             files.pair.clear()
             assert None not in read_blocks(tier, keys, 256 * KIB)
             assert files.most == 2
-
-    def test_write_while_the_next_block_is_packed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        packing_third, written = threading.Event(), threading.Semaphore(0)
-        number, encode = itertools.count(1), packer.encode
-
-        def waiting(*arguments: Any) -> Any:
-            if next(number) == 3:
-                packing_third.set()
-                assert [written.acquire(timeout=WAIT_S) for _ in range(2)] == [True] * 2
-            return encode(*arguments)
-
-        class Waiting(OsFiles):
-            def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-                is_block = sum(map(len, buffers)) >= 256 * KIB
-                assert not is_block or packing_third.wait(WAIT_S)
-                super().write(fd, buffers, offset)
-                if is_block:
-                    written.release()
-
-        monkeypatch.setattr(packer, "encode", waiting)
-        blocks, _ = apart(3)
-        with self.open(folder, Waiting(direct=False)) as tier:
-            assert tier.write(blocks) == [WriteStatus.STORED] * 3
-
-    def test_read_while_the_last_block_is_verified(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        go_on, verify = threading.Event(), reading.verify
-        num_read = threading.Semaphore(0)
-
-        def slow(*arguments: Any) -> None:
-            assert go_on.wait(WAIT_S)
-            verify(*arguments)
-
-        class Counting(OsFiles):
-            def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-                nbytes = super().read(fd, buffers, offset)
-                num_read.release()
-                return nbytes
-
-        blocks, keys = apart(8)
-        with self.open(folder, Counting(direct=False)) as tier, ThreadPoolExecutor(1) as executor:
-            tier.write(blocks)
-            monkeypatch.setattr(reading, "verify", slow)
-            into = executor.submit(read_blocks, tier, keys, 256 * KIB)
-            try:
-                assert [num_read.acquire(timeout=WAIT_S) for _ in range(3)] == [True] * 3
-            finally:
-                go_on.set()
-            assert into.result(WAIT_S) == [payload for _, payload in blocks[::2]]

@@ -164,7 +164,7 @@ def test_a_block_whose_write_failed_and_had_landed_is_forgotten_although_its_foo
         tier.write(items(["sound"]))
         files.armed = True
         assert tier.write(items(["failed"])) == [WriteStatus.FAILED]
-        tier.check()  # it is sealed then
+        tier.check()
         assert tier.discard([make_key("failed")]) == 0
     (path, *_) = segments(folder)
     flip(path, path.stat().st_size - PAGE + 100)
@@ -240,7 +240,7 @@ def test_a_tombstone_that_cannot_be_written_beside_a_write_under_way(
         copies = [killed(tmp_path / "disk", tmp_path / "at once")] if times == 1 or waits else []
         files.go_on.set()
         writing.result(WAIT_S)
-        tier.check()  # what was filled is sealed, or removed, then
+        tier.check()
         assert found(tier, range(20)) == 0
         copies.append(killed(tmp_path / "disk", tmp_path / "copy"))
     for folder in (*copies, tmp_path / "disk"):
@@ -299,7 +299,6 @@ def test_tombstones_outlive_the_segment_that_they_were_in(tmp_path: Path) -> Non
             tier._state.segments.mark(holder)
         assert holder is not old
         tier._log.retire_all()
-        tier._log.wait()
         assert tier._space.evict(holder)
         assert holder.num_pages == 3
         tier.check()

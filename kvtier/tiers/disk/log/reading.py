@@ -1,8 +1,7 @@
 """Reading records: neighbours in one read, straight into the callers' buffers where the file system allows it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.codec.stored_form import Codec, Header, unpack, verify
 from kvtier.errors import CorruptBlockError
@@ -32,19 +31,6 @@ class Wanted:
     @property
     def num_pages(self) -> int:
         return pages_of(self.header.stored_length)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A run as it was read, or what became of that. To be given to `BlockReader.check`."""
-
-    run: list[Wanted]
-    problem: OSError | None
-    num_read: int = 0
-    places: Sequence[memoryview] = ()
-    """Where the payloads are as stored."""
-    held: ExitStack = field(default_factory=ExitStack)
-    """Memory of some of them, lent until they are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +71,19 @@ class BlockReader:
         self._buffers = buffers
         self._direct = direct
 
-    def load(self, run: list[Wanted]) -> list[Loaded]:
-        """Reads a run. Where the medium fails for several blocks, each is tried by itself."""
+    def read(self, run: list[Wanted]) -> list[Answer]:
+        """An answer per block, in order. Where the medium fails for several blocks, each is tried by itself."""
         try:
-            return [self._load(run)]
+            return self._read(run)
         except OSError as error:
             if len(run) == 1:
-                return [Loaded(run, error)]
-        return [loaded for block in run for loaded in self.load([block])]
+                return [Answer(run[0], error)]
+        return [answer for block in run for answer in self.read([block])]
 
-    def check(self, parts: Iterable[Loaded]) -> list[Answer]:
-        """An answer per block, in order. No I/O."""
-        return [answer for loaded in parts for answer in self._check(loaded)]
-
-    def _check(self, loaded: Loaded) -> list[Answer]:
-        if loaded.problem is not None:
-            return [Answer(block, loaded.problem) for block in loaded.run]
-        first_page = loaded.run[0].page
-        with loaded.held:
-            return [
-                self._checked(block, place, first_page, loaded.num_read)
-                for block, place in zip(loaded.run, loaded.places, strict=True)
-            ]
-
-    def _load(self, run: list[Wanted]) -> Loaded:
+    def _read(self, run: list[Wanted]) -> list[Answer]:
         straight = [self._fits_straight(block) for block in run]
         staged = sum(block.num_pages for block, fits in zip(run, straight, strict=True) if not fits)
-        with ExitStack() as held:
-            stage = held.enter_context(self._buffers.lend((staged + 1) * PAGE))
+        with self._buffers.lend((staged + 1) * PAGE) as stage:
             padding, at = stage[:PAGE], PAGE
             pieces: list[memoryview] = []
             places: list[memoryview] = []
@@ -128,7 +99,9 @@ class BlockReader:
                     places.append(pages[:nbytes])
                     pieces.append(pages)
             num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
-            return Loaded(run, None, num_read, places, held.pop_all())
+            return [
+                self._checked(block, place, run[0].page, num_read) for block, place in zip(run, places, strict=True)
+            ]
 
     def _fits_straight(self, block: Wanted) -> bool:
         if block.header.codec is not Codec.RAW:

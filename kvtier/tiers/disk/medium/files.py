@@ -1,11 +1,10 @@
 """The few file operations that the disk tier needs; a seam where tests put a failing disk."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.memory.pages import PAGE_BYTES, map_memory
@@ -16,22 +15,6 @@ PROBE = "kvtier-probe"
 """A file that is there for a moment, when a folder is tried out."""
 _MOST_BUFFERS = 1024
 """IOV_MAX of Linux."""
-
-_ZERO_RANGE = 0x10
-"""FALLOC_FL_ZERO_RANGE of <linux/falloc.h>."""
-
-
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """The C library's: Python has it without modes. None where there is none, or its offsets are not of 64 bits."""
-    if sys.platform != "linux" or sys.maxsize < 2**32:
-        return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call
-
-
-_FALLOCATE = _fallocate()
 
 
 class FileLayer(Protocol):
@@ -61,15 +44,6 @@ class FileLayer(Protocol):
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Cuts the file's end off and gives its space back."""
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        """A file that is no longer than `nbytes` has so many zeros, on the disk space that it has and what it lacks.
-
-        After an error any part of it may be zeros. Fast; some file systems cannot do it.
-        """
-
-    def rename(self, path: str, new_path: str) -> None:
-        """Gives a file another name. `FileExistsError` when something has it."""
 
     def sync(self, fd: int) -> None:
         """What is written outlives a loss of power."""
@@ -133,22 +107,6 @@ class OsFiles:
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        if _FALLOCATE is None:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        while _FALLOCATE(fd, _ZERO_RANGE, 0, nbytes):
-            code = ctypes.get_errno()
-            if code != errno.EINTR:
-                raise OSError(code, os.strerror(code))
-
-    def rename(self, path: str, new_path: str) -> None:
-        os.link(path, new_path, follow_symlinks=False)  # os.rename would replace what is there
-        try:
-            os.unlink(path)
-        except OSError:
-            os.unlink(new_path)
-            raise
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)

@@ -1,8 +1,7 @@
 """Appending to the log: room in a tenant's open segment, or in a new one."""
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from kvtier.identity.keys import TenantId
 from kvtier.memory.buffers import ReadableBuffer
@@ -13,9 +12,6 @@ from kvtier.tiers.disk.state.log_state import LogState
 from kvtier.tiers.disk.state.segment_files import SegmentFiles
 
 SMALLEST_SEGMENT_BYTES = 4 * PAGE
-
-_SEALS_BEHIND = 2
-"""Segments that wait to be sealed, which nobody can evict meanwhile. More are sealed by those who have filled them."""
 
 
 class SegmentLog:
@@ -28,14 +24,8 @@ class SegmentLog:
         room: SpaceManager,
         segment_bytes: int,
         capacity_bytes: int,
-        *,
-        seal_behind: bool,
     ) -> None:
-        """
-        :param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less.
-        :param seal_behind: full segments are sealed by a thread of their own: cutting a file takes as long as writing
-            20 MiB to it. False: by those who have filled them, so that one thread does all, always in the same order.
-        """
+        """:param segment_bytes: of a new segment, unless one extent needs more, or the capacity asks for less."""
         self._state = state
         self._files = files
         self._space = room
@@ -46,8 +36,6 @@ class SegmentLog:
         self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
         """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-seal") if seal_behind else None
-        self._seals_behind = threading.Semaphore(_SEALS_BEHIND)
 
     def reserve(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """Room at the end of the tenant's log; None when there is none. `OSError`.
@@ -99,24 +87,8 @@ class SegmentLog:
 
     def seal(self, segment: Segment | None) -> None:
         """What `settle` or `LogState.to_seal` gave."""
-        if segment is None:
-            return
-        if self._sealer is not None and self._seals_behind.acquire(blocking=False):
-            self._sealer.submit(self._seal_behind, segment)
-        else:
+        if segment is not None:
             self._space.finish(segment)
-
-    def wait(self) -> None:
-        """Until all is sealed that was to be by now."""
-        if self._sealer is not None:
-            self._sealer.submit(int).result()
-
-    def close(self) -> None:
-        """Seals what is open. Nobody writes any more."""
-        if self._sealer is not None:
-            self._sealer.shutdown()
-        self.retire_all()
-        self._space.close()
 
     def retire_all(self) -> None:
         """Seals what can be sealed of what is open."""
@@ -127,12 +99,6 @@ class SegmentLog:
             sealing = [s for s in self._state.segments if self._state.to_seal(s) is not None]
         for segment in sealing:
             self._space.finish(segment)
-
-    def _seal_behind(self, segment: Segment) -> None:
-        try:
-            self._space.finish(segment)
-        finally:
-            self._seals_behind.release()
 
     def _abandon(self, extent: Extent) -> None:
         """What could not be written leaves a gap; the segment takes no more, since its place may be bad."""
@@ -152,12 +118,10 @@ class SegmentLog:
         self.seal(to_seal)
         if not payload_pages:
             pages = segment_pages(SMALLEST_SEGMENT_BYTES, num_entries, 0)
-            place = self._space.set_aside_for_forgets(pages) if pages is not None else None
-            if place is not None:
-                return self._space.make(tenant, place, num_entries, 0, epoch)
+            if pages is not None and self._space.set_aside_for_forgets(pages):
+                return self._space.make(tenant, pages, num_entries, 0, epoch)
         for wanted in (max(SMALLEST_SEGMENT_BYTES, min(self.segment_bytes, wanted_bytes)), 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
-            place = self._space.set_aside(pages) if pages is not None else None
-            if place is not None:
-                return self._space.make(tenant, place, num_entries, payload_pages, epoch)
+            if pages is not None and self._space.set_aside(pages):
+                return self._space.make(tenant, pages, num_entries, payload_pages, epoch)
         return None

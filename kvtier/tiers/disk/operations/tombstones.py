@@ -71,7 +71,7 @@ class Tombstones:
             for tenant, of_tenant in _by_tenant(forgotten).items():
                 if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
                     self._evict(tenant, segments)
-                self._drop_dead(tenant)
+                self._space.drop_dead(tenant)
         finally:
             self._forgot(forgotten)
         return len(gone)
@@ -144,15 +144,8 @@ class Tombstones:
         finally:
             with state.lock:
                 state.purging -= Counter([tenant])
-        self._drop_dead(tenant)
-        return sum(len(part) for parts in pages.values() for part in parts)
-
-    def _drop_dead(self, tenant: TenantId) -> None:
-        with self._state.lock:
-            nothing_left = not self._state.segments.num_blocks_of(tenant)
-        if nothing_left:
-            self._log.wait()  # what is being sealed can be removed then
         self._space.drop_dead(tenant)
+        return sum(len(part) for parts in pages.values() for part in parts)
 
     def _write(
         self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int], *, sync: bool = True

@@ -25,8 +25,6 @@ Work = tuple[int, Claim, ReadableBuffer]
 """Place in the caller's batch, claim, payload."""
 Outcome = tuple[int, "WriteStatus | BaseException"]
 """Place in the caller's batch; an exception is the caller's fault."""
-Packed = tuple[list[tuple[Work, bytes, ReadableBuffer]], list[Outcome]]
-"""What is to be written, with its headers and as stored; and answers for the rest of a part."""
 
 
 def sort_out(
@@ -88,10 +86,10 @@ class BlockWriter:
         self._new_bytes = new_bytes
         self._packer = packer
 
-    def pack(self, part: Sequence[Work]) -> Packed:
-        """Claimed blocks of one tenant as they are to be stored. No I/O; nothing is raised.
+    def store(self, part: Sequence[Work]) -> list[Outcome]:
+        """Packs claimed blocks of one tenant, and writes them. An answer per block; nothing is raised.
 
-        What cannot be stored has its answer and its claim given back.
+        The claims are given back.
         """
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
@@ -108,11 +106,6 @@ class BlockWriter:
                 outcomes.append((index, WriteStatus.FULL))
             else:
                 ready.append((work, header, stored))
-        return ready, outcomes
-
-    def store(self, packed: Packed) -> list[Outcome]:
-        """Writes them. An answer per block of the part; nothing is raised. The claims are given back."""
-        ready, outcomes = packed
         if not ready:
             return outcomes
         status = self._try_to_append([w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready])

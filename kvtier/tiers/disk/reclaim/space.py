@@ -14,7 +14,6 @@ from kvtier.tiers.disk.log.format import NO_ENTRIES, NONCE_BYTES, PAGE, Entries,
 from kvtier.tiers.disk.log.segments import Extent, Segment
 from kvtier.tiers.disk.medium.health import MediumHealth
 from kvtier.tiers.disk.reclaim.compaction import Compactor
-from kvtier.tiers.disk.reclaim.recycled_files import RecycledFiles, Reservation
 from kvtier.tiers.disk.state.log_state import LogState, tagged
 from kvtier.tiers.disk.state.segment_files import SegmentFiles
 
@@ -43,14 +42,13 @@ class SpaceManager:
         self._compactor = compactor
         self._events = events
         self._health = health
-        self._recycled = RecycledFiles(state, files)
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
         """Of the capacity, for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
-    def set_aside(self, num_pages: int) -> Reservation | None:
-        """Room for a file, evicting what must go; None when there is not enough. `OSError`."""
+    def set_aside(self, num_pages: int) -> bool:
+        """Room for a file, evicting what must go; False when there is not enough. `OSError`."""
         num_stuck = 0
         while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
@@ -58,28 +56,25 @@ class SpaceManager:
                 limit = self._limit(free_bytes)
                 if num_pages * PAGE > limit:
                     self._warn_of_no_room(num_pages * PAGE, limit)
-                    return None
-                place = self._recycled.place(num_pages, limit)
-            if place is not None:
-                return place
-            if self._recycled.drop():
-                continue
-            with self._state.lock:
+                    return False
+                if self._state.segments.used_bytes + num_pages * PAGE <= limit:
+                    self._state.segments.set_aside(num_pages * PAGE)
+                    return True
                 victim = self._victim()
             if victim is not None:
                 num_stuck += not self._give_up(victim)
             elif not self._drop_all_dead():
-                return None
+                return False
         # A failed write like others: a file system that has become read-only is left alone before all is hidden.
         raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
 
-    def set_aside_for_forgets(self, num_pages: int) -> Reservation | None:
+    def set_aside_for_forgets(self, num_pages: int) -> bool:
         """Likewise, without evicting anything: there is always some room that only tombstones may take."""
         with self._state.lock:
             if self._state.segments.used_bytes + num_pages * PAGE > self._capacity_bytes:
-                return None
+                return False
             self._state.segments.set_aside(num_pages * PAGE)
-            return Reservation(num_pages)
+            return True
 
     def evict_ahead(self, num_pages: int) -> None:
         """Makes room for the next file while the open segments have room for what is worth keeping. Raises nothing."""
@@ -91,11 +86,8 @@ class SpaceManager:
                 return
             with self._state.lock:
                 limit = self._limit(free_bytes)
-                if self._recycled.place(num_pages, limit, take=False) is not None or num_pages * PAGE > limit:
+                if num_pages * PAGE > limit or self._state.segments.used_bytes + num_pages * PAGE <= limit:
                     return
-            if self._recycled.drop():
-                continue
-            with self._state.lock:
                 victim = self._victim()
             if victim is None or not self._give_up(victim, keep=True):
                 return
@@ -116,7 +108,7 @@ class SpaceManager:
                 surplus,
             )
 
-    def make(self, tenant: TenantId, place: Reservation, num_entries: int, payload_pages: int, epoch: int) -> Extent:
+    def make(self, tenant: TenantId, num_pages: int, num_entries: int, payload_pages: int, epoch: int) -> Extent:
         """The first extent of a new segment, the tenant's open one, in room that was set aside.
 
         After an `OSError` that room is given back.
@@ -127,16 +119,16 @@ class SpaceManager:
             while made is None:
                 with state.lock:
                     number, now = state.segments.next_number(), state.epoch
-                segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), place.num_pages)
+                segment = Segment(SegmentId(number, tenant, secrets.token_bytes(NONCE_BYTES)), num_pages)
                 try:
-                    self._files.make(segment, now, place.spare)
+                    self._files.make(segment, now)
                 except FileExistsError:  # somebody else's, with a name like ours
                     continue
                 made = segment
         finally:
             with state.lock:
                 if made is None:
-                    state.segments.set_aside(-place.num_pages * PAGE)
+                    state.segments.set_aside(-num_pages * PAGE)
                 else:
                     state.segments.add(made, from_aside=True)
                     extent = state.segments.extend(made, num_entries, payload_pages, epoch)
@@ -157,10 +149,6 @@ class SpaceManager:
         gone = self._remove(segment) if needed is not None and not len(needed) else self._compact(segment, needed)
         self.drop_dead(segment.id.tenant)
         return gone
-
-    def close(self) -> None:
-        """Removes what was kept for later. Nobody writes any more."""
-        self._recycled.close()
 
     def finish(self, segment: Segment) -> None:
         """Seals a segment that `LogState.to_seal` gave, or removes it if something in it must not come back."""
@@ -279,20 +267,7 @@ class SpaceManager:
             self._health.warn(f"segment {segment.number} stays: tombstones in it are needed, and cannot be kept alone")
         return num_pages > 0
 
-    def _keep(self, segment: Segment) -> bool:
-        """Makes a spare of a marked segment; False when it is to be removed."""
-        try:
-            free_bytes = self._files.free_bytes()
-        except OSError as error:
-            self._health.note("free_bytes", error)
-            return False
-        with self._state.lock:
-            limit = self._limit(free_bytes)
-        return self._recycled.keep(segment, limit)
-
     def _remove(self, segment: Segment) -> bool:
-        if self._keep(segment):
-            return True
         try:
             gone = self._files.remove(segment)
         except OSError:  # counted and logged

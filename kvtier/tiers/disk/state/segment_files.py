@@ -1,7 +1,6 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
 import enum
-import errno
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +28,6 @@ from kvtier.tiers.disk.medium.files import FileLayer
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import MediumHealth
 from kvtier.tiers.disk.state.log_state import LogState
-
-_CANNOT_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Of a file system, or a sandbox, that does not do it for any file."""
 
 
 class SyncPolicy(enum.Enum):
@@ -72,8 +68,6 @@ class SegmentFiles:
         self._health = health
         self._sync = sync
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-sync")
-        self._can_empty = True
-        """False once the file system was found not to do it. Any thread."""
         self.descriptors = Descriptors(files)
         self.reader = SegmentReader(files, buffers)
 
@@ -84,13 +78,9 @@ class SegmentFiles:
         """What others leave on the file system."""
         return self._files.free_bytes(self._folder.path)
 
-    def make(self, segment: Segment, epoch: int, spare: int | None = None) -> None:
-        """A file with its header. After an error there is none, or its space is counted.
-
-        :param spare: number of a file that `empty` has left, to be this one. There is no such file afterwards, but for
-            a `FileExistsError`.
-        """
-        fd = self._create(segment) if spare is None or not self._rename(spare, segment) else self._open_spare(segment)
+    def make(self, segment: Segment, epoch: int) -> None:
+        """A file with its header. After an error there is none, or its space is counted."""
+        fd = self._create(segment)
         try:
             with self._buffers.lend(PAGE) as page:
                 copy_bytes(page, pack_header(segment.id, epoch))
@@ -206,26 +196,6 @@ class SegmentFiles:
         """
         return self._take_away(segment.number)
 
-    def empty(self, segment: Segment) -> bool:
-        """Leaves the file as if it had just been made, for `make`; False when that does not work, for `remove`.
-
-        Nobody writes to it; who reads it misses: what it held is found out by its checksums.
-        """
-        if not self._can_empty:
-            return False
-        try:
-            with self.descriptors.use(segment.number, self.path(segment)) as fd:
-                self._files.zero(fd, segment.num_pages * PAGE)
-                if self._sync is not SyncPolicy.NONE:  # before its space is written to
-                    self._files.sync(fd)
-        except OSError as error:
-            self._can_empty = error.errno not in _CANNOT_ERRNOS
-            if self._can_empty:
-                self._health.note("empty", error)
-            return False
-        self.descriptors.forget(segment.number)
-        return True
-
     def drop(self, number: int) -> None:
         """Removes a file that is no segment of the books; what cannot be is counted as used. Raises nothing."""
         try:
@@ -249,32 +219,6 @@ class SegmentFiles:
             if os.path.lexists(path):
                 self.drop(segment.number)
             raise
-
-    def _rename(self, spare: int, segment: Segment) -> bool:
-        try:
-            self._files.rename(self._folder.segment_path(spare), self.path(segment))
-        except FileExistsError:  # somebody else's
-            raise
-        except OSError as error:  # a file system without links
-            self._health.note("rename", error)
-            self._can_empty = False
-            self.drop(spare)
-            return False
-        return True
-
-    def _open_spare(self, segment: Segment) -> int:
-        """As long as it is to be: it was cut when it was sealed."""
-        try:
-            fd = self._files.open(self.path(segment))
-            try:
-                self._files.zero(fd, segment.num_pages * PAGE)
-            except OSError:
-                self._files.close(fd)
-                raise
-        except OSError:
-            self.drop(segment.number)
-            raise
-        return fd
 
     def _take_away(self, number: int) -> bool:
         path, is_cut = self._folder.segment_path(number), False
