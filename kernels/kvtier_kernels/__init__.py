@@ -7,15 +7,15 @@
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
 | `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
-| `merge_states`, `slot_write`, `slot_quantise` | the other Triton kernels with their launchers |
+| `merge_states`, `slot_write` | the other Triton kernels with their launchers |
 | `paged_softmax` | the loops over keys that the attention kernels share |
 | `shared_prefixes` | which sequences of a batch share leading blocks |
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
-| `quantised_copy`, `plane_copy` | the same in the form of a lossy codec (`records`), or in byte planes |
+| `quantised_copy` | the same in the form of a lossy codec (`records`) |
 | `block_checksum`, `checksums` | checksums of blocks on the device, and the same on the host |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
-| `quantise_reference` | quantised KV, lossy codecs and byte planes in plain torch, likewise |
+| `quantise_reference` | quantised KV and lossy codecs in plain torch, likewise |
 | `quantising` | what the kernels that quantise share |
 | `arguments`, `launching` | the checks that launchers share |
 | `tiles`, `copy_tiles` | how much of the work one Triton program takes |

@@ -129,12 +129,11 @@ def check_attention(
     check_index("seq_lens", seq_lens, (block_tables.size(0),), kv_layer.device)
 
 
-def check_write(
-    kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor, kv_scales: Tensor | None
-) -> None:
+def check_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """What `kv_write` takes fits together."""
     check_kv_layer(kv_layer)
-    check_kv_scales(kv_scales, kv_layer)
+    if kv_layer.dtype in QUANTISED_DTYPES:
+        raise ValueError(f"kv_layer is {kv_layer.dtype}: keys and values are written as they are, into KV of floats")
     check_rows("key", key, kv_layer)
     check_rows("value", value, kv_layer)
     check_index("block_ids", block_ids, (key.size(0),), kv_layer.device)

@@ -1,4 +1,4 @@
-"""Quantised KV and byte planes in plain torch: the oracle of the kernels that make them on the way."""
+"""Quantised KV in plain torch: the oracle of the kernels that make it on the way."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def quantised_copy_reference(
     layout: RecordLayout,
     gather: bool,
 ) -> None:
-    """Part by part what `kvtier_kernels.copies.quantised_copy.quantised_copy` does, counters aside."""
+    """Part by part what `kvtier_kernels.copies.quantised_copy.quantised_copy` does."""
     if staging.dim() == 2:
         staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
     for part, records in zip(parts, staging, strict=True):
@@ -71,23 +71,3 @@ def quantised_copy_reference(
             records[staging_rows] = to_records(part[block_ids], layout)
         else:
             part[block_ids] = from_records(records[staging_rows], layout)
-
-
-def plane_copy_reference(
-    parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
-) -> None:
-    """Plane by plane what `kvtier_kernels.copies.plane_copy.plane_copy` does, counters aside."""
-    by_block = staging.dim() == 2
-    for block, row in zip(block_ids.tolist(), staging_rows.tolist(), strict=True):
-        pages = [part[block] for part in parts]
-        if by_block:
-            # The high bytes of all parts, then the low bytes of all parts.
-            planes = staging[row].view(2, len(parts), -1).unbind(1)
-        else:
-            planes = tuple(part[row].view(2, -1) for part in staging)
-        for page, plane in zip(pages, planes, strict=True):
-            low_high = page.view(-1, 2)
-            if gather:
-                plane.copy_(low_high.t().flip(0))
-            else:
-                low_high.copy_(plane.flip(0).t())

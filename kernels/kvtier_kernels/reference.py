@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtier_kernels.arguments import QUANTISED_DTYPES
 from kvtier_kernels.checksums import HALF, KEY_FACTOR, KEY_STEP, MIXER, SEED, WORD_BYTES, as_signed
-from kvtier_kernels.quantise_reference import quantise_reference, stored_reference
 from kvtier_kernels.scoring import PLAIN, Scoring
 
 
@@ -85,26 +83,12 @@ def merge_states_reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Ten
     return torch.einsum("rhs,rhsd->rhd", weights, states), lse
 
 
-def kv_write_reference(
-    kv_layer: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_ids: Tensor,
-    offsets: Tensor,
-    *,
-    kv_scales: Tensor | None = None,
-) -> None:
+def kv_write_reference(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Token by token what `kvtier_kernels.writes.kv_write.kv_write` does."""
     for row in range(key.size(0)):
         block, offset = int(block_ids[row]), int(offsets[row])
-        for which, vectors in enumerate((key[row], value[row])):
-            stored = vectors
-            if kv_scales is not None and kv_scales.dim() == 4:
-                stored, kv_scales[block, which, offset] = quantise_reference(vectors, kv_layer.dtype)
-            elif kv_layer.dtype in QUANTISED_DTYPES:
-                scale = torch.ones(()) if kv_scales is None else kv_scales[which]
-                stored = stored_reference(vectors.float() / scale, kv_layer.dtype)
-            kv_layer[block, which, offset] = stored
+        kv_layer[block, 0, offset] = key[row]
+        kv_layer[block, 1, offset] = value[row]
 
 
 def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
@@ -116,7 +100,7 @@ def block_copy_reference(source: Tensor, source_rows: Tensor, target: Tensor, ta
 def part_copy_reference(
     parts: Sequence[Tensor], block_ids: Tensor, staging: Tensor, staging_rows: Tensor, *, gather: bool
 ) -> None:
-    """Part by part what `kvtier_kernels.copies.part_copy.part_copy` does, counters aside."""
+    """Part by part what `kvtier_kernels.copies.part_copy.part_copy` does."""
     if staging.dim() == 2:
         staging = staging.view(staging.size(0), len(parts), -1).transpose(0, 1)
     for part, staged in zip(parts, staging, strict=True):

@@ -303,7 +303,7 @@ def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: 
 
 
 def merge_rows(columns: int) -> int:
-    """For `merge_states`: how many states of a row a program takes at a time, or how many rows, where states are two.
+    """For `merge_states`: how many states of a row a program takes at a time.
 
     As much as the registers of 4 warps have room for: all of it is on its way at a time.
     """

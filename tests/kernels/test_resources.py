@@ -34,7 +34,7 @@ SHARES = [(chip, share) for chip in CHIPS for share in range(3 if chip in ALL el
 FEW = {
     80: "^prefix_prefill heads 32/8x128$|^block_copy rows of 1,048,576$",
     90: "^(prefix_prefill|paged_decode|shared_prefix_decode) heads 32/8x128$|^block_checksum parts of 65,536$",
-    100: "^(prefix_prefill|paged_decode) heads 32/8x128$|^prefix_prefill heads 8/1x256$|^merge_two|^kv_write$"
+    100: "^(prefix_prefill|paged_decode) heads 32/8x128$|^prefix_prefill heads 8/1x256$|^kv_write$"
     "|^part_copy parts of 65,536$",
 }
 

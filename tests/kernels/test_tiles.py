@@ -12,7 +12,6 @@ from kvtier_kernels.copies.copy_tiles import (
     copy_tile,
     host_copy_programs,
     quantise_tile,
-    slot_tile,
 )
 from kvtier_kernels.tiles import (
     MAX_SPLITS,
@@ -228,6 +227,3 @@ def test_quantising_takes_whole_vectors() -> None:
     assert quantise_tile(128, host=False) == QuantiseTile(vectors=32, columns=128, num_warps=4)
     assert quantise_tile(80, host=True) == QuantiseTile(128, 128, 16)
     assert quantise_tile(576, host=False) == QuantiseTile(4, 1024, 4)
-    assert [slot_tile(heads, dim) for heads, dim in ((8, 128), (3, 64), (40, 128), (1, 576))] == [
-        (8, 128), (4, 64), (32, 128), (1, 1024),
-    ]  # fmt: skip

@@ -127,8 +127,8 @@ class TritonStep:
         from kvtier_kernels.writes.slot_write import write_slots
 
         if kv_layer.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"kv_layer is of {kv_layer.dtype}: quantised KV takes kv_write and paged_attention")
-        check_write(kv_layer, key, value, *self._places, None)
+            raise ValueError(f"kv_layer is of {kv_layer.dtype}: quantised KV takes paged_attention")
+        check_write(kv_layer, key, value, *self._places)
         plan = self._make_plan(query, kv_layer)
         write_slots(kv_layer, key, value, *self._places)
         self._forms, self._plan = forms, plan

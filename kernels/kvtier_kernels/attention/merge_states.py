@@ -1,4 +1,4 @@
-"""Attention over several runs of keys made one, as Triton kernels.
+"""Attention over several runs of keys made one, as a Triton kernel.
 
 A state is what attention over one run of keys gives: its result, and the log-sum-exp of its scores. States of runs
 that have no key in common are merged by weighting each with its share of all weights (flash decoding, Dao et al.,
@@ -69,33 +69,6 @@ def launch_merge(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | Non
         )  # fmt: skip
 
 
-def merge_two_states(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> None:
-    """Merges the state (b, b_lse) into (a, a_lse), in place; otherwise as `merge_states`.
-
-    A state that saw no key leaves the other as it is, bit for bit.
-
-    :param a: float32, bfloat16 or float16 `[num_rows, num_heads, head_dim]`, contiguous. So is `b`, of any of these.
-    :param a_lse: float32 `[num_rows, num_heads]`, contiguous; so is `b_lse`. Neither may overlap the other.
-    :raises ValueError: on a wrong shape, dtype, stride or device.
-    """
-    check_launchable("a", a, _merge_two_kernel)
-    if a.dim() != 3 or a.size(2) == 0:
-        raise ValueError(f"a has shape {list(a.shape)}: needs [rows, heads, D]")
-    for name, part, part_lse in (("a", a, a_lse), ("b", b, b_lse)):
-        _check(name, part, a.shape, a.device, _DTYPES)
-        _check(f"{name}_lse", part_lse, a.shape[:2], a.device)
-    num_rows, head_dim = a.size(0) * a.size(1), a.size(2)
-    if num_rows == 0:
-        return
-    columns = next_power_of_two(head_dim)
-    rows = merge_rows(columns)
-    with on_device_of(a):
-        _merge_two_kernel[(triton.cdiv(num_rows, rows),)](
-            a, a_lse, b, b_lse, num_rows,
-            HEAD_DIM=head_dim, ROWS=rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=FUSE,
-        )  # fmt: skip
-
-
 def _check(
     name: str,
     tensor: Tensor,
@@ -152,31 +125,3 @@ def _merge_kernel(
     tl.store(out + out_row * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=in_head)
     if lse is not None:
         tl.store(lse + out_row, merged_lse)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _merge_two_kernel(a, a_lse, b, b_lse, num_rows, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    live = row < num_rows
-    live_elements = live[:, None] & (column < HEAD_DIM)[None, :]
-    offsets = (row * HEAD_DIM)[:, None] + column[None, :]
-    lse_of_a = tl.load(a_lse + row, mask=live, other=float("-inf"))
-    lse_of_b = tl.load(b_lse + row, mask=live, other=float("-inf"))
-    part_a = tl.load(a + offsets, mask=live_elements, other=0.0).to(tl.float32)
-    part_b = tl.load(b + offsets, mask=live_elements, other=0.0).to(tl.float32)
-    # Not by a weight of 0: what a state without keys left behind may be NaN.
-    part_a = tl.where((lse_of_a == float("-inf"))[:, None], 0.0, part_a)
-    part_b = tl.where((lse_of_b == float("-inf"))[:, None], 0.0, part_b)
-    peak = tl.maximum(lse_of_a, lse_of_b)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weight_a = tl.exp(lse_of_a - base)
-    weight_b = tl.exp(lse_of_b - base)
-    total = weight_a + weight_b
-    divisor = tl.where(total == 0.0, 1.0, total)
-    merged = (part_a * weight_a[:, None] + part_b * weight_b[:, None]) / divisor[:, None]
-    merged_lse = tl.where(total == 0.0, float("-inf"), base + tl.log(divisor))
-    # Several threads hold a row's log-sum-exp: all of them have read it before one of them overwrites it.
-    tl.debug_barrier()
-    tl.store(a + offsets, merged.to(a.dtype.element_ty), mask=live_elements)
-    tl.store(a_lse + row, merged_lse, mask=live)

@@ -62,12 +62,6 @@ def quantise_tile(head_dim: int, *, host: bool) -> QuantiseTile:
     return QuantiseTile(max(1, num_warps * 1024 // columns), columns, num_warps)
 
 
-def slot_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
-    """For `slot_quantise`: how many heads of a token a program takes, and the columns of each."""
-    columns = padded_head_dim(head_dim)
-    return min(next_power_of_two(num_heads), max(1, 4096 // columns)), columns
-
-
 def checksum_tile(part_words: int) -> tuple[int, int]:
     """The words of 8 bytes that a program of `block_checksum` takes, and its warps. They are half as much as of a copy:
     each word has a key to be made, in registers."""

@@ -96,7 +96,7 @@ def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]
         yield f"prefix_prefill {name}", partial(_check_prefill, batch, device)
         batch = _make(decode, heads, tokens_per_block, dtype)
         yield f"shared_prefix_decode {name}", partial(_check_shared, _sharing(batch), device)
-        yield f"merge_two_states {name}", partial(_check_merge, heads, dtype, device)
+        yield f"merge_states {name}", partial(_check_merge, heads, dtype, device)
         for num_splits in (1, 5, None):
             yield (
                 f"paged_decode {name} splits {num_splits or 'auto'}",
@@ -203,18 +203,18 @@ def _check_shared(batch: _Batch, device: torch.device) -> str:
 
 
 def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
-    from kvtier_kernels.attention.merge_states import merge_two_states
+    from kvtier_kernels.attention.merge_states import merge_states
 
     generator = torch.Generator().manual_seed(heads[0])
     parts = torch.randn((37, heads[0], 2, heads[2]), generator=generator).to(dtype)
     part_lse = 10 * torch.randn(parts.shape[:3], generator=generator)
     parts[5, :, 1], part_lse[5, :, 1] = math.nan, -math.inf
-    a, b = (part.contiguous().to(device) for part in parts.unbind(2))
-    a_lse, b_lse = (one.contiguous().to(device) for one in part_lse.unbind(2))
-    merge_two_states(a, a_lse, b, b_lse)
+    out = torch.full_like(parts[:, :, 0], math.nan, device=device, memory_format=torch.contiguous_format)
+    lse = torch.full(parts.shape[:2], math.nan, device=device)
+    merge_states(parts.to(device), part_lse.to(device), out, lse)
     expected, expected_lse = merge_states_reference(parts, part_lse)
-    return _within("output", a, expected, merge_bound(parts, part_lse, dtype)) or _within(
-        "log-sum-exp", a_lse, expected_lse, merge_lse_bound(part_lse)
+    return _within("output", out, expected, merge_bound(parts, part_lse, dtype)) or _within(
+        "log-sum-exp", lse, expected_lse, merge_lse_bound(part_lse)
     )
 
 

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.checksums import host_checksum
-from kvtier_kernels.quantise_reference import plane_copy_reference, quantised_copy_reference
+from kvtier_kernels.quantise_reference import quantised_copy_reference
 from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
-from kvtier_kernels.reference import block_copy_reference, kv_write_reference, part_copy_reference
+from kvtier_kernels.reference import block_copy_reference, part_copy_reference
 
 Check = Callable[[], str]
 """Returns what is wrong; nothing, when all is right."""
 
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
-PLANES_BYTES = (50, 2**16 + 32)
 CHECKSUM_BYTES = (51, 2**16 + 8, 2**20)
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 
@@ -27,8 +26,6 @@ def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"block_copy rows of {row_bytes} bytes", partial(_check_blocks, row_bytes, device)
         yield f"part_copy parts of {row_bytes} bytes", partial(_check_parts, row_bytes, device)
         yield f"part_copy layers of {row_bytes} bytes in host memory", partial(_check_layers, row_bytes, device)
-    for part_bytes in PLANES_BYTES:
-        yield f"plane_copy parts of {part_bytes} bytes", partial(_check_planes, part_bytes, device)
     for part_bytes in CHECKSUM_BYTES:
         yield f"block_checksum parts of {part_bytes} bytes", partial(_check_checksums, part_bytes, device)
     for codec, dtype, (head_dim, num_vectors) in itertools.product(LossyCodec, DTYPES, ((128, 64), (80, 7))):
@@ -37,9 +34,6 @@ def copy_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
             f"quantised_copy {codec} {_name(dtype)} {num_vectors}x{head_dim}",
             partial(_check_quantised, layout, device),
         )
-    for kv_dtype, given in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
-        name = f"kv_write {_name(kv_dtype)}, {'given scales' if given else 'a scale per token and head'}"
-        yield name, partial(_check_write, kv_dtype, device, given=given)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -87,24 +81,6 @@ def _check_layers(part_bytes: int, device: torch.device) -> str:
     return _differ(there, kv) or _differ(staged, staging)
 
 
-def _check_planes(part_bytes: int, device: torch.device) -> str:
-    from kvtier_kernels.copies.part_copy import Parts
-    from kvtier_kernels.copies.plane_copy import plane_copy
-
-    kv = random_bits((NUM_BLOCKS, NUM_PARTS, part_bytes), torch.uint8)
-    there, (block_ids, rows) = kv.to(device, copy=True), _pairs()
-    for shape in ((NUM_ROWS, NUM_PARTS * part_bytes), (NUM_PARTS, NUM_ROWS, part_bytes)):
-        staging = random_bits(shape, torch.uint8)
-        staged = staging.to(device, copy=True)
-        for gather, these_blocks in ((True, block_ids), (False, block_ids.flip(0).contiguous())):
-            plane_copy(Parts.of(there.unbind(1)), these_blocks.to(device), staged, rows.to(device), gather=gather)
-            plane_copy_reference(kv.unbind(1), these_blocks, staging, rows, gather=gather)
-        failure = _differ(there, kv) or _differ(staged, staging)
-        if failure:
-            return failure
-    return ""
-
-
 def _check_checksums(part_bytes: int, device: torch.device) -> str:
     """Compares checksums of blocks, whose parts are in two allocations, with those of the same bytes in host memory."""
     from kvtier_kernels.copies.block_checksum import block_checksum
@@ -134,25 +110,6 @@ def _check_quantised(layout: RecordLayout, device: torch.device) -> str:
         )
         quantised_copy_reference(kv.unbind(1), these_blocks, staging, rows, layout=layout, gather=gather)
     return _differ(there, kv) or _differ(staged, staging)
-
-
-def _check_write(kv_dtype: torch.dtype, device: torch.device, *, given: bool) -> str:
-    from kvtier_kernels.writes.slot_quantise import quantise_slots
-
-    shape = (NUM_BLOCKS, 2, 2, 16, 8)
-    kv, scales = random_bits((*shape, 128), torch.int8).view(kv_dtype), torch.ones(shape)
-    rows = _vectors(NUM_PAIRS * 3 * 8, 128, torch.bfloat16).view(NUM_PAIRS, 24, 128)
-    places = torch.randperm(NUM_BLOCKS * 16)[:NUM_PAIRS]
-    there, scales_there, rows_there = (tensor.to(device, copy=True) for tensor in (kv, scales, rows))
-    fixed = torch.tensor([0.4, 3.0])
-    quantise_slots(
-        there[:, 1], rows_there[:, 8:16], rows_there[:, 16:], (places // 16).to(device), (places % 16).to(device),
-        fixed.to(device) if given else scales_there[:, 1],
-    )  # fmt: skip
-    kv_write_reference(
-        kv[:, 1], rows[:, 8:16], rows[:, 16:], places // 16, places % 16, kv_scales=fixed if given else scales[:, 1]
-    )
-    return _differ(there, kv) or _differ(scales_there, scales)
 
 
 def _vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lossy codecs and byte planes on the way between paged KV and staging: bit for bit as their references."""
+"""Lossy codecs on the way between paged KV and staging: bit for bit as their references."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier_kernels.copies.part_copy import Parts
-from kvtier_kernels.copies.plane_copy import plane_copy
 from kvtier_kernels.copies.quantised_copy import quantised_copy
 from kvtier_kernels.quantise_reference import (
     dequantise_reference,
-    plane_copy_reference,
     quantise_reference,
     quantised_copy_reference,
     stored_reference,
@@ -173,30 +171,6 @@ def test_layout_of_a_record() -> None:
     )
 
 
-@pytest.mark.parametrize("part_bytes", [2, 50, 4096, 20_032])
-@pytest.mark.parametrize("max_programs", [None, 3])
-@pytest.mark.parametrize("by_part", [True, False], ids=["by part", "by block"])
-def test_planes_are_split_and_joined(by_part: bool, max_programs: int | None, part_bytes: int) -> None:
-    ours, theirs = (random_bytes(9, 5, part_bytes).unbind(1) for _ in range(2))
-    staging, expected = (
-        random_bytes(*((5, 6, part_bytes) if by_part else (6, 5 * part_bytes)), seed=1) for _ in range(2)
-    )
-    rows = torch.tensor([1, 5, 0, 6, 3])
-    for gather, block_ids in ((True, torch.tensor([8, 0, 3, 2, -1])), (False, torch.tensor([2, 3, 7, 1, 9]))):
-        plane_copy(Parts.of(ours), block_ids, staging, rows, gather=gather, max_programs=max_programs)
-        plane_copy_reference(theirs, block_ids[:3], expected, rows[:3], gather=gather)
-        assert torch.equal(staging, expected)
-        assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
-
-
-def test_planes_of_a_block_are_those_of_all_its_bytes() -> None:
-    """What a compressor that is given the block as it is would make of it."""
-    blocks, index = random_bytes(2, 4 * 96), torch.tensor([1])
-    staging = torch.zeros(2, 4 * 96, dtype=torch.uint8)
-    plane_copy(Parts.of(blocks.view(2, 4, 96).unbind(1)), index, staging, index, gather=True)
-    assert torch.equal(staging[1], torch.cat([blocks[1, 1::2], blocks[1, 0::2]]))
-
-
 def test_pages_and_records_may_lie_beyond_32_bits() -> None:
     far, layout = 3 * 2**30, RecordLayout(LossyCodec.INT8, torch.float16, 16, 64)
     page = vectors_of_all_kinds(64, 16, torch.float16).view(torch.uint8).view(2048)
@@ -205,9 +179,6 @@ def test_pages_and_records_may_lie_beyond_32_bits() -> None:
     for part in parts:
         part[2] = page
     staging = sparse(3 * far + 2048).as_strided((2, 2, 2048), (2 * far, far, 1))
-    plane_copy(Parts.of(parts), from_block, staging, row, gather=True)
-    plane_copy(Parts.of(parts), to_block, staging, row, gather=False)
-    assert all(torch.equal(part[1], page) for part in parts)
     records = staging[:, :, : layout.record_bytes]
     quantised_copy(Parts.of(parts), from_block, records, row, layout=layout, gather=True)
     quantised_copy(Parts.of(parts), to_block, records, row, layout=layout, gather=False)
@@ -221,7 +192,6 @@ def test_copies_of_nothing() -> None:
     parts, staging = Parts.of(pages(2, layout)), random_bytes(2, 64)
     before = staging.clone()
     quantised_copy(parts, none, staging, none, layout=layout, gather=True)
-    plane_copy(parts, none, staging, none, gather=True)
     assert torch.equal(staging, before)
 
 
@@ -244,12 +214,6 @@ def test_what_does_not_fit_is_refused() -> None:
         good = {"parts": parts, "block_ids": index, "staging": staging, "staging_rows": index, "layout": layout}
         with pytest.raises(ValueError, match=words):
             quantised_copy(**(good | changed), gather=True)  # type: ignore[arg-type]
-        good.pop("layout")
-        if "layout" not in changed and "multiples" not in words:
-            with pytest.raises(ValueError, match=words):
-                plane_copy(**(good | changed), gather=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="need elements of 2 bytes"):
-        plane_copy(Parts.of([random_bytes(9, 31)]), index, random_bytes(4, 31), index, gather=True)
     for words, wrong in (("needs bfloat16", {"dtype": torch.float32}), ("at least 1", {"head_dim": 0})):
         with pytest.raises(ValueError, match=words):
             RecordLayout(**({"codec": LossyCodec.FP8, "dtype": torch.float16, "head_dim": 8, "num_vectors": 1} | wrong))  # type: ignore[arg-type]

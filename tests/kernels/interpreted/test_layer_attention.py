@@ -79,7 +79,7 @@ def test_the_first_layer_is_checked_in_full() -> None:
         attend(kv_layer, query, key, value[:, :1])
     with pytest.raises(ValueError, match="query heads are not a multiple"):
         attend(kv_layer, query[:, :3], key, value)
-    with pytest.raises(ValueError, match="quantised KV takes kv_write"):
+    with pytest.raises(ValueError, match="quantised KV takes paged_attention"):
         attend(kv_layer.to(torch.int8), query, key, value)
     assert torch.equal(kv_layer, before), "nothing is written"
     attend(kv_layer, query, key, value)

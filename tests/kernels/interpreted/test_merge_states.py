@@ -1,4 +1,4 @@
-"""`merge_states` and `merge_two_states` in the interpreter, against float64: odd sizes, states without keys, NaN."""
+"""`merge_states` in the interpreter, against float64: odd sizes, states without keys, NaN."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels import merge_states_reference
-from kvtier_kernels.attention.merge_states import merge_states, merge_two_states
+from kvtier_kernels.attention.merge_states import merge_states
 from kvtier_kernels.selfcheck.accuracy import merge_bound, merge_lse_bound
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,31 +89,6 @@ def test_attention_over_runs_of_keys_is_attention_over_all() -> None:
     assert (lse - scores.logsumexp(-1)).abs().max().item() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-def test_two_states_are_merged_in_place(dtype: torch.dtype) -> None:
-    """37 x 3 rows are no whole number of programs."""
-    parts, part_lse = make_states((37, 3, 2, 72), dtype)
-    a, b = (parts[:, :, state].contiguous() for state in range(2))
-    a_lse, b_lse = (part_lse[:, :, state].contiguous() for state in range(2))
-    before = a.clone(), b.clone(), b_lse.clone()
-    merge_two_states(a, a_lse, b, b_lse)
-    check(a, a_lse, parts, part_lse)
-    assert torch.equal(b.nan_to_num(7.0), before[1].nan_to_num(7.0))
-    assert torch.equal(b_lse, before[2])
-    alone = (part_lse[:, :, 1] == -math.inf) & (part_lse[:, :, 0] != -math.inf)
-    assert torch.equal(a[alone], before[0][alone])
-    assert torch.equal(a_lse[alone], part_lse[:, :, 0][alone])
-    assert alone.any()
-
-
-def test_two_states_may_differ_in_dtype() -> None:
-    parts, part_lse = make_states((5, 2, 2, 16), torch.float32)
-    narrow = parts[:, :, 0].bfloat16()
-    out, lse = narrow.clone(), part_lse[:, :, 0].contiguous()
-    merge_two_states(out, lse, parts[:, :, 1].contiguous(), part_lse[:, :, 1].contiguous())
-    check(out, lse, torch.stack([narrow.float(), parts[:, :, 1]], dim=2), part_lse)
-
-
 def test_one_state_may_be_merged_where_it_is() -> None:
     parts, part_lse = make_states((4, 3, 1, 48), torch.float32)
     before, lse = parts.clone(), torch.empty(4, 3)
@@ -134,7 +109,6 @@ def test_a_state_that_counts_is_not_hidden_when_it_is_nan() -> None:
 
 def test_nothing_to_do_is_done() -> None:
     merge_states(torch.empty(0, 3, 2, 16), torch.empty(0, 3, 2), torch.empty(0, 3, 16), torch.empty(0, 3))
-    merge_two_states(torch.empty(0, 3, 16), torch.empty(0, 3), torch.empty(0, 3, 16), torch.empty(0, 3))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -160,10 +134,3 @@ def test_what_does_not_fit_is_refused() -> None:
     for words, changed in refused:
         with pytest.raises(ValueError, match=words):
             merge_states(**(good | changed))
-    a, a_lse = good["out"], good["lse"]
-    with pytest.raises(ValueError, match=r"a has shape \[4, 3\]: needs \[rows, heads, D\]"):
-        merge_two_states(a_lse, a_lse, a, a_lse)
-    with pytest.raises(ValueError, match=r"b of .* needs contiguous .* \[4, 3, 16\]"):
-        merge_two_states(a, a_lse, a[:2], a_lse)
-    with pytest.raises(ValueError, match=r"b_lse is on meta"):
-        merge_two_states(a, a_lse, a, a_lse.to("meta"))

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from kvtier_kernels import paged_attention_reference
 from kvtier_kernels.attention import merge_states, paged_decode, prefix_prefill, shared_prefix_decode
-from kvtier_kernels.copies import block_checksum, block_copy, part_copy, plane_copy, quantised_copy
+from kvtier_kernels.copies import block_checksum, block_copy, part_copy, quantised_copy
 from kvtier_kernels.selfcheck import command as selfcheck
 from kvtier_kernels.selfcheck import copies as selfcheck_copies
-from kvtier_kernels.writes import slot_quantise, slot_write
+from kvtier_kernels.writes import slot_write
 
 CPU = torch.device("cpu")
-NUM_COPY_CHECKS = 5 * 3 + 2 + 3 + 2 * 2 * 2 + 3
+NUM_COPY_CHECKS = 5 * 3 + 3 + 2 * 2 * 2
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +63,11 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_prefill, "prefix_prefill", _wrong_prefill)
     monkeypatch.setattr(paged_decode, "paged_decode", _wrong_decode)
     monkeypatch.setattr(shared_prefix_decode, "shared_prefix_decode", _wrong_decode)
-    monkeypatch.setattr(merge_states, "merge_two_states", lambda *_args: None)
+    monkeypatch.setattr(merge_states, "merge_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
     monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids: torch.zeros_like(block_ids))
-    monkeypatch.setattr(slot_quantise, "quantise_slots", lambda *_args: None)
     monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: None)
-    monkeypatch.setattr(plane_copy, "plane_copy", lambda *_args, **_options: None)
     monkeypatch.setattr(quantised_copy, "quantised_copy", lambda *_args, **_options: None)
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))
     for name, failure in selfcheck.run_checks(CPU, longest=70):

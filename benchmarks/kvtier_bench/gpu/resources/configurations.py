@@ -12,7 +12,6 @@ from kvtier_bench.gpu.measuring.shapes import Batch
 from kvtier_bench.gpu.resources.candidates import decode_candidates, prefill_candidates
 from kvtier_bench.gpu.resources.compiling import Launch, kernel_modules, recorded
 from kvtier_bench.gpu.resources.copy_launches import copy_launches
-from kvtier_kernels.attention.merge_states import merge_two_states
 from kvtier_kernels.attention.paged_decode import paged_decode
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.attention.shared_prefix_decode import shared_prefix_decode
@@ -68,7 +67,6 @@ def configurations(*, candidates: int = 0) -> Iterator[Configuration]:
     kv_dtype, scoring = torch.float8_e4m3fn, _SCORINGS[0][2]
     yield Configuration(f"prefix_prefill {name}", True, partial(_prefill, wide, kv_dtype=kv_dtype, scoring=scoring))
     yield Configuration(f"paged_decode {name}", True, partial(_decode, wide, kv_dtype=kv_dtype, scoring=scoring))
-    yield Configuration("merge_two_states", True, _merge_two_states)
     yield Configuration("kv_write", True, _write)
     for name, launch in copy_launches():
         yield Configuration(name, True, partial(_copy, launch))
@@ -121,13 +119,6 @@ def _shared_prefix_decode(heads: _Heads, chip: int) -> list[Launch]:
     prefixes = SharedPrefixes.of(of.block_tables, of.seq_lens, _TOKENS_PER_BLOCK)
     with _launched(chip) as launches:
         shared_prefix_decode(of.query, of.kv_layer, of.block_tables, of.seq_lens, prefixes, scale=0.1)
-    return launches
-
-
-def _merge_two_states(chip: int) -> list[Launch]:
-    state, lse = torch.empty((5, 32, 128), dtype=_DTYPE), torch.empty((5, 32))
-    with _launched(chip) as launches:
-        merge_two_states(state, lse, state.clone(), lse.clone())
     return launches
 
 

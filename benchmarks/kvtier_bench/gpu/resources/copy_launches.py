@@ -8,10 +8,8 @@ import torch
 from kvtier_kernels.copies.block_checksum import block_checksum
 from kvtier_kernels.copies.block_copy import block_copy
 from kvtier_kernels.copies.part_copy import Parts, part_copy
-from kvtier_kernels.copies.plane_copy import plane_copy
 from kvtier_kernels.copies.quantised_copy import quantised_copy
 from kvtier_kernels.records import LossyCodec, RecordLayout
-from kvtier_kernels.writes.slot_quantise import quantise_slots
 
 _NUM_PARTS, _NUM_BLOCKS = 3, 4
 
@@ -23,13 +21,10 @@ def copy_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     for part_bytes in (2**16, 2**16 + 8):
         yield f"part_copy parts of {part_bytes:,}", partial(_parts, part_bytes)
     yield "part_copy layers", _layers
-    yield "plane_copy", _planes
     for part_bytes in (2**16, 2**16 + 8, 51):
         yield f"block_checksum parts of {part_bytes:,}", partial(_checksums, part_bytes)
     for codec in LossyCodec:
         yield f"quantised_copy {codec}", partial(_quantised, codec)
-    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
-        yield f"kv_write {str(kv_dtype).removeprefix('torch.')}", partial(_write, kv_dtype)
 
 
 def _blocks(row_bytes: int) -> None:
@@ -50,13 +45,6 @@ def _layers() -> None:
     part_copy(_pages(2**16), _index(), staging, _index(), gather=False)
 
 
-def _planes() -> None:
-    """Gather, then scatter."""
-    staging = torch.empty((_NUM_BLOCKS, _NUM_PARTS * 2**16), dtype=torch.uint8)
-    for gather in (True, False):
-        plane_copy(_pages(2**16), _index(), staging, _index(), gather=gather)
-
-
 def _checksums(part_bytes: int) -> None:
     block_checksum([_pages(part_bytes)], _index())
 
@@ -67,12 +55,6 @@ def _quantised(codec: LossyCodec) -> None:
     staging = torch.empty((_NUM_BLOCKS, _NUM_PARTS * layout.record_bytes), dtype=torch.uint8)
     for gather in (True, False):
         quantised_copy(_pages(layout.page_bytes), _index(), staging, _index(), layout=layout, gather=gather)
-
-
-def _write(kv_dtype: torch.dtype) -> None:
-    kv_layer, scales = torch.empty((64, 2, 16, 8, 128), dtype=kv_dtype), torch.empty((64, 2, 16, 8))
-    rows = torch.empty((3, 48, 128), dtype=torch.bfloat16)[:, :8]
-    quantise_slots(kv_layer, rows, rows, _index(), _index(), scales)
 
 
 def _pages(part_bytes: int) -> Parts:

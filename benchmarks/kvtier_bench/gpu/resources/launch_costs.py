@@ -99,7 +99,7 @@ def _subjects(
     }
 
     def checked() -> None:
-        check_write(kv_layer, key, value, *places, None)
+        check_write(kv_layer, key, value, *places)
         write_slots(kv_layer, key, value, *places)
         attend_with_triton(query, kv_layer, tables, starts, lens, **options)
 
