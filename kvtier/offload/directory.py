@@ -45,6 +45,8 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 
 _log = logging.getLogger(__name__)
+_MAX_COUNTED_USES = 1 << 18
+"""Blocks whose uses are remembered, about 150 bytes each."""
 
 
 @dataclass(slots=True)
@@ -84,15 +86,9 @@ class Directory:
         self._movers = MessageQueue(len(namespaces))
         asking: SharedLookups | None = None
         if shared is not None:
-            asking = SharedLookups(
-                shared,
-                namespaces,
-                max_asking=settings.max_lookups,
-                num_threads=settings.lookup_threads,
-                on_answer=on_answer,
-            )
+            asking = SharedLookups(shared, namespaces, max_asking=settings.max_lookups, on_answer=on_answer)
         self._lookups = Lookups(self._index, asking, metrics, deadline_s=settings.lookup_deadline_s, clock=clock)
-        uses: UseCounts[BlockKey] = UseCounts(settings.selective_uses, settings.max_counted_uses)
+        uses: UseCounts[BlockKey] = UseCounts(settings.selective_uses, _MAX_COUNTED_USES)
         below = [*local_tiers, *([shared.name] if shared is not None else [])]
         policies = {tier: settings.tier_policies.get(tier, WritePolicy.WRITE_THROUGH) for tier in below}
         self._owed = PendingWrites(policies, uses)

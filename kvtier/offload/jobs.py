@@ -38,8 +38,6 @@ class DirectorySettings:
     """A lookup that takes longer counts as a miss. Requests wait this long at the most."""
     max_lookups: int = 1024
     """Lookups of the shared tier under way; beyond, local tiers answer alone."""
-    lookup_threads: int = 2
-    """Threads that ask the shared tier."""
     host_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     """When the device's blocks are copied to host memory."""
     tier_policies: Mapping[str, WritePolicy] = field(default_factory=dict)
@@ -49,8 +47,6 @@ class DirectorySettings:
     write_back_blocks: int = 256
     """How many of the coldest blocks in host memory `write_back` keeps written; never more than a quarter of it.
     Small forgets blocks in bursts, large writes some that are used again."""
-    max_counted_uses: int = 262_144
-    """Blocks whose uses are remembered, about 150 bytes each."""
 
     def batch_of(self, tier: str) -> int:
         """Blocks per message that moves some between the device and this tier."""

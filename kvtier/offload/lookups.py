@@ -14,6 +14,9 @@ from kvtier.tiers.base import Status, Tier
 
 _log = logging.getLogger(__name__)
 
+_NUM_THREADS = 2
+"""That ask the shared tier."""
+
 
 class SharedLookups:
     """Looks up blocks for all ranks at once. Scheduler thread only; `ask` does not block."""
@@ -24,14 +27,13 @@ class SharedLookups:
         namespaces: Sequence[NamespaceId],
         *,
         max_asking: int,
-        num_threads: int,
         on_answer: Callable[[], None],
     ) -> None:
         """:param on_answer: called from another thread when an answer has come."""
         self._tier = tier
         self._namespaces = list(dict.fromkeys(namespaces))  # ranks that hold the same have one
         self._max_asking, self._on_answer = max_asking, on_answer
-        self._threads = ThreadPoolExecutor(num_threads, "kvtier-lookup")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-lookup")
         self._asking: set[Future[list[Status]]] = set()
 
     @property

@@ -13,6 +13,9 @@ from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
 
+_MAX_COUNTED_USES = 1 << 18
+"""Blocks whose uses are remembered, about 200 bytes each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBehindSettings:
@@ -24,15 +27,10 @@ class WriteBehindSettings:
     a local disk under `write_through`. Off for a tier that nobody may have to wait for, such as a server elsewhere."""
     selective_uses: int = 2
     """The use at which `write_through_selective` writes a block. Writing it to the pool is the first."""
-    max_counted_uses: int = 1 << 18
-    """Blocks whose uses are remembered, about 200 bytes each."""
     queue_bytes: int
     """Payload bytes pinned, queued and being written, from which on a tier that keeps what is acknowledged is behind;
     at most, for another. Too small: writers are refused, or bursts kept in memory only. Too large: memory has room
     for little else while the tier catches up."""
-    write_back_share: float = 1 / 16
-    """The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
-    num_threads: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +69,11 @@ class WriteBehind:
         self._selective = settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._write_back = settings.policy is WritePolicy.WRITE_BACK
         self._waiting = WriteQueue(metrics.write_down_queue_bytes.labels(tier.name).set)
-        self._uses: UseCounts[StoreKey] = UseCounts(settings.selective_uses, settings.max_counted_uses)
+        self._uses: UseCounts[StoreKey] = UseCounts(settings.selective_uses, _MAX_COUNTED_USES)
         """Guarded by the queue's lock."""
         self._num_before_drain = 0
         """Guarded by the queue's lock."""
-        self._writers = WriteWorkers(
-            memory,
-            tier,
-            metrics,
-            self._waiting,
-            write_back_share=settings.write_back_share,
-            num_threads=settings.num_threads,
-        )
+        self._writers = WriteWorkers(memory, tier, metrics, self._waiting)
 
     def start(self) -> None:
         """Starts the writers. Once."""

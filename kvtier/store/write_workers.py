@@ -14,6 +14,10 @@ from kvtier.tiers.host.tier import HostTier
 
 _log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 16
+_NUM_THREADS = 2
+"""Of one tier."""
+_WRITE_BACK_SHARE = 1 / 16
+"""The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
 _RETRY_S = 5.0
 """Between tries to give a tier that took nothing what was put off."""
 _TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
@@ -38,19 +42,15 @@ class WriteWorkers:
         tier: Tier,
         metrics: PoolMetrics,
         waiting: WriteQueue,
-        *,
-        write_back_share: float,
-        num_threads: int,
     ) -> None:
         """Owns nothing but the threads, which `start` starts."""
         self._memory = memory
         self._tier = tier
         self._metrics = metrics
         self._waiting = waiting
-        self._write_back_share = write_back_share
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-write-{tier.name}-{i}", daemon=True)
-            for i in range(num_threads)
+            for i in range(_NUM_THREADS)
         ]
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class WriteWorkers:
                 if waiting.closing and not waiting.more_to_write:
                     return {}
                 look_for_cold = bool(waiting.num_owed) and not waiting.closing
-            cold = self._memory.near_eviction(self._write_back_share) if look_for_cold else []
+            cold = self._memory.near_eviction(_WRITE_BACK_SHARE) if look_for_cold else []
             if batch := self._take_unpinned(cold):
                 return batch
 

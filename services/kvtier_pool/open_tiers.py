@@ -17,6 +17,13 @@ from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier_pool.settings import PoolSettings, RedisSettings
 
+_WRITE_DOWN_SHARE = 1 / 4
+"""Of memory, what may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk that
+keeps what is acknowledged, and bursts do not get to another tier. More: memory has room for little else while it
+catches up."""
+_REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
+"""Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
+
 
 def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
     """From the fastest to the slowest; the caller closes them.
@@ -60,7 +67,7 @@ def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
             ttl_s=redis.ttl_s,
             codec=Codec.parse(redis.codec),
             metrics=metrics,
-            breaker=CircuitBreaker(redis.breaker_failures, redis.breaker_open_s),
+            breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S),
             call_timeout_s=redis.timeout_s,
             lookup_timeout_s=redis.lookup_timeout_s,
             connect_timeout_s=min(1.0, redis.timeout_s),
@@ -76,7 +83,6 @@ def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings, *, keeps_ack
             policy=policy,
             keeps_acknowledged=keeps_acknowledged,
             selective_uses=settings.selective_uses,
-            queue_bytes=settings.write_down_queue_bytes or settings.memory_bytes // 4,
-            num_threads=settings.write_down_threads,
+            queue_bytes=int(settings.memory_bytes * _WRITE_DOWN_SHARE),
         ),
     )

@@ -18,7 +18,10 @@ _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """What one call may ask for. Above: an error that names the limit, before any work."""
+    """What one call may ask for. Above: an error that names the limit, before any work.
+
+    No configuration changes them: clients rely on them. Tests have smaller ones.
+    """
 
     max_batch_blocks: int = 65_536
     """Hashes in one request, blocks in one write stream. Lower: more round trips. Higher: longer calls."""
@@ -56,10 +59,6 @@ class RedisSettings:
     """Deadline of one call."""
     lookup_timeout_s: float = 0.2
     """Deadline of one lookup: so long a hanging server hides what the pool has itself."""
-    breaker_failures: int = 3
-    """Failures in a row after which it is left alone for `breaker_open_s`."""
-    breaker_open_s: float = 2.0
-    """Then one call probes it."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     codec: str = "raw"
 
@@ -119,12 +118,6 @@ class PoolSettings:
     """How much of memory pins may hold, in whole slabs; 0: there are no pins."""
     num_threads: int = 16
     """gRPC calls served at the same time; more wait or are refused. More than this gains nothing below 10 Gbit/s."""
-    write_down_threads: int = 2
-    """Threads that copy blocks to a tier below, for each of them."""
-    write_down_queue_bytes: int | None = None
-    """Payload bytes waiting for a tier below, pinned in memory meanwhile. None: a quarter of `memory_bytes`.
-    Too small: writers hear THROTTLED above a disk that keeps what is acknowledged, and bursts do not get to another
-    tier. Too large: memory has room for little else while the tier catches up."""
     shutdown_grace_s: float = 30.0
     """How long a stop may take to finish calls and to write down what waits. What is left is counted and logged."""
     limits: PoolLimits = field(default_factory=PoolLimits)

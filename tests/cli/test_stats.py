@@ -119,15 +119,15 @@ def test_an_engine() -> None:
     tiers.pins.labels("pool", "not_offered").inc(5)
     tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
-    TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)}, breakers={"pool": lambda: True})
+    TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)})
     MemoryGauges(registry, lambda: RankMemory(4 * MIB, 2 * MIB, MemoryUse(MIB, 6 * MIB, 0.5)))
     facts = facts_of(page_of(registry))
     assert facts is not None
     assert (facts.kind, facts.hit_rate.share, facts.ttft_mean_s) == (ENGINE, 0.75, pytest.approx(0.2))
     pool, disk = facts.tiers["pool"], facts.tiers["disk"]
     assert (pool.read_hits, pool.read_misses, pool.read_bytes_per_s) == (28, 2, 4e9)
-    assert (pool.errors, pool.breaker_open, pool.used_bytes) == ({"read BreakerOpen": 3}, True, None)
-    assert (disk.held_blocks, disk.used_bytes, disk.capacity_bytes, disk.breaker_open) == (3, 30, 100, None)
+    assert (pool.errors, pool.used_bytes) == ({"read BreakerOpen": 3}, None)
+    assert (disk.held_blocks, disk.used_bytes, disk.capacity_bytes) == (3, 30, 100)
     assert (pool.state, disk.state) == (None, "read_only")
     assert facts.paths["shm"].bytes_by_op == {"read": 2e9}
     assert facts.device_evictions == {"clean": 7}
@@ -157,7 +157,7 @@ def test_a_pipe_gets_every_word() -> None:
         for op in ("read", "write"):
             tiers.path_bytes.labels(path, op).inc(1023.4 * 2**30)
     MemoryGauges(registry, lambda: RankMemory(64 << 30, 3 << 30, MemoryUse(MIB, 67 << 30, 0.5)))
-    TierGauges(registry, usages={t: lambda: Usage(3, 1 << 40, 1 << 41) for t in names}, breakers={"pool": lambda: True})
+    TierGauges(registry, usages={t: lambda: Usage(3, 1 << 40, 1 << 41) for t in names})
     with answering(generate_latest(registry)) as address:
         answer = run("--url", address)
     assert answer.returncode == 0, answer.stderr
@@ -166,7 +166,6 @@ def test_a_pipe_gets_every_word() -> None:
     assert ["written at", *["109.89 GB/s"] * 4] in rows
     assert ["read", *["1,023.4 GiB"] * 4] in rows
     assert ["full", *["50%"] * 4] in rows
-    assert [row[0] for row in rows if row[-1] == "open"] == ["breaker"]
     assert "disk is off: its medium fails" in answer.stdout
     assert "disk packs: 1.0 GiB raw (1.00 to 1), 1.0 GiB lz4 (2.00 to 1)" in answer.stdout
     assert "memory: arena 64.0 GiB, leased 3.0 GiB, pinned 67.0 GiB, staging 1.0 MiB" in answer.stdout

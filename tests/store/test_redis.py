@@ -11,11 +11,17 @@ from kvtier.testing.contract import make_key, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.pool.tier import PoolTier
+from kvtier_pool import open_tiers
 from kvtier_pool.settings import RedisSettings
 from pool_rig import BLOCK_BYTES, BLUE, WAIT_S, connect, keys, payloads, pool_process, running_pool, until
 from redis_rig import RedisServer, running_redis
 
 STORED, HIT, MISS = WriteStatus.STORED, Status.HIT, Status.MISS
+
+
+@pytest.fixture(autouse=True)
+def probed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_tiers, "_REDIS_OPEN_S", 0.1)
 
 
 @pytest.fixture
@@ -25,8 +31,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def below(server: RedisServer, **settings: object) -> RedisSettings:
-    patient = {"timeout_s": WAIT_S, "breaker_open_s": 0.1} | settings
-    return RedisSettings(url=server.url, **patient)  # type: ignore[arg-type]
+    return RedisSettings(url=server.url, **({"timeout_s": WAIT_S} | settings))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -159,7 +159,6 @@ def _tier_figures(tier: TierFacts) -> dict[str, str]:
         "holds": "-" if tier.used_bytes is None else _bytes(tier.used_bytes),
         "full": full,
         "evicted": "-" if tier.evicted_blocks is None else f"{tier.evicted_blocks:,.0f}",
-        "breaker": {None: "-", False: "closed", True: "[red]open[/red]"}[tier.breaker_open],
     }
 
 

@@ -64,7 +64,6 @@ class TierFacts:
     evicted_blocks: float | None
     errors: dict[str, float]
     """The number of errors, by operation and name of the error."""
-    breaker_open: bool | None
     state: str | None
     """What its medium lets it do: writable, read_only, off."""
     codecs: dict[str, CodecFacts]
@@ -187,7 +186,7 @@ def _tiers(samples: Samples) -> list[str]:
     """Every tier that any sample tells something about."""
     found: dict[str, None] = {}
     for name in samples.names():
-        if name.startswith(_TIER_PREFIX) or name in ("kvtier_io_errors_total", "kvtier_breaker_open"):
+        if name.startswith(_TIER_PREFIX) or name == "kvtier_io_errors_total":
             found |= dict.fromkeys(samples.by(name, "tier"))
     return [tier for tier in found if tier]
 
@@ -197,7 +196,6 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         seconds = samples.total("kvtier_tier_batch_seconds_sum", tier=tier, op=op)
         return _quotient(samples.total("kvtier_tier_bytes_total", tier=tier, op=op), seconds)
 
-    breaker = samples.value("kvtier_breaker_open", tier=tier)
     states = [state for state, on in samples.by("kvtier_tier_state", "state", tier=tier).items() if on]
     errors = {
         f"{op} {error}": count
@@ -219,7 +217,6 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
         capacity_bytes=samples.value("kvtier_tier_capacity_bytes", tier=tier),
         evicted_blocks=samples.value("kvtier_tier_evicted_blocks_total", tier=tier),
         errors=errors,
-        breaker_open=None if breaker is None else bool(breaker),
         state=states[0] if len(states) == 1 else None,
         codecs=_codecs(samples, tier),
     )

@@ -1,4 +1,4 @@
-"""How full tiers are, whether their breakers are open, and what memory a rank takes, asked at every scrape."""
+"""How full tiers are, and what memory a rank takes, asked at every scrape."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,25 +14,18 @@ from kvtier.tiers.base import Usage
 
 
 class TierGauges(Collector):
-    """Gauges `kvtier_tier_held_blocks`, `_used_bytes`, `_capacity_bytes`, and `kvtier_breaker_open`, by tier.
+    """Gauges `kvtier_tier_held_blocks`, `_used_bytes` and `_capacity_bytes`, by tier.
 
     Any thread. A scrape takes as long as the tiers' answers do: name only those that answer without a network.
     """
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        *,
-        usages: Mapping[str, Callable[[], Usage]],
-        breakers: Mapping[str, Callable[[], bool]] | None = None,
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, *, usages: Mapping[str, Callable[[], Usage]]) -> None:
         """Registers itself.
 
         :param usages: by name of the tier, its `usage`. Called until the registry is gone; a `KvtierError`
             leaves the tier out of that scrape.
-        :param breakers: likewise, whether it is open.
         """
-        self._usages, self._breakers = dict(usages), dict(breakers or {})
+        self._usages = dict(usages)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -46,10 +39,7 @@ class TierGauges(Collector):
                 held.add_metric([tier], usage.num_blocks)
                 used.add_metric([tier], usage.used_bytes)
                 capacity.add_metric([tier], usage.capacity_bytes)
-        breaker = GaugeMetricFamily("kvtier_breaker_open", "1 while a tier is left alone", labels=["tier"])
-        for tier, is_open in self._breakers.items():
-            breaker.add_metric([tier], is_open())
-        yield from (held, used, capacity, breaker)
+        yield from (held, used, capacity)
 
 
 @dataclass(frozen=True, slots=True)

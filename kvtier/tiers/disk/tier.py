@@ -257,11 +257,6 @@ class DiskTier:
         with self._guard, self._state.lock:
             return 1 + self._state.moved_bytes / max(1, self._state.new_bytes)
 
-    def index_bytes(self) -> int:
-        """Memory of the index."""
-        with self._guard, self._state.lock:
-            return self._state.index.nbytes
-
     def check(self) -> None:
         """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
         with self._guard, self._state.lock:

@@ -246,7 +246,7 @@ def test_a_start_with_a_million_records(tmp_path: Path) -> None:
             file.write(disk_format.pack_footer(segment, per_segment + 2, entries))
     with opened(folder, 2**33) as tier:
         assert tier.usage().num_blocks == total
-        assert tier.index_bytes() <= 64 * total
+        assert tier._state.index.nbytes <= 64 * total
         some = [StoreKey(TENANT + NAMESPACE + hashes[i].tobytes()) for i in range(0, total, 997)]
         assert tier.lookup(some) == [Status.HIT] * len(some)
         assert tier.lookup([make_key("absent")]) == [Status.MISS]
