@@ -12,12 +12,11 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.pause import PAUSE_S, Pause
 from kvtier.tiers.pool.shared_memory.client import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 5.0
-"""After memory did not work, for however long that may be: until then the socket does it all."""
 
 
 class LocalTransport:
@@ -33,11 +32,10 @@ class LocalTransport:
         self._memory = PoolMemory(socket.open_connection)
         self._read_bytes = metrics.path_bytes.labels("shm", "read")
         self._written_bytes = metrics.path_bytes.labels("shm", "write")
-        self._clock = clock
-        self._not_before_s = 0.0
-        """When memory may be tried again. A single number, written whole: any thread."""
-        self._not_leased_before_s = 0.0
-        """When the pool may be asked to lend again, likewise: one that hangs is waited for in `read` alone."""
+        self._pause = Pause(clock)
+        """Of memory: until it is over the socket does it all."""
+        self._lease_pause = Pause(clock)
+        """Of leases alone: a pool that hangs is waited for in `read`."""
         self._failed = QuietLog(_log)
 
     @property
@@ -61,7 +59,7 @@ class LocalTransport:
         left = dict.fromkeys(range(len(keys)))
         corrupt: list[StoreKey] = []
         num_bytes = 0
-        if self._clock() >= self._not_before_s:
+        if self._pause.is_over:
             try:
                 for i, error in self._memory.read(keys, into, deadline):
                     del left[i]
@@ -86,14 +84,13 @@ class LocalTransport:
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
         """See `PoolTransport.lease`."""
-        now = self._clock()
-        if now < max(self._not_before_s, self._not_leased_before_s):
+        if not (self._pause.is_over and self._lease_pause.is_over):
             return None
         try:
             return self._memory.lease(keys, nbytes, ready, MONOTONIC() + timeout_s, self._read_bytes.inc)
         except OSError as error:
             _log.debug("the pool lends nothing: %s", str(error))
-            self._not_leased_before_s = now + _RETRY_S
+            self._lease_pause.begin()
         except KvtierError as error:
             self._note_failure(error)
         return None
@@ -102,7 +99,7 @@ class LocalTransport:
         """See `PoolTransport.write`."""
         deadline = MONOTONIC() + timeout_s
         statuses = [WriteStatus.FAILED] * len(items)
-        if self._clock() >= self._not_before_s:
+        if self._pause.is_over:
             try:
                 statuses = self._memory.write(items, deadline)
             except OSError as error:
@@ -140,5 +137,5 @@ class LocalTransport:
         self._socket.close()
 
     def _note_failure(self, error: Exception) -> None:
-        self._not_before_s = self._clock() + _RETRY_S
-        self._failed.warning(f"the pool's memory cannot be used, its socket for {_RETRY_S:.0f} s instead: {error}")
+        self._pause.begin()
+        self._failed.warning(f"the pool's memory cannot be used, its socket for {PAUSE_S:.0f} s instead: {error}")

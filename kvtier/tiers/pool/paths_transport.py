@@ -13,21 +13,20 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.pause import Pause
 from kvtier.tiers.pool.tier import PoolTransport
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 10.0
-"""How long a way that failed is passed over while another one works."""
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Path:
-    """One way. `failed_at_s` is a single number, written whole: any thread."""
+    """One way."""
 
     name: str
     transport: PoolTransport
-    failed_at_s: float = float("-inf")
+    pause: Pause
 
 
 class PathsTransport:
@@ -39,7 +38,7 @@ class PathsTransport:
 
     def __init__(self, paths: Sequence[tuple[str, PoolTransport]], *, clock: Clock = MONOTONIC) -> None:
         """:param paths: (address for the log, transport), the best first; owned from now on."""
-        self._paths = [_Path(name, transport) for name, transport in paths]
+        self._paths = [_Path(name, transport, Pause(clock)) for name, transport in paths]
         self._clock = clock
         self._failed = QuietLog(_log)
 
@@ -104,13 +103,11 @@ class PathsTransport:
             try:
                 return call(path.transport, left_s)
             except (UnavailableError, UnauthenticatedError, InvalidInputError) as error:
-                path.failed_at_s = self._clock()
+                path.pause.begin()
                 failure = error
                 self._failed.warning(f"{path.name} cannot be had, another way is tried: {error}")
         raise failure
 
     def _usable(self) -> list[_Path]:
         """Those that have not failed of late; all of them when there are none."""
-        now = self._clock()
-        usable = [path for path in self._paths if now - path.failed_at_s >= _RETRY_S]
-        return usable or self._paths
+        return [path for path in self._paths if path.pause.is_over] or self._paths
