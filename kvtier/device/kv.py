@@ -133,7 +133,30 @@ def check_slots(device: DeviceKV, blocks: Blocks) -> None:
             raise InvalidInputError(f"slots {min(slots)} to {max(slots)}, of {num_slots}")
 
 
-class HostMemoryKV:
+class HostKV(DeviceKV):
+    """What KV in the host's own memory has in common: no queue behind the engine's thread, and nothing pinned."""
+
+    def fence(self) -> None:
+        """None: the engine's thread itself reads and writes this memory."""
+
+    def scatter(
+        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
+    ) -> float:
+        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """None: nothing is staged or pinned."""
+        return MemoryUse()
+
+    def attach(self, memory: SlotMemory) -> bool:
+        return True
+
+    def detach(self, memory: SlotMemory) -> None:
+        pass
+
+
+class HostMemoryKV(HostKV):
     """`DeviceKV` for engines whose KV lives in host memory (CPU inference, tests). Copies release the GIL."""
 
     def __init__(self, *parts: npt.NDArray[Any]) -> None:
@@ -169,9 +192,6 @@ class HostMemoryKV:
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    def fence(self) -> None:
-        """None: the engine's thread itself reads and writes this memory."""
-
     def gather(
         self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
     ) -> None:
@@ -187,11 +207,6 @@ class HostMemoryKV:
                 else:
                     slots[:, target] = layers[:, source]
 
-    def scatter(
-        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
-    ) -> float:
-        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
-
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         for blocks in sources:
             check_slots(self, blocks)
@@ -204,17 +219,6 @@ class HostMemoryKV:
                     for target, source in theirs:
                         layers[:, target] = slots[:, source]
         return 0.0
-
-    @property
-    def memory_use(self) -> MemoryUse:
-        """None: nothing is staged or pinned."""
-        return MemoryUse()
-
-    def attach(self, memory: SlotMemory) -> bool:
-        return True
-
-    def detach(self, memory: SlotMemory) -> None:
-        pass
 
     def _in_one_call(
         self,

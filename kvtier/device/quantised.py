@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvtier.device.kv import Blocks, Fence, MemoryUse, check_slots, writable_rows
+from kvtier.device.kv import Blocks, Fence, HostKV, check_slots, writable_rows
 from kvtier.errors import InvalidInputError
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
@@ -16,7 +16,7 @@ _BATCH_BLOCKS = 16
 """Quantised at a time: what that takes meanwhile is about four times their bytes."""
 
 
-class QuantisedHostKV:
+class QuantisedHostKV(HostKV):
     """`DeviceKV` for engines on CPU; what `CudaKV` does with `layout`, bit for bit. Copies release the GIL.
 
     `gather` and `scatter` may be called from several threads at a time.
@@ -49,9 +49,6 @@ class QuantisedHostKV:
         """The size of a block in the arena."""
         return self._layout.record_bytes
 
-    def fence(self) -> None:
-        """None: the engine's thread itself reads and writes this memory."""
-
     def gather(
         self, device_slots: Sequence[int], arena: Arena, arena_slots: Sequence[int], *, after: Fence | None
     ) -> None:
@@ -61,11 +58,6 @@ class QuantisedHostKV:
         for devices, slots in _batches(blocks):
             records[slots] = to_records(self._blocks[devices], self._layout)
 
-    def scatter(
-        self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
-    ) -> float:
-        return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
-
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         for blocks in sources:
             check_slots(self, blocks)
@@ -74,17 +66,6 @@ class QuantisedHostKV:
             for devices, slots in _batches(blocks):
                 self._blocks[devices] = from_records(records[slots], self._layout)
         return 0.0
-
-    @property
-    def memory_use(self) -> MemoryUse:
-        """None: nothing is staged or pinned."""
-        return MemoryUse()
-
-    def attach(self, memory: SlotMemory) -> bool:
-        return True
-
-    def detach(self, memory: SlotMemory) -> None:
-        pass
 
     def _records(self, memory: SlotMemory) -> Tensor:
         """`[num_slots, block_bytes]`, a view."""

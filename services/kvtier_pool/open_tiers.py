@@ -42,8 +42,8 @@ def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) ->
                 metrics=metrics,
                 codec=Codec.parse(settings.disk_codec),
                 segment_bytes=settings.disk_segment_bytes,
-                sync=SyncPolicy.parse(settings.disk_sync),
-                direct_io=DirectIo.parse(settings.disk_direct_io),
+                sync=SyncPolicy(settings.disk_sync),
+                direct_io=DirectIo(settings.disk_direct_io),
             )
             undo.callback(disk.close)
             keeps = settings.disk_write_policy is WritePolicy.WRITE_THROUGH

@@ -4,7 +4,7 @@ import enum
 import logging
 import os
 
-from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.errors import ConfigError
 from kvtier.tiers.disk.medium.files import OsFiles, supports_direct
 from kvtier.tiers.disk.medium.folder import MARKER
 from kvtier.tiers.disk.medium.health import NOT_ALLOWED_ERRNOS
@@ -19,15 +19,6 @@ class DirectIo(enum.Enum):
     """Where the file system can."""
     ON = "on"
     OFF = "off"
-
-    @classmethod
-    def parse(cls, name: str) -> "DirectIo":
-        """Raises `InvalidInputError` that lists what there is."""
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(choice.value for choice in cls)
-            raise InvalidInputError(f"unknown direct_io {name!r}: known are {known}") from None
 
 
 def goes_direct(folder: str, wanted: DirectIo) -> bool:

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtier.errors import InvalidInputError
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes
 from kvtier.tiers.disk.log.buffers import Buffers, fill_pages, is_aligned
@@ -38,15 +37,6 @@ class SyncPolicy(enum.Enum):
     """Segments in the background once they are sealed, tombstones before they are acknowledged."""
     BATCH = "batch"
     """Everything before it is acknowledged."""
-
-    @classmethod
-    def parse(cls, name: str) -> "SyncPolicy":
-        """Raises `InvalidInputError` that lists what there is."""
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(policy.value for policy in cls)
-            raise InvalidInputError(f"unknown sync policy {name!r}: known are {known}") from None
 
 
 class SegmentFiles:
