@@ -26,15 +26,17 @@ from kvtier_bench.measuring.options import PayloadBytes, Rounds
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Subject, in_turn
 from kvtier_bench.processes.peers import CHECKOUT, DISK_KINDS, Peer, start_peers
+from kvtier_bench.processes.plain_redis import PlainRedis
 from kvtier_bench.processes.pool_process import CALL_TIMEOUT_S, pool_process
 from kvtier_bench.processes.raw_disk import RawDisk
 from kvtier_bench.processes.redis_process import redis_binary, redis_process
 
 _ROOM = 4
-"""Capacity of each tier, in rounds."""
+"""Capacity of each tier, in rounds; the Redis has room for redis-py's blocks as well."""
 _DISK_ROUNDS = 4
 """What a disk is filled with before a round reads some of it, at random."""
 _RAW_DISK = "raw disk"
+_PLAIN_REDIS = "redis-py"
 _DEPTH = 4
 """Reads and writes on their way to a disk at once."""
 
@@ -47,7 +49,7 @@ def bench_tiers(
     rounds: Rounds = NUM_ROUNDS,
     redis: Annotated[
         str | None,
-        typer.Option(help="URL of a Redis with room for two batches; default: its own, if installed."),
+        typer.Option(help="URL of a Redis with room for four rounds; default: its own, if installed."),
     ] = None,
     disk_dir: Annotated[
         Path | None, typer.Option(help="Where the disk tier makes its folder; default: the system's temporary folder.")
@@ -60,7 +62,8 @@ def bench_tiers(
 
     The disk's floor is a bare loop over one preallocated file, past the page cache, with as many blocks at a time: it
     is filled in order and read at random, and so is LMCache's disk backend, where it is prepared. The floor's file is
-    made anew before each round of writes; the tier uses files of earlier rounds again. CPU time is this process's and
+    made anew before each round of writes; the tier uses files of earlier rounds again. The Redis tier is held against
+    a pipeline of plain redis-py for each call, on the same server, nothing verified. CPU time is this process's and
     that of the servers it started. What the kernel does for a disk afterwards is not in it, nor is a drive's own cache
     switched off, nor is anything synced.
     """
@@ -80,8 +83,9 @@ def bench_tiers(
         if not raw.direct:
             notes.append("The disk goes through the page cache: no O_DIRECT here, or blocks that are not whole pages.")
         redis_pids: tuple[int, ...] = (os.getpid(),)
+        plain: PlainRedis | None = None
         if redis is None and (binary := redis_binary()) is not None:
-            redis, redis_pid = stack.enter_context(redis_process(binary, folder, room))
+            redis, redis_pid = stack.enter_context(redis_process(binary, folder, 2 * room))
             redis_pids = (os.getpid(), redis_pid)
         if redis is None:
             notes.append("Without redis: no redis-server is installed; name one with --redis.")
@@ -89,6 +93,9 @@ def bench_tiers(
             breaker = CircuitBreaker(3, 1.0)
             tier = RedisTier(redis, metrics=Metrics(), breaker=breaker, call_timeout_s=CALL_TIMEOUT_S)
             tiers["redis"] = (tier, redis_pids)
+            if redis.startswith(("redis://", "unix://")):
+                plain = PlainRedis(redis)
+                stack.callback(plain.close)
         pool = stack.enter_context(pool_process(folder, room))
         path = pool.paths()[0]
         tiers["pool"] = (pool.tier(path, stack), (os.getpid(), pool.pid))
@@ -104,7 +111,9 @@ def bench_tiers(
             kinds=DISK_KINDS,
         )
         notes += peer_notes + ["Peers do not verify what they read."] * bool(others)
-        cases = [case for op in ("read", "write") for case in _moves(op, rotation, tiers, raw, others, batch, rounds)]
+        cases = [
+            case for op in ("read", "write") for case in _moves(op, rotation, tiers, raw, plain, others, batch, rounds)
+        ]
     report("Tiers", cases, as_json=json, plot=plot, notes=notes)
 
 
@@ -113,6 +122,7 @@ def _moves(
     rotation: Rotation,
     tiers: dict[str, tuple[Tier, tuple[int, ...]]],
     raw: RawDisk,
+    plain: PlainRedis | None,
     peers: Sequence[Peer],
     batch: int,
     rounds: int,
@@ -126,16 +136,22 @@ def _moves(
             subjects[name] = rotation.reads(tier, "read", batch, pids)
         else:
             subjects[name] = rotation.writes(tier, "write", batch, pids)
+    if plain is not None:
+        if op == "read":
+            rotation.fill(plain, op)
+        move = rotation.reads if op == "read" else rotation.writes
+        subjects[_PLAIN_REDIS] = move(plain, op, batch, tiers["redis"][1])
     of_peers = {row: subject for peer in peers for (row, _), subject in peer.subjects(op, batch).items()}
     samples = in_turn(subjects | of_peers, rounds=rounds, label=op)
     floors = {"disk": _RAW_DISK} | dict.fromkeys(of_peers, _RAW_DISK)
+    beside = {"disk": tuple(of_peers), "redis": (_PLAIN_REDIS,)}
     return [
         Case.of(
             name,
             op,
             samples[name],
             floor=(floors.get(name, "memcpy"), samples[floors.get(name, "memcpy")]),
-            beside={row: samples[row] for row in of_peers} if name == "disk" else {},
+            beside={row: samples[row] for row in beside.get(name, ()) if row in samples},
             round_bytes=rotation.nbytes,
             payload_bytes=rotation.payload_bytes,
             batch=batch,

@@ -30,6 +30,10 @@ class CircuitBreaker:
         self._probe_at: float | None = None
         """When the next probe may go; None while closed. Guarded by _lock."""
 
+    def another(self) -> "CircuitBreaker":
+        """A closed one with the same settings, for another neighbour."""
+        return CircuitBreaker(self._threshold, self._open_s, self._clock)
+
     def allow(self) -> bool:
         """Whether the caller may try now."""
         with self._lock:

@@ -1,9 +1,12 @@
 """The redis tier: blocks in a Redis or Valkey, one server, Sentinel or Cluster, that the pools of a site share.
 
-tier           what a key is to the server, deadlines, breaker, verification       RedisTier
-reader, writer pipelines of blocks, payloads between their memory and the socket
-servers        a connection per server and exchange; layout and dialer find them
-connection     commands and answers on one socket that redis-py has connected
+tier             the verbs, and what is done before and after each                    RedisTier
+reader, writer   blocks, whole or in parts, between the caller's memory and servers
+discards, undone blocks to be forgotten, and those whose server has not heard of it
+servers          one call to all servers that have its keys, each on its own thread
+exchange         one server's part of it, cut off at the deadline
+topology, health which server has which keys, and which is left alone at the moment
+clients          redis-py's clients, which do the rest: connections, TLS, logins, Sentinel, the Cluster's map
 """
 
 from kvtier.tiers.redis.tier import MAX_VALUE_BYTES, RedisTier

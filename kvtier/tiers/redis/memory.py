@@ -5,17 +5,14 @@ from dataclasses import dataclass
 
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.base import Usage
-from kvtier.tiers.redis.answers import ReplyError
-from kvtier.tiers.redis.commands import command
 
-REPORT = command(b"DBSIZE") + command(b"INFO", b"memory")
+REPORT = (("DBSIZE",), ("INFO", "memory"))
 """CONFIG would tell as well, but is forbidden where somebody else runs the server; INFO is not."""
-NUM_ANSWERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Of one server."""
+    """What one server says."""
 
     num_keys: int
     used_bytes: int
@@ -28,9 +25,6 @@ class ServerMemory:
     @classmethod
     def parse(cls, answers: Sequence[object]) -> "ServerMemory":
         """Reads the answers to `REPORT`."""
-        for answer in answers:
-            if isinstance(answer, ReplyError):
-                raise answer.translated()
         num_keys, info = answers
         if not isinstance(num_keys, int) or not isinstance(info, bytes):
             raise InvalidInputError("the Redis answers DBSIZE and INFO with something else")
@@ -57,7 +51,7 @@ class ServerMemory:
 
 
 def total(servers: Sequence[ServerMemory]) -> Usage:
-    """Of all together; no limit of one is no limit of all."""
+    """The sum of all servers; if one has no limit, there is none."""
     unlimited = any(not server.max_bytes for server in servers)
     return Usage(
         num_blocks=sum(server.num_keys for server in servers),

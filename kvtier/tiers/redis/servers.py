@@ -1,223 +1,122 @@
-"""Connections to the servers behind one Redis address, and exchanges with those that have the keys."""
+"""Asks the servers of a Redis, all that have some of the keys at once, and keeps the failure of one to its own keys."""
 
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
-
-import redis
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import ClosedError, KvtierError, UnavailableError
-from kvtier.memory.buffers import ReadableBuffer
-from kvtier.net.address import Address
-from kvtier.tiers.redis.address import Kind, RedisAddress
-from kvtier.tiers.redis.answers import ReplyError
-from kvtier.tiers.redis.connection import RedisConnection
-from kvtier.tiers.redis.dialer import Dialer
-from kvtier.tiers.redis.layout import Layout, discover
+from kvtier.tiers.redis.clients import FAILURES, RedisClients
+from kvtier.tiers.redis.exchange import Conversation, Exchange
+from kvtier.tiers.redis.topology import Server, Topology
 
-_MAX_IDLE = 8
-"""Connections kept for each server; more threads than that at a time connect anew."""
+T = TypeVar("T")
+Work = Callable[[Conversation, list[int]], list[int]]
+"""Does what is to be done for the keys at these places, which one server has; gives the places that have moved."""
 _NUM_TRIES = 2
-"""With the layout as it was known, and with a fresh one after a key was found to have moved."""
-
-Pack = Callable[[Sequence[int]], Sequence[ReadableBuffer]]
-"""The commands for the names at these places."""
-Receive = Callable[[RedisConnection, Sequence[int]], list[int]]
-"""Takes all answers for these places; gives the places whose keys are said to be on another server."""
-
-REDIRECTS = frozenset({"MOVED", "ASK", "TRYAGAIN"})
-"""A Cluster says that the key is with another server, or on its way there."""
+"""With the map as it was known, and with a fresh one after a key was found to have moved."""
+_MAX_BATCH_KEYS = 4096
 
 
-class RedisServers:
-    """One connection for each thread and server in an exchange, kept for the next. Any thread.
+class Servers:
+    """Exchanges with all servers behind an address. Any thread; blocks up to the deadline; raises nothing for failures.
 
-    An exchange that fails or is late closes its connection. Everything raised is a `KvtierError` and shows no
-    password. Nothing is retried, but for keys that a Cluster has moved.
+    A server that fails is counted and its keys are not answered for. It is not retried.
     """
 
-    def __init__(
-        self, address: RedisAddress, *, username: str | None, password: str | None, connect_timeout_s: float
-    ) -> None:
-        """Connects to nobody yet.
+    def __init__(self, topology: Topology, clients: RedisClients, max_batch_bytes: int) -> None:
+        """:param max_batch_bytes: payload bytes that one server is asked for, or sent, at a time."""
+        self._topology = topology
+        self._clients = clients
+        self._max_batch_bytes = max_batch_bytes
+        self.have_answered = False
+        """Whether any of them ever has. Written by any thread, never back."""
 
-        :param connect_timeout_s: for finding out who to ask, and for each connection with its greeting.
+    def each(self, op: str, names: Sequence[bytes], sizes: Sequence[int], work: Work, deadline: float) -> int:
+        """Has `work` done for all names, each server's in bounded batches one after the other, in order.
+
+        `work` runs on threads of the servers; what it collects holds even where it fails later.
+
+        :param sizes: payload bytes of each.
+        :param deadline: monotonic.
+        :return: how many keys nobody answered for because a Cluster was moving them.
         """
-        self._address = address
-        self._connect_timeout_s = connect_timeout_s
-        self._dialer = Dialer(address, username=username, password=password, connect_timeout_s=connect_timeout_s)
-        self._lock = threading.Lock()
-        self._layout: Layout | None = None
-        """None: to be found out. Guarded by _lock."""
-        self._known: tuple[Address, ...] = ()
-        """Nodes of the layout before. Guarded by _lock."""
-        self._idle: dict[Address, list[RedisConnection]] = {}
-        """Ready for an exchange, the one used last at the end. Guarded by _lock."""
-        self._closed = False
-        """Guarded by _lock."""
+        places: Sequence[int] = range(len(names))
+        for remaining_tries in reversed(range(_NUM_TRIES)):
+            groups, moved = self._grouped(op, names, places, deadline)
+            jobs = [(server, partial(self._in_batches, work, own, sizes)) for server, own in groups.items()]
+            for answered in self._run(op, jobs, deadline):
+                moved += answered
+            if not moved:
+                break
+            places = sorted(moved)
+            if remaining_tries:
+                self._topology.renewed(deadline)
+        return len(moved)
 
-    def exchange(self, names: Sequence[bytes], pack: Pack, receive: Receive, timeout_s: float) -> list[int]:
-        """Asks for each name the server that has it: all are sent to before the first is waited for.
+    def all(self, op: str, work: Callable[[Conversation], object], deadline: float) -> bool:
+        """Has `work` done at every server. Whether all have answered."""
+        if not self._may_look_up(op):
+            return False
+        try:
+            servers = self._topology.servers(deadline)
+        except FAILURES as error:
+            self._topology.discovery.failed(op, self._clients.translated(error))
+            return False
+        return len(self._run(op, [(server, work) for server in servers], deadline)) == len(servers)
 
-        Gives the places whose keys are on the move between servers, or nobody's: they were not answered for.
-        What was received before an exception counts.
-        """
-        with self._dialer.translated():
-            deadline = MONOTONIC() + timeout_s
-            places: Sequence[int] = range(len(names))
-            for _ in range(_NUM_TRIES):
-                groups, orphans = self._layout_now(deadline).grouped(names, places)
-                places = orphans + self._ask_groups(groups, pack, receive, deadline)
-                if not places:
-                    break
-                self._forget()
-            if places and self._address.kind is not Kind.CLUSTER:
-                raise UnavailableError(f"{self._address} is part of a Cluster: use a URL of redis+cluster")
-            return list(places)
+    def _may_look_up(self, op: str) -> bool:
+        return self._topology.is_known or self._topology.discovery.allows(op)
 
-    def ask_all(self, packed: bytes, num_answers: int, timeout_s: float) -> list[list[object]]:
-        """The answers of each server to the same commands."""
-        answers: list[list[object]] = []
+    def _grouped(
+        self, op: str, names: Sequence[bytes], places: Sequence[int], deadline: float
+    ) -> tuple[dict[Server, list[int]], list[int]]:
+        """The places by the server to ask, each in order; and those that no server has."""
+        groups: dict[Server, list[int]] = {}
+        orphans: list[int] = []
+        if not places or not self._may_look_up(op):
+            return groups, orphans
+        try:
+            owners = self._topology.owners([names[place] for place in places], deadline)
+        except FAILURES as error:
+            self._topology.discovery.failed(op, self._clients.translated(error))
+            return groups, orphans
+        for place, owner in zip(places, owners, strict=True):
+            (orphans if owner is None else groups.setdefault(owner, [])).append(place)
+        return groups, orphans
 
-        def receive(connection: RedisConnection, places: Sequence[int]) -> list[int]:
-            answers.append(connection.receive_answers(num_answers))
+    def _run(self, op: str, jobs: Sequence[tuple[Server, Callable[[Conversation], T]]], deadline: float) -> list[T]:
+        """What those servers give that answer in time."""
+        if MONOTONIC() >= deadline:  # no server is to blame but the one that was late, which was counted
             return []
-
-        with self._dialer.translated():
-            deadline = MONOTONIC() + timeout_s
-            groups = [(node, [0]) for node in self._layout_now(deadline).nodes]
-            self._ask_groups(groups, lambda _: [packed], receive, deadline)
+        running = [
+            (server, Exchange(server.threads, server.client.connection_pool, work, server.in_cluster))
+            for server, work in jobs
+            if server.health.allows(op)
+        ]
+        answers: list[T] = []
+        for server, exchange in running:
+            try:
+                answers.append(exchange.result(deadline))
+            except FAILURES as error:
+                server.health.failed(op, self._clients.translated(error))
+                if server.in_cluster:
+                    self._topology.renew()
+            else:
+                server.health.worked()
+                self.have_answered = True
         return answers
 
-    def close(self) -> None:
-        """Closes what is idle now, and the connections of exchanges in flight when they end. Idempotent."""
-        with self._lock:
-            self._closed = True
-            dropped, self._idle = self._idle, {}
-        for connection in chain.from_iterable(dropped.values()):
-            connection.close()
+    def _in_batches(self, work: Work, places: list[int], sizes: Sequence[int], talk: Conversation) -> list[int]:
+        return [place for batch in self._batches(places, sizes) for place in work(talk, batch)]
 
-    def _ask_groups(
-        self, groups: Sequence[tuple[Address, list[int]]], pack: Pack, receive: Receive, deadline: float
-    ) -> list[int]:
-        """One failure does not keep the other servers' answers from being taken; it is raised after them."""
-        failures: list[Exception] = []
-        asked: list[tuple[Address, Generator[list[int], None, None]]] = []
-        moved: list[int] = []
-        try:
-            for node, places in groups:
-                asking = self._ask(node, places, pack, receive, deadline)
-                with self._noted(node, failures):
-                    next(asking)
-                    asked.append((node, asking))
-            for node, asking in asked:
-                with self._noted(node, failures):
-                    moved += next(asking)
-                    next(asking, None)
-        finally:
-            for _, asking in asked:
-                asking.close()
-        if failures:
-            raise failures[0]
-        return moved
-
-    def _ask(
-        self, node: Address, places: list[int], pack: Pack, receive: Receive, deadline: float
-    ) -> Generator[list[int], None, None]:
-        """In two steps: what is yielded first says that all is sent, what is yielded second is what moved."""
-        connection = self._take(node) or self._dialer.connect(node, deadline)
-        try:
-            connection.send(pack(places), deadline)
-            yield []
-            moved = receive(connection, places)
-            connection.require_end()
-        except BaseException:
-            connection.close()
-            raise
-        self._give_back(node, connection)
-        yield moved
-
-    @contextmanager
-    def _noted(self, node: Address, failures: list[Exception]) -> Iterator[None]:
-        """Keeps a failure of `node` for later, and forgets what was known by it."""
-        try:
-            yield
-        except (OSError, redis.RedisError, KvtierError) as error:
-            failures.append(UnavailableError(f"{node}: {error}") if isinstance(error, OSError) else error)
-            self._forget()
-            with self._lock:
-                dropped = self._idle.pop(node, [])
-            for connection in dropped:  # of the same age, so most likely of no use as well
-                connection.close()
-
-    def _layout_now(self, deadline: float) -> Layout:
-        with self._lock:
-            layout, known = self._layout, self._known
-        if layout is None:
-            deadline = min(deadline, MONOTONIC() + self._connect_timeout_s)
-            layout = discover(self._address, known, self._ask_one, deadline)
-            with self._lock:
-                self._layout, self._known = layout, layout.nodes
-                gone = [self._idle.pop(node) for node in self._idle.keys() - set(layout.nodes)]
-            for connection in chain.from_iterable(gone):
-                connection.close()
-        return layout
-
-    def _ask_one(self, node: Address, packed: bytes, deadline: float) -> object:
-        connection = self._dialer.connect(node, deadline, of_data=self._address.kind is Kind.CLUSTER)
-        try:
-            connection.send([packed], deadline)
-            return connection.receive_answers(1)[0]
-        finally:
-            connection.close()
-
-    def _forget(self) -> None:
-        """Who has what is to be found out again."""
-        with self._lock:
-            self._layout = None
-
-    def _take(self, node: Address) -> RedisConnection | None:
-        """An idle connection that the server has not closed."""
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise ClosedError("the connection to the Redis is closed")
-                idle = self._idle.get(node)
-                if not idle:
-                    return None
-                connection = idle.pop()
-            if connection.is_quiet():
-                return connection
-            connection.close()
-
-    def _give_back(self, node: Address, connection: RedisConnection) -> None:
-        with self._lock:
-            idle = self._idle.setdefault(node, [])
-            kept = not self._closed and len(idle) < _MAX_IDLE
-            if kept:
-                idle.append(connection)
-        if not kept:
-            connection.close()
-
-
-def each(take: Callable[[int, object], None], accepted: frozenset[str] = frozenset()) -> Receive:
-    """A `Receive` that hands every short answer to `take`, with the place that it is for.
-
-    :param accepted: codes of refusals that `take` wants to see; others are raised.
-    """
-
-    def receive(connection: RedisConnection, places: Sequence[int]) -> list[int]:
-        moved: list[int] = []
-        for place, answer in zip(places, connection.receive_answers(len(places)), strict=True):
-            if isinstance(answer, ReplyError):
-                if answer.code in REDIRECTS:
-                    moved.append(place)
-                    continue
-                if answer.code not in accepted:
-                    raise answer.translated()
-            take(place, answer)
-        return moved
-
-    return receive
+    def _batches(self, places: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        nbytes = 0
+        for place in places:
+            if batch and (nbytes + sizes[place] > self._max_batch_bytes or len(batch) == _MAX_BATCH_KEYS):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(place)
+            nbytes += sizes[place]
+        if batch:
+            yield batch

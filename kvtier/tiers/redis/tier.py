@@ -1,24 +1,26 @@
 """The redis tier: blocks in a Redis or Valkey that the pools of a site share. What fails there is a miss here.
 
 A block lies at `kvt1:TENANT:NAMESPACE:HASH`, as a string: header and payload of its stored form. A string, not a
-hash of two fields: commands go out of the buffers they lie in (`connection`), so nothing has to be joined, and
-SET knows NX and a time to live. A payload, as stored, of more than `max_value_bytes` lies in parts: the first behind
-the header, the others at names that `commands.part_names` gives. The first part is written last: where it is,
-the block is whole, until the server evicts one of the others; then the block is a miss and what is left is dropped.
+hash of two fields: SET knows NX and a time to live, and a block is never half of one and half of another. A payload, as
+stored, of more than `max_value_bytes` lies in parts: the first behind the header, the others at names that
+`commands.part_names` gives. The first part is written last: where it is, the block is whole, until the server evicts
+one of the others; then the block is a miss and what is left is dropped.
 
-2 MiB blocks over loopback, beside redis-py in the same run: written at 1.9 GB/s (SET 0.7, pipelined 1.0), read and
-verified at 3.3 (GET 2.9, pipelined 1.9); a lookup of 4,096 keys takes 3.6 ms (15). A server whose allocator rounds up
-as jemalloc does counts 2.5 MiB of `maxmemory` for such a block.
+redis-py connects, logs in, speaks to servers and finds them (decision 24); 2 MiB blocks move about as fast as through
+a pipeline of its own. A server whose allocator rounds up as jemalloc does counts 2.5 MiB of `maxmemory` for such a
+block.
 """
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import HEADER_BYTES, Codec, parse_stored_header
-from kvtier.errors import ConfigError, CorruptBlockError, KvtierError
+from kvtier.codec.stored_form import Codec
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
@@ -26,13 +28,18 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
-from kvtier.tiers.common.deadlines import RemoteCalls
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.redis.address import RedisAddress
-from kvtier.tiers.redis.commands import MAX_PARTS, command, exists, key_name, part_names
-from kvtier.tiers.redis.memory import NUM_ANSWERS, REPORT, ServerMemory, total
+from kvtier.tiers.redis.blocks import BlockFormat
+from kvtier.tiers.redis.clients import RedisClients
+from kvtier.tiers.redis.commands import key_name
+from kvtier.tiers.redis.discards import Discards
+from kvtier.tiers.redis.exchange import Conversation
+from kvtier.tiers.redis.health import Health
+from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
 from kvtier.tiers.redis.reader import BlockReader
-from kvtier.tiers.redis.servers import RedisServers, each
+from kvtier.tiers.redis.servers import Servers, Work
+from kvtier.tiers.redis.topology import Topology
 from kvtier.tiers.redis.undone import UndoneDiscards
 from kvtier.tiers.redis.writer import BlockWriter
 
@@ -40,7 +47,6 @@ _log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 4 << 20
 """Payload bytes in one value: allocators on both sides fall off a cliff with larger ones."""
-_WRONGTYPE = frozenset({"WRONGTYPE"})
 _DISCARDS_AT_ONCE = 1024
 
 
@@ -48,9 +54,10 @@ class RedisTier:
     """`Tier` over Redis 6.2 or later, or Valkey: one server, Sentinel or Cluster. Serves all tenants.
 
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
-    time is MISS or FAILED. After some failures in a row the server is left alone: calls are answered MISS and
-    FAILED at once, until a probe succeeds. Failures are counted in `io_errors` by exception (`BreakerOpen` for
-    calls not made, `Moved` for blocks that a Cluster was moving), and logged when the breaker opens and closes.
+    time is MISS or FAILED. After some failures in a row a server is left alone: its keys are answered MISS and
+    FAILED at once, until a probe succeeds; other nodes of a Cluster go on. Failures are counted in `io_errors` by
+    exception (`BreakerOpen` for servers not asked, `Moved` for values that a Cluster was moving), and logged when a
+    server's breaker opens and closes.
     Every block is verified against the key asked for; what does not hold is a MISS, is counted in
     `corrupt_blocks` and dropped there.
 
@@ -85,37 +92,40 @@ class RedisTier:
         :param ttl_s: seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes
             reads into writes of the server's: they go to its replicas and its log, a few bytes each.
         :param codec: how payloads are packed on their way. Blocks of any codec are read.
-        :param call_timeout_s: seconds, of each call of a verb.
-        :param lookup_timeout_s: seconds, of a lookup, which somebody else's answer may be waiting for.
-        :param connect_timeout_s: of that, for finding a server and for connecting to it.
+        :param breaker: settings of the breakers, of which each server has one.
+        :param call_timeout_s: seconds that each call of a verb may take.
+        :param lookup_timeout_s: seconds that a lookup may take, which somebody else's answer may be waiting for.
+        :param connect_timeout_s: seconds of that for connecting to a server.
         :param max_value_bytes: payload bytes in one value; the same for all who share the server.
-        :param max_batch_bytes: payload bytes in one pipeline: what is packed ahead, and what a server holds at most
-            for one call that reads. It takes that from `maxmemory`, so a small server evicts for a large pipeline.
+        :param max_batch_bytes: payload bytes in one pipeline: what a server holds at most for one call that reads.
+            It takes that from `maxmemory`, so a small server evicts for a large pipeline.
         """
         if ttl_s < 0 or call_timeout_s <= 0 or connect_timeout_s <= 0 or max_value_bytes < 1:
             raise ConfigError(
                 f"redis tier with ttl_s {ttl_s}, call_timeout_s {call_timeout_s}, connect_timeout_s "
                 f"{connect_timeout_s}, max_value_bytes {max_value_bytes}: need >= 0, > 0, > 0, >= 1"
             )
-        address = RedisAddress.parse(url)
-        self._address = address
-        self._servers = RedisServers(address, username=username, password=password, connect_timeout_s=connect_timeout_s)
-        self._ttl_ms = max(1, round(ttl_s * 1000)) if ttl_s else 0
-        self._packer = BlockPacker(codec, tier=name, metrics=metrics)
-        self._max_value_bytes = max_value_bytes
+        self._address = RedisAddress.parse(url)
+        self._clients = RedisClients(
+            self._address,
+            username=username,
+            password=password,
+            connect_timeout_s=connect_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+        self._topology = Topology(
+            self._address, self._clients, lambda server: Health(name, server, metrics, breaker.another(), _log)
+        )
+        self._servers = Servers(self._topology, self._clients, max_batch_bytes)
+        self._form = BlockFormat(
+            BlockPacker(codec, tier=name, metrics=metrics),
+            ttl_ms=max(1, round(ttl_s * 1000)) if ttl_s else 0,
+            max_value_bytes=max_value_bytes,
+        )
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
         self._lookup_timeout_s = min(lookup_timeout_s, call_timeout_s)
         self._name = name
-        self._calls = RemoteCalls(
-            name,
-            metrics=metrics,
-            breaker=breaker,
-            log=_log,
-            call_timeout_s=call_timeout_s,
-            max_batch_bytes=max_batch_bytes,
-            max_batch_blocks=4096,
-        )
         self._undone = UndoneDiscards()
         self._guard = CallGuard(f"tier {name}")
         self._dropped, self._refused = QuietLog(_log), QuietLog(_log)
@@ -132,75 +142,46 @@ class RedisTier:
         statuses = [Status.MISS] * len(keys)
         names = [key_name(key) for key in keys]
 
-        def ask(batch: slice, timeout_s: float) -> None:
-            def pack(places: Sequence[int]) -> list[bytes]:
-                return [b"".join([exists(names[batch.start + place]) for place in places])]
-
-            def take(place: int, answer: object) -> None:
+        def work(talk: Conversation, places: list[int]) -> list[int]:
+            def take(i: int, answer: Any) -> None:
                 if answer == 1:
-                    statuses[batch.start + place] = Status.HIT
+                    statuses[places[i]] = Status.HIT
 
-            moved = self._servers.exchange(names[batch], pack, each(take), timeout_s)
-            self._count_moved("lookup", len(moved))
+            return [places[i] for i in talk.ask([("EXISTS", names[place]) for place in places], take)]
 
-        self._repeat_discards()
-        self._in_batches("lookup", [0] * len(keys), ask, timeout_s=self._lookup_timeout_s)
+        with self._guard:
+            deadline = MONOTONIC() + self._lookup_timeout_s
+            self._each("lookup", names, [0] * len(keys), work, deadline)
         return self._without_discarded(keys, statuses)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`. One copy of the payload: from the socket to `into`; packed ones are unpacked into it."""
+        """See `Tier.read`. Each payload is copied or unpacked from redis-py's answer to `into`."""
         require_pairs(keys, into)
         statuses = [Status.MISS] * len(keys)
-
-        def ask(batch: slice, timeout_s: float) -> None:
-            names = [key_name(key) for key in keys[batch]]
-            reader = BlockReader(
-                keys[batch],
-                names,
-                into[batch],
-                ttl_ms=self._ttl_ms,
-                max_value_bytes=self._max_value_bytes,
-            )
-            deadline = MONOTONIC() + timeout_s
-            try:
-                reader.read(self._servers, timeout_s)
-            finally:
-                for place in reader.found.hits:
-                    statuses[batch.start + place] = Status.HIT
-                self._count_moved("read", reader.found.num_moved)
-                for reason in reader.found.corrupt:
-                    self._metrics.corrupt_blocks.labels(self._name).inc()
-                    self._dropped.warning(f"tier {self._name}: block dropped: {reason}")
-            self._unlink(reader.found.to_drop, deadline - MONOTONIC())
-
-        self._repeat_discards()
-        self._in_batches("read", [len(buffer) for buffer in into], ask)
+        reader = BlockReader(keys, [key_name(key) for key in keys], into, self._form)
+        with self._guard:
+            deadline = MONOTONIC() + self._call_timeout_s
+            self._each("read", reader.names, [len(buffer) for buffer in into], reader.read_firsts, deadline)
+            self._count_moved("read", reader.read_parts(self._servers, deadline))
+            self._unlink("read", reader.to_drop, deadline)
+        for place in reader.hits:
+            statuses[place] = Status.HIT
+        for reason in reader.corrupt:
+            self._metrics.corrupt_blocks.labels(self._name).inc()
+            self._dropped.warning(f"tier {self._name}: block dropped: {reason}")
         return self._without_discarded(keys, statuses)
 
     def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the server stored the block and its answer was lost."""
-        statuses = [WriteStatus.FAILED] * len(items)
-
-        def ask(batch: slice, timeout_s: float) -> None:
-            writer = BlockWriter(
-                items[batch],
-                [key_name(key) for key, _ in items[batch]],
-                packer=self._packer,
-                ttl_ms=self._ttl_ms,
-                max_value_bytes=self._max_value_bytes,
-            )
-            deadline = MONOTONIC() + timeout_s
-            try:
-                writer.write(self._servers, timeout_s)
-            finally:
-                statuses[batch] = writer.statuses
-                self._count_moved("write", writer.num_moved)
-                if writer.refusal:
-                    self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
-            self._unlink(writer.to_drop, deadline - MONOTONIC())
-
-        self._repeat_discards()
-        self._in_batches("write", [len(payload) for _, payload in items], ask)
+        writer = BlockWriter(items, [key_name(key) for key, _ in items], self._form)
+        with self._guard:
+            deadline = MONOTONIC() + self._call_timeout_s
+            self._each("write", writer.names, [len(payload) for _, payload in items], writer.write_small, deadline)
+            self._count_moved("write", writer.write_large(self._servers, deadline))
+            self._unlink("write", writer.to_drop, deadline)
+        if writer.refusal:
+            self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
+        statuses = writer.statuses
         if self._undone:  # more than are told at once; what was written anew is wanted again
             self._undone.done(key for (key, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
             for place in self._undone.among([key for key, _ in items]):  # what is there is hidden, and will go
@@ -213,55 +194,16 @@ class RedisTier:
             self._refused.warning(
                 f"tier {self._name}: {num_given_up} discards given up: the server is out of reach and they are too many"
             )
-        return self._discard(keys)
-
-    def _discard(self, keys: Sequence[StoreKey]) -> int:
-        """Tells the server, and takes those it has heard of off the list of the undone."""
-        counts: list[int] = []
-
-        def ask(batch: slice, timeout_s: float) -> None:
-            deadline = MONOTONIC() + timeout_s
-            names = [key_name(key) for key in keys[batch]]
-            orphans: list[bytes] = []
-
-            def pack(places: Sequence[int]) -> list[bytes]:
-                header = b"%d" % (HEADER_BYTES - 1)
-                commands = [
-                    command(b"UNLINK", names[place // 2])
-                    if place % 2
-                    else command(b"GETRANGE", names[place // 2], b"0", header)
-                    for place in places
-                ]
-                return [b"".join(commands)]
-
-            def take(place: int, answer: object) -> None:
-                if isinstance(answer, int):
-                    counts.append(answer)
-                elif isinstance(answer, bytes):
-                    orphans.extend(self._further_parts(names[place // 2], answer))
-
-            twice = [name for name in names for _ in range(2)]
-            moved = self._servers.exchange(twice, pack, each(take, _WRONGTYPE), timeout_s)
-            self._count_moved("discard", len(moved) // 2)
-            on_the_move = {place // 2 for place in moved}
-            self._undone.done(key for place, key in enumerate(keys[batch]) if place not in on_the_move)
-            self._unlink(orphans, deadline - MONOTONIC())
-
-        self._in_batches("discard", [0] * len(keys), ask)
-        return sum(counts)
-
-    def _repeat_discards(self) -> None:
-        """Before any other call: what it writes or finds must not be of before a discard."""
-        if self._undone:
-            self._discard(self._undone.oldest(_DISCARDS_AT_ONCE))
-
-    def _without_discarded(self, keys: Sequence[StoreKey], statuses: list[Status]) -> list[Status]:
-        for place in self._undone.among(keys) if self._undone else ():
-            statuses[place] = Status.MISS
-        return statuses
+        discards = Discards(keys, self._form, self._undone)
+        with self._guard:
+            deadline = MONOTONIC() + self._call_timeout_s
+            moved = self._servers.each("discard", discards.names, [0] * len(keys), discards.work, deadline)
+            self._count_moved("discard", moved)
+            self._unlink("discard", discards.parts, deadline)
+        return discards.num_removed
 
     def usage(self) -> Usage:
-        """See `Tier.usage`. All zero when the server does not answer.
+        """See `Tier.usage`. All zero when a server does not answer.
 
         Counts all keys of the database, parts and other people's included, and the memory of all the server's data.
         """
@@ -285,19 +227,27 @@ class RedisTier:
     def close(self) -> None:
         """See `Tier.close`. Waits for calls in flight, at most their deadline."""
         if self._guard.close():
-            self._servers.close()
+            self._topology.close()
 
-    def _in_batches(
-        self, op: str, sizes: Sequence[int], ask: Callable[[slice, float], None], timeout_s: float | None = None
-    ) -> None:
-        def ask_and_look(batch: slice, timeout_s: float) -> None:
-            deadline = MONOTONIC() + timeout_s
-            ask(batch, timeout_s)
-            if self._is_first():
-                self._look_at_policy(deadline - MONOTONIC())
+    def _each(self, op: str, names: Sequence[bytes], sizes: Sequence[int], work: Work, deadline: float) -> None:
+        """`Servers.each`, after each server was told of discards that it has not heard of.
 
-        with self._guard:
-            self._calls.in_batches(op, sizes, ask_and_look, timeout_s)
+        What is written or found afterwards must not be of before a discard.
+        """
+        discards = Discards(self._undone.oldest(_DISCARDS_AT_ONCE), self._form, self._undone)
+        num_first = len(discards.names)
+
+        def both(talk: Conversation, places: list[int]) -> list[int]:
+            overdue = [place for place in places if place < num_first]
+            moved = discards.repeat(talk, overdue) if overdue else []
+            rest = [place - num_first for place in places if place >= num_first]
+            return moved + [num_first + place for place in (work(talk, rest) if rest else ())]
+
+        num_moved = self._servers.each(op, [*discards.names, *names], [*[0] * num_first, *sizes], both, deadline)
+        self._count_moved(op, num_moved)
+        self._unlink(op, discards.parts, deadline)
+        if self._servers.have_answered and self._is_first():
+            self._look_at_policy(deadline)
 
     def _is_first(self) -> bool:
         """True for the one call that looks at the policy."""
@@ -305,52 +255,56 @@ class RedisTier:
             first, self._policy_seen = not self._policy_seen, True
             return first
 
-    def _look_at_policy(self, timeout_s: float) -> None:
+    def _look_at_policy(self, deadline: float) -> None:
         """A server that does not tell is not a server that fails."""
         with contextlib.suppress(KvtierError):
-            answers = self._servers.ask_all(REPORT, NUM_ANSWERS, timeout_s)
-            if warning := self._warning_of([ServerMemory.parse(of_server) for of_server in answers]):
+            if warning := self._warning_of(self._reports("policy", deadline)):
                 _log.warning("tier %s: %s", self._name, warning)
 
-    def _unlink(self, names: Sequence[bytes], timeout_s: float) -> None:
+    def _unlink(self, op: str, names: Sequence[bytes], deadline: float) -> None:
         """Drops values, wherever they are."""
         if names:
-            self._servers.exchange(
-                names,
-                lambda places: [b"".join([command(b"UNLINK", names[place]) for place in places])],
-                each(lambda place, answer: None),
-                timeout_s,
-            )
+            self._servers.each(op, names, [0] * len(names), partial(_drop, names), deadline)
 
-    def _further_parts(self, name: bytes, head: bytes) -> list[bytes]:
-        """Names of the parts after the first, of a block that begins with `head`."""
-        try:
-            header = parse_stored_header(head)
-        except CorruptBlockError:
-            return []
-        num_parts = -(-header.stored_length // self._max_value_bytes)
-        return part_names(name, header.checksum, min(num_parts, MAX_PARTS))
+    def _without_discarded(self, keys: Sequence[StoreKey], statuses: list[Status]) -> list[Status]:
+        for place in self._undone.among(keys) if self._undone else ():
+            statuses[place] = Status.MISS
+        return statuses
 
     def _warning_of(self, servers: Sequence[ServerMemory]) -> str | None:
         for server in servers:
-            if warning := server.warning(ttl=self._ttl_ms > 0):
+            if warning := server.warning(ttl=self._form.ttl_ms > 0):
                 return f"Redis at {self._address} {warning}"
         return None
 
     def _memory(self, op: str) -> list[ServerMemory]:
-        """Of each server; empty when they do not answer. One that forbids INFO is not one that fails."""
-        answers: list[list[object]] = []
-
-        def ask() -> None:
-            answers.extend(self._servers.ask_all(REPORT, NUM_ANSWERS, self._call_timeout_s))
-
-        self._calls.attempt(op, ask)
+        """What each server says; empty when one does not answer. One that forbids INFO is not one that fails."""
         try:
-            return [ServerMemory.parse(of_server) for of_server in answers]
+            return self._reports(op, MONOTONIC() + self._call_timeout_s)
         except KvtierError as error:
             self._metrics.io_errors.labels(self._name, op, type(error).__name__).inc()
             return []
 
+    def _reports(self, op: str, deadline: float) -> list[ServerMemory]:
+        answers: list[list[Any]] = []
+
+        def work(talk: Conversation) -> None:
+            of_server: list[Any] = []
+            talk.ask(REPORT, lambda i, answer: of_server.append(answer), lambda refusal: True)
+            answers.append(of_server)
+
+        if not self._servers.all(op, work, deadline):
+            return []
+        for answer in (answer for of_server in answers for answer in of_server):
+            if isinstance(answer, Exception):
+                raise self._clients.translated(answer)
+        return [ServerMemory.parse(of_server) for of_server in answers]
+
     def _count_moved(self, op: str, count: int) -> None:
         if count:
             self._metrics.io_errors.labels(self._name, op, "Moved").inc(count)
+
+
+def _drop(names: Sequence[bytes], talk: Conversation, places: list[int]) -> list[int]:
+    talk.ask([("UNLINK", names[place]) for place in places], lambda i, answer: None)
+    return []

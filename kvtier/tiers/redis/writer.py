@@ -1,143 +1,130 @@
-"""Writing blocks to a Redis: payloads go to the socket out of the memory they lie in."""
+"""Writing blocks to a Redis: what is there already is not sent, and a block in parts is made readable last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import parse_stored_header
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.packer import BlockPacker
-from kvtier.tiers.redis.answers import ReplyError
-from kvtier.tiers.redis.commands import exists, part_names, set_value
-from kvtier.tiers.redis.servers import RedisServers, each
-
-_OOM = frozenset({"OOM"})
+from kvtier.tiers.redis.blocks import BlockFormat
+from kvtier.tiers.redis.commands import Command, set_value
+from kvtier.tiers.redis.exchange import Conversation, is_full
+from kvtier.tiers.redis.servers import Servers
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """In its stored form."""
+    """A block in its stored form."""
 
     place: int
     head: bytes
     parts: list[memoryview]
     """The payload as stored, cut; at least one, which may be empty."""
     names: list[bytes]
-    """Of the parts after the first."""
+    """Names of the parts after the first."""
 
 
 class BlockWriter:
-    """One batch of writes. One thread."""
+    """One call's writes. Its methods run on a thread for each server; what they share is only appended to or set."""
 
     def __init__(
-        self,
-        items: Sequence[tuple[StoreKey, ReadableBuffer]],
-        names: Sequence[bytes],
-        *,
-        packer: BlockPacker,
-        ttl_ms: int,
-        max_value_bytes: int,
+        self, items: Sequence[tuple[StoreKey, ReadableBuffer]], names: Sequence[bytes], form: BlockFormat
     ) -> None:
         self.statuses = [WriteStatus.FAILED] * len(items)
-        """Filled as it goes: what is in it when the write fails holds nevertheless."""
-        self.num_moved = 0
-        """Blocks that nobody answered for, because a Cluster was moving them."""
         self.refusal = ""
         """What a server said that was full."""
         self.to_drop: list[bytes] = []
         """Names of parts of blocks that did not become whole."""
-        self._items, self._names = items, names
-        self._packer = packer
-        self._ttl_ms = ttl_ms
-        self._max_value_bytes = max_value_bytes
+        self.names = names
+        self._items = items
+        self._form = form
+        self._large: list[int] = []
+        """Places of payloads that may need parts, and are not there yet."""
 
-    def write(self, servers: RedisServers, timeout_s: float) -> None:
-        """Blocks up to `timeout_s`; raises as `RedisServers.exchange` does.
+    def write_small(self, talk: Conversation, places: list[int]) -> list[int]:
+        """Writes blocks of one value to one server; gives the places that have moved.
 
         What is there already is found out first: that costs a round trip, and saves packing and sending.
         """
-        deadline = MONOTONIC() + timeout_s
-        absent = self._absent(servers, timeout_s)
-        blocks = [self._encoded(place) for place in absent]
-        large = [block for block in blocks if block.names]
-        if large:
-            whole = self._write_parts(servers, large, deadline - MONOTONIC())
-            blocks = [block for block in blocks if not block.names or block.place in whole]
-        if blocks:
-            self._write_firsts(servers, blocks, deadline - MONOTONIC())
-
-    def _absent(self, servers: RedisServers, timeout_s: float) -> list[int]:
         absent: list[int] = []
 
-        def take(place: int, answer: object) -> None:
+        def take(i: int, answer: Any) -> None:
             if answer:
-                self.statuses[place] = WriteStatus.EXISTS
+                self.statuses[places[i]] = WriteStatus.EXISTS
             else:
-                absent.append(place)
+                absent.append(places[i])
 
-        def pack(places: Sequence[int]) -> list[bytes]:
-            return [b"".join([exists(self._names[place]) for place in places])]
+        moved = [places[i] for i in talk.ask([("EXISTS", self.names[place]) for place in places], take)]
+        small = [place for place in absent if len(self._items[place][1]) <= self._form.max_value_bytes]
+        self._large += sorted(set(absent).difference(small))
+        return moved + self._set_firsts(talk, small, {})
 
-        self.num_moved += len(servers.exchange(self._names, pack, each(take), timeout_s))
-        return sorted(absent)
+    def write_large(self, servers: Servers, deadline: float) -> int:
+        """Writes blocks that are larger than a value, if there are any; gives how many values were on the move."""
+        blocks = {place: self._encoded(place) for place in sorted(self._large)}
+        num_moved, lacking = self._write_parts(servers, list(blocks.values()), deadline)
+        whole = [place for place in blocks if place not in lacking]
+        needed = {name for place in whole for name in blocks[place].names}  # a batch may name a key twice
+        self.to_drop += [name for block in blocks.values() for name in block.names if name not in needed]
+
+        def work(talk: Conversation, batch: list[int]) -> list[int]:
+            moved = set(self._set_firsts(talk, [whole[i] for i in batch], blocks))
+            return [i for i in batch if whole[i] in moved]
+
+        names, sizes = [self.names[place] for place in whole], [len(blocks[place].parts[0]) for place in whole]
+        return num_moved + servers.each("write", names, sizes, work, deadline)
+
+    def _write_parts(self, servers: Servers, blocks: Sequence[_Block], deadline: float) -> tuple[int, set[int]]:
+        """The parts after the first, last to first: how many moved, and the places of blocks that lack one."""
+        parts = [(block, i) for block in blocks for i in reversed(range(len(block.names)))]
+        there: set[int] = set()
+
+        def work(talk: Conversation, batch: list[int]) -> list[int]:
+            def take(i: int, answer: Any) -> None:
+                if is_full(answer):
+                    self._is_full(parts[batch[i]][0].place, answer)
+                else:
+                    there.add(batch[i])
+
+            commands = (
+                set_value(block.names[i], bytes(block.parts[i + 1]), self._form.ttl_ms, anew=False)
+                for block, i in (parts[number] for number in batch)
+            )
+            return [batch[i] for i in talk.ask(commands, take, is_full)]
+
+        names = [block.names[i] for block, i in parts]
+        num_moved = servers.each("write", names, [len(block.parts[i + 1]) for block, i in parts], work, deadline)
+        return num_moved, {block.place for number, (block, _) in enumerate(parts) if number not in there}
+
+    def _set_firsts(self, talk: Conversation, places: Sequence[int], blocks: dict[int, _Block]) -> list[int]:
+        """Sends what makes blocks readable; gives the places that have moved.
+
+        :param blocks: those that are encoded already.
+        """
+
+        def commands() -> Iterator[Command]:
+            for place in places:
+                block = blocks.get(place) or self._encoded(place)
+                value = b"".join((block.head, block.parts[0]))
+                yield set_value(self.names[place], value, self._form.ttl_ms, anew=True)
+
+        def take(i: int, answer: Any) -> None:
+            if is_full(answer):
+                self._is_full(places[i], answer)
+            else:
+                self.statuses[places[i]] = WriteStatus.EXISTS if answer is None else WriteStatus.STORED
+
+        return [places[i] for i in talk.ask(commands(), take, is_full)]
 
     def _encoded(self, place: int) -> _Block:
         key, payload = self._items[place]
-        head, payload_as_stored = self._packer.encode(key, payload)
+        head, payload_as_stored = self._form.packer.encode(key, payload)
         stored = memoryview(payload_as_stored)
-        step = self._max_value_bytes
+        step = self._form.max_value_bytes
         parts = [stored[start : start + step] for start in range(0, len(stored) or 1, step)]
-        names = part_names(self._names[place], parse_stored_header(head).checksum, len(parts)) if len(parts) > 1 else []
-        return _Block(place, head, parts, names)
+        return _Block(place, head, parts, self._form.further_parts(self.names[place], head))
 
-    def _write_parts(self, servers: RedisServers, blocks: Sequence[_Block], timeout_s: float) -> set[int]:
-        """The parts after the first, last to first. Gives the places of the blocks that have all of them now."""
-        parts = [(block, i) for block in blocks for i in reversed(range(len(block.names)))]
-        names = [block.names[i] for block, i in parts]
-        lacking: dict[int, WriteStatus] = {}
-
-        def pack(places: Sequence[int]) -> list[ReadableBuffer]:
-            return [
-                buffer
-                for block, i in (parts[place] for place in places)
-                for buffer in set_value(block.names[i], [block.parts[i + 1]], self._ttl_ms, anew=False)
-            ]
-
-        def take(place: int, answer: object) -> None:
-            if isinstance(answer, ReplyError):
-                self.refusal = str(answer)
-                lacking[parts[place][0].place] = WriteStatus.FULL
-
-        moved = servers.exchange(names, pack, each(take, _OOM), timeout_s)
-        on_the_move = {parts[place][0].place for place in moved}
-        self.num_moved += len(on_the_move)
-        lacking |= dict.fromkeys(on_the_move, WriteStatus.FAILED)
-        for place, status in lacking.items():
-            self.statuses[place] = status
-        whole = [block for block in blocks if block.place not in lacking]
-        needed = {name for block in whole for name in block.names}  # a batch may name a key twice
-        self.to_drop += [name for block in blocks for name in block.names if name not in needed]
-        return {block.place for block in whole}
-
-    def _write_firsts(self, servers: RedisServers, blocks: Sequence[_Block], timeout_s: float) -> None:
-        """What makes blocks readable."""
-
-        def pack(places: Sequence[int]) -> list[ReadableBuffer]:
-            return [
-                buffer
-                for block in (blocks[place] for place in places)
-                for buffer in set_value(self._names[block.place], [block.head, block.parts[0]], self._ttl_ms, anew=True)
-            ]
-
-        def take(place: int, answer: object) -> None:
-            if isinstance(answer, ReplyError):
-                self.refusal = str(answer)
-                status = WriteStatus.FULL
-            else:
-                status = WriteStatus.EXISTS if answer is None else WriteStatus.STORED
-            self.statuses[blocks[place].place] = status
-
-        names = [self._names[block.place] for block in blocks]
-        self.num_moved += len(servers.exchange(names, pack, each(take, _OOM), timeout_s))
+    def _is_full(self, place: int, refusal: Exception) -> None:
+        self.statuses[place] = WriteStatus.FULL
+        self.refusal = f"OOM {refusal}"

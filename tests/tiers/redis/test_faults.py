@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from free_port import free_port
-from kvtier.clock import MONOTONIC
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis.dialer import in_time
 from redis_rig import (
     BLOCK_BYTES,
     KEYS,
@@ -301,6 +300,35 @@ def test_what_is_no_redis_is_a_miss_in_time(greeting: bytes, after: bytes, passw
         tier.close()
 
 
+def test_a_server_that_answers_byte_by_byte_costs_a_deadline() -> None:
+    """Each byte comes in time, and the answer never does."""
+    stop = threading.Event()
+
+    def talk(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while not stop.is_set():
+                asked = connection.recv(65536)
+                if b"EXISTS" not in asked:
+                    connection.sendall(b"+PONG\r\n" if b"PING" in asked else b"+OK\r\n")
+                    continue
+                connection.sendall(b"+")
+                while not stop.wait(0.01):
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as executor:
+        talking = executor.submit(talk, listener)
+        metrics = Metrics()
+        tier = connect(f"redis://127.0.0.1:{listener.getsockname()[1]}", metrics=metrics, call_timeout_s=0.5)
+        began = time.monotonic()
+        assert tier.lookup(KEYS[:1]) == [Status.MISS]
+        assert time.monotonic() - began < WAIT_S / 4
+        assert errors(metrics, "lookup", "UnavailableError") == 1
+        tier.close()
+        stop.set()
+        talking.result(WAIT_S)
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -321,23 +349,33 @@ def test_nobody_there_is_a_miss(url: str) -> None:
     tier.close()
 
 
-def test_a_connection_that_comes_too_late_is_closed() -> None:
-    """As when a name takes long to resolve."""
-    go_on, disposed = threading.Event(), threading.Event()
+def test_a_connection_that_comes_too_late_is_closed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a name takes long to resolve: the call ends in time, and nobody writes into its buffers later."""
+    patient = connect(server.url)
+    assert patient.write(items(1)) == [WriteStatus.STORED]
+    before = psutil.Process().num_fds(), threading.active_count()
+    go_on, resolving = threading.Event(), threading.Event()
+    resolve = socket.getaddrinfo
 
-    def call() -> str:
+    def slowly(*args: Any, **options: Any) -> Any:
+        resolving.set()
         assert go_on.wait(WAIT_S)
-        return "late"
+        return resolve(*args, **options)
 
-    def dispose(result: str) -> None:
-        assert result == "late"
-        disposed.set()
-
-    with pytest.raises(TimeoutError):
-        in_time(call, dispose, MONOTONIC() + 0.01)
-    assert not disposed.is_set()
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    metrics = Metrics()
+    tier = connect(server.url, metrics=metrics, call_timeout_s=0.2)
+    into = memoryview(bytearray(BLOCK_BYTES))
+    assert tier.read(KEYS[:1], [into]) == [Status.MISS]
+    assert tier.discard(KEYS[:1]) == 0
+    assert resolving.is_set()
+    assert errors(metrics, "read", "UnavailableError") == 1
+    tier.close()
     go_on.set()
-    assert disposed.wait(WAIT_S)
+    poll(lambda: (psutil.Process().num_fds(), threading.active_count()) == before)
+    assert into == bytes(BLOCK_BYTES)
+    assert patient.lookup(KEYS[:1]) == [Status.HIT], "nobody discards it late, either"
+    patient.close()
 
 
 def test_many_threads_at_once_and_nothing_left_behind(server: RedisServer) -> None:

@@ -13,10 +13,12 @@ import redis
 from certificates import Authority
 from free_port import free_port
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis.address import Kind, RedisAddress, Tls
 from kvtier.tiers.redis.commands import key_name
 from redis_rig import (
@@ -273,6 +275,41 @@ def test_a_node_of_a_cluster_that_dies_takes_its_share_and_comes_back(tmp_path: 
         poll(lambda: WriteStatus.FAILED not in tier.write(ITEMS))
         assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
         tier.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+def test_one_node_of_three_that_fails_costs_its_own_keys_only(tmp_path: Path, how: str) -> None:
+    """Also when its breaker has opened: each node has its own."""
+    metrics = Metrics()
+    with running_cluster(tmp_path) as nodes:
+        patient = connect(cluster_url(*nodes))
+        assert patient.write(ITEMS) == [WriteStatus.STORED] * NUM_BLOCKS
+        patient.close()
+        with nodes[1].client() as client:
+            lost = [serves(client, key) for key in KEYS]
+        assert 0 < sum(lost) < NUM_BLOCKS
+        breaker = CircuitBreaker(2, 1000.0)
+        tier = connect(cluster_url(*nodes), metrics=metrics, breaker=breaker, call_timeout_s=1.0)
+        poll(lambda: tier.lookup(KEYS) == [Status.HIT] * NUM_BLOCKS)
+        with contextlib.ExitStack() as stack:
+            nodes[1].kill() if how == "killed" else stack.enter_context(nodes[1].stopped())
+            for _ in range(5):
+                loaded = read_blocks(tier, KEYS, BLOCK_BYTES)
+                assert loaded == [None if gone else payload for gone, payload in zip(lost, PAYLOADS, strict=True)]
+            assert tier.lookup(KEYS) == [Status.MISS if gone else Status.HIT for gone in lost]
+            assert tier.write(ITEMS) == [WriteStatus.FAILED if gone else WriteStatus.EXISTS for gone in lost]
+            assert errors(metrics, "read", "UnavailableError") == 2
+            assert errors(metrics, "read", "BreakerOpen") == 3
+            assert tier.discard(KEYS) == NUM_BLOCKS - sum(lost)
+        tier.close()
+
+
+def serves(client: redis.Redis, key: StoreKey) -> bool:
+    """Whether this node has the key's hash slot."""
+    with contextlib.suppress(redis.ResponseError):
+        client.exists(key_name(key))
+        return True
+    return False
 
 
 PASSWORD = "for data and sentinels"

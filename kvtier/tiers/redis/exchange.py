@@ -1,0 +1,146 @@
+"""Talking to one server of a Redis on a thread of its own, cut off when the caller's time is up."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
+
+import redis
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import UnavailableError
+from kvtier.tiers.redis.commands import Command
+
+T = TypeVar("T")
+Take = Callable[[int, Any], None]
+"""Takes the answer to the command at a position: int, bytes, None, or a `redis.ResponseError`."""
+Accepts = Callable[[Any], bool]
+"""Whether an answer is a refusal that `take` wants to see."""
+_PACKED_BYTES = 128 << 10
+"""Commands are packed and sent together up to this size."""
+_MOVED = (redis.exceptions.AskError, redis.exceptions.TryAgainError)
+"""A Cluster says that the key is with another server, or on its way there. MOVED is a kind of AskError."""
+
+
+class Conversation:
+    """One connection while an exchange has it. One thread at a time."""
+
+    def __init__(self, connection: Any, *, in_cluster: bool) -> None:
+        """:param connection: a connected `redis.Connection` of any kind."""
+        self._connection = connection
+        self._in_cluster = in_cluster
+
+    def ask(self, commands: Iterable[Command], take: Take, accepts: Accepts = lambda answer: False) -> list[int]:
+        """Sends all commands, then hands each answer to `take` as it arrives.
+
+        Gives the positions of commands whose keys are said to be with another server of the Cluster. Raises the
+        first refusal that `accepts` is false for, after all answers were taken.
+        """
+        count, moved, failure = 0, list[int](), None
+        for batch in _batches(commands):
+            self._connection.send_packed_command(self._connection.pack_commands(batch))
+            count += len(batch)
+        for position in range(count):
+            try:
+                answer: Any = self._connection.read_response()
+            except _MOVED:
+                moved.append(position)
+                continue
+            except redis.ResponseError as error:
+                answer = error
+            if isinstance(answer, redis.ResponseError) and not accepts(answer):
+                failure = failure or answer
+            else:
+                take(position, answer)
+        if failure is not None:
+            raise failure
+        if moved and not self._in_cluster:
+            raise UnavailableError("this server is part of a Cluster: use a URL of redis+cluster")
+        return moved
+
+
+class Exchange(Generic[T]):
+    """One server's part of a call. `work` may use the caller's memory, but only until `result` returns."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        pool: redis.ConnectionPool,
+        work: Callable[[Conversation], T],
+        in_cluster: bool,
+    ) -> None:
+        """Begins at once, on one of `threads`, with a connection of `pool`."""
+        self._lock = threading.Lock()
+        self._cut_off = False
+        """Whether the caller has given up. Guarded by _lock."""
+        self._connection: Any = None
+        """The connection that `work` is using. Guarded by _lock."""
+        self._future = threads.submit(self._run, pool, work, in_cluster)
+
+    def result(self, deadline: float) -> T:
+        """What `work` returns or raises; `TimeoutError` at the deadline (monotonic), when its connection is cut."""
+        wait([self._future], timeout=max(0.0, deadline - MONOTONIC()))
+        if not self._future.done() and not self._future.cancel():
+            with self._lock:
+                self._cut_off = True
+                if (connection := self._connection) is not None:
+                    _shut_down(connection)
+            if connection is not None:  # it is sending, receiving or verifying, and ends now
+                wait([self._future])
+        if not self._future.done() or self._future.cancelled():
+            raise TimeoutError("no answer in time")
+        return self._future.result()
+
+    def _run(self, pool: redis.ConnectionPool, work: Callable[[Conversation], T], in_cluster: bool) -> T:
+        connection: Any = pool.get_connection()
+        try:
+            with self._lock:
+                if self._cut_off:
+                    raise TimeoutError("no connection in time")
+                self._connection = connection
+            return work(Conversation(connection, in_cluster=in_cluster))
+        except redis.ResponseError:
+            raise  # all answers were received: the connection is as good as before
+        except BaseException:
+            connection.disconnect()  # a late answer must never be taken for another's
+            raise
+        finally:
+            with self._lock:
+                self._connection = None
+            pool.release(connection)
+
+
+def is_wrong_type(answer: object) -> bool:
+    """Whether the server says that the value is no string."""
+    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
+
+
+def is_full(answer: object) -> bool:
+    """Whether the server says that it has no room."""
+    return isinstance(answer, redis.exceptions.OutOfMemoryError)
+
+
+def _shut_down(connection: Any) -> None:
+    """Ends whatever another thread does with the connection's socket.
+
+    `disconnect` would let that thread connect anew. redis-py has no public way to the socket.
+    """
+    if (connected := connection._sock) is not None:
+        with contextlib.suppress(OSError):  # closed already
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def _batches(commands: Iterable[Command]) -> Iterator[list[Command]]:
+    """Small commands together, large ones one by one: they are packed just before they are sent."""
+    batch: list[Command] = []
+    nbytes = 0
+    for command in commands:
+        batch.append(command)
+        nbytes += sum(len(word) for word in command if isinstance(word, bytes))
+        if nbytes >= _PACKED_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

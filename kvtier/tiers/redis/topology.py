@@ -1,0 +1,138 @@
+"""Which server has which keys: one has all, or a Cluster's map says, found out anew when it has changed."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import redis
+from redis.cluster import ClusterNode, NodesManager
+from redis.crc import key_slot
+
+from kvtier.clock import MONOTONIC
+from kvtier.tiers.redis.address import Kind, RedisAddress
+from kvtier.tiers.redis.clients import RedisClients
+from kvtier.tiers.redis.health import Health
+
+_MAX_CALLS = 16
+"""Calls that one server answers at a time; more wait for their turn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Server:
+    """One server that has keys. Its threads are its own, so that one that hangs keeps nobody else waiting."""
+
+    client: redis.Redis
+    health: Health
+    in_cluster: bool
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="kvtier-redis")
+    )
+
+    def close(self) -> None:
+        """Closes its connections and lets its threads end. Idempotent."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.client.connection_pool.disconnect()
+
+
+class Topology:
+    """The servers behind one address. Any thread. Connects to nobody before it is asked."""
+
+    def __init__(self, address: RedisAddress, clients: RedisClients, health: Callable[[str], Health]) -> None:
+        """:param health: makes the record of a server of this name."""
+        self._clients = clients
+        self._make_health = health
+        self.discovery = health(str(address))
+        """Health of the search for a Cluster's map."""
+        self._lock = threading.Lock()
+        self._single: Server | None = None
+        if address.kind is not Kind.CLUSTER:
+            self._single = Server(clients.single(), self.discovery, in_cluster=False)
+        self._map: NodesManager | None = None
+        """None until it was found out. Guarded by _lock."""
+        self._search: Future[None] | None = None
+        """The latest one. Guarded by _lock."""
+        self._scouts = ThreadPoolExecutor(1, thread_name_prefix="kvtier-redis-map")
+        self._servers: dict[str, Server] = {}
+        """Those of a Cluster that were needed, by host and port. Guarded by _lock."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `owners` and `servers` can answer at once."""
+        return self._single is not None or self._map is not None
+
+    def owners(self, names: Sequence[bytes], deadline: float) -> list[Server | None]:
+        """The server of each key; None where the Cluster has none. Blocks only while the map is not known.
+
+        Raises `TimeoutError`, or one of `FAILURES` when no seed answers.
+        """
+        if self._single is not None:
+            return [self._single] * len(names)
+        slots = self._known(deadline).slots_cache
+        owners = [slots.get(key_slot(name)) for name in names]
+        return [self._server(nodes[0]) if nodes else None for nodes in owners]
+
+    def servers(self, deadline: float) -> list[Server]:
+        """All that may be written to. Blocks and raises as `owners` does."""
+        if self._single is not None:
+            return [self._single]
+        return [self._server(node) for node in self._known(deadline).get_nodes_by_server_type("primary")]
+
+    def renew(self) -> Future[None]:
+        """Has the map found out anew in the background, unless that is under way."""
+        with self._lock:
+            if self._search is None or self._search.done():
+                self._search = self._scouts.submit(self._find)
+            return self._search
+
+    def renewed(self, deadline: float) -> None:
+        """`renew`, and waits for it until the deadline (monotonic), whatever comes of it."""
+        wait([self.renew()], timeout=max(0.0, deadline - MONOTONIC()))
+
+    def close(self) -> None:
+        """Closes all connections. No exchange may be in flight."""
+        self._scouts.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            servers = [*self._servers.values(), *([self._single] if self._single is not None else [])]
+            found = self._map
+        for server in servers:
+            server.close()
+        if found is not None:
+            found.close()
+
+    def _known(self, deadline: float) -> NodesManager:
+        with self._lock:
+            found = self._map
+        if found is None:
+            search = self.renew()
+            wait([search], timeout=max(0.0, deadline - MONOTONIC()))
+            if not search.done():
+                raise TimeoutError("no node of the Cluster answered in time")
+            search.result()
+            with self._lock:
+                found = self._map
+            assert found is not None, "found without an exception"
+        return found
+
+    def _find(self) -> None:
+        with self._lock:
+            known = self._map
+        try:
+            if known is not None:
+                known.initialize()  # asks the nodes that it knows
+            else:
+                known = self._clients.cluster()
+        except BaseException:
+            known = None  # none of them answers: the seeds are asked next
+            raise
+        finally:
+            with self._lock:
+                self._map = known
+
+    def _server(self, node: ClusterNode) -> Server:
+        with self._lock:
+            server = self._servers.get(node.name)
+            if server is None or server.client is not node.redis_connection:
+                health = server.health if server is not None else self._make_health(node.name)
+                server = self._servers[node.name] = Server(node.redis_connection, health, in_cluster=True)
+            return server
