@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import BlockKey, NamespaceId, StoreKey, rank_keys
 from kvtier.memory.pieces import Payload, Target
 from kvtier.tiers.base import Status, Tier, TierOf, WriteStatus
@@ -149,7 +150,7 @@ class PageStore:
 
     def write_owed(self, items: Items) -> list[Outcome]:
         """Tries again what was owed; what came of each item."""
-        outcomes = [_OF_OTHERS[status] for status in self._ask([key for key, _ in items])]
+        outcomes = [_OF_OTHERS[status] for status in self._ask([key for key, _, _ in items])]
         missing = [i for i, outcome in enumerate(outcomes) if outcome is WriteStatus.FAILED]
         for i, outcome in zip(missing, self._write_surely([items[i] for i in missing]), strict=True):
             outcomes[i] = outcome
@@ -204,9 +205,12 @@ class PageStore:
         return self._queries.lookup(keys) if keys else []
 
     def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[Target]]) -> list[Items]:
-        """The parts of each page, with their keys."""
+        """The parts of each page, with their keys and checksums."""
         keys = list(_by_page(self._part_keys(kind, names), len(names)))
-        return [list(zip(of_page, page, strict=True)) for of_page, page in zip(keys, buffers, strict=True)]
+        return [
+            [(key, part, checksum(key, part)) for key, part in zip(of_page, page, strict=True)]
+            for of_page, page in zip(keys, buffers, strict=True)
+        ]
 
     def _part_keys(self, kind: PageKind, names: Sequence[str]) -> list[StoreKey]:
         """Returns the keys of all first parts, then of all second ones: what is sent together has one size and

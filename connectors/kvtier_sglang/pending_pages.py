@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.pieces import Payload, Pieces
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
@@ -25,7 +25,7 @@ that has not ended by then is a stopped process, whose slots the pool keeps as l
 Outcome = WriteStatus | None
 """None: another writer has begun it, and may yet fail."""
 _AGAIN = (WriteStatus.FAILED, WriteStatus.THROTTLED, None)
-Items = Sequence[tuple[StoreKey, Payload]]
+Items = Sequence[Item[Payload]]
 """The parts of a page, or of several."""
 Write = Callable[[Items], Sequence[Outcome]]
 
@@ -85,16 +85,16 @@ class PendingPages:
 
     def add(self, items: Items) -> bool:
         """Copies a page, to be written when the pool takes it. False: there is no room, or no time any more."""
-        first, nbytes = items[0][0], sum(len(payload) for _, payload in items)
+        first, nbytes = items[0][0], sum(len(payload) for _, payload, _ in items)
         with self._changed:
             if first in self._pages:
                 return True
             if self._close_by is not None or self._waiting_bytes + nbytes > self._capacity_bytes:
                 return False
             self._waiting_bytes += nbytes
-        copies: list[tuple[StoreKey, memoryview]] = []
+        copies: list[Item[Payload]] = []
         try:
-            copies += ((key, _copy(payload)) for key, payload in items)
+            copies += ((key, _copy(payload), checksum) for key, payload, checksum in items)
         finally:
             with self._changed:
                 is_new = len(copies) == len(items) and first not in self._pages and self._close_by is None

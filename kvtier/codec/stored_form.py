@@ -2,25 +2,32 @@
 
     offset  bytes  field (little endian)
          0      4  magic "KVTB"
-         4      2  version, 1
+         4      2  version: 1 for a block that is stored raw, 2 for others
          6      1  codec (`Codec`)
-         7      1  flags, 0
+         7      1  flags: bit 0 sealed (version 2); the others are 0
          8     64  store key: tenant id, namespace id, chain hash
-        72      8  raw length: payload bytes before the codec
-        80      8  stored length: payload bytes as stored, behind the header
-        88      8  xxh3_64 over bytes 0 to 87, then the payload as stored
-        96         payload
+        72      4  raw length: payload bytes before the codec
+        76      4  id of the key that it is sealed with; 0: not sealed
+        80      4  stored length: payload bytes as stored, behind the header
+        84      4  0
+        88      8  checksum of the payload before the codec, as its writer computed it (`kvtier.codec.checksums`)
+        96         payload; in version 2, where it is packed, its last 8 bytes are xxh3_64 of all bytes before them,
+                   the header's included
+
+What is stored raw and has nothing more to say is version 1, in which lengths have 8 bytes: blocks that travel raw
+are the same to every release. Version 1 was also written packed; there the checksum is xxh3_64 over bytes 0 to 87
+and the payload as packed. It is read for as long as such blocks may lie on disks and in Redis.
+
+Sealed blocks are room for what is to come: this release writes none, and refuses them. A form that this release
+does not know, whatever is new about it, is refused before anything of the payload is believed: a miss.
 
 This module alone writes and reads it. Header and payload are separate arguments everywhere, so that
 callers hand them to `writev` or `sendmsg` without joining them. All functions are pure and safe in
-any thread; hashing a large payload (2 MiB: about 65 us), packing and unpacking release the GIL.
-
-The checksum finds accidents, not attackers: xxh3 has no key.
+any thread; hashing a large payload, packing and unpacking release the GIL.
 """
 
 import enum
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,17 +35,24 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.codec import bitshuffle, planes
+from kvtier.codec.checksums import MAGIC, checksum, prefix
 from kvtier.errors import CorruptBlockError, InvalidInputError
-from kvtier.identity.keys import STORE_KEY_BYTES, StoreKey
-from kvtier.memory.pieces import Grid, Payload, Pieces, Target
+from kvtier.identity.keys import StoreKey
 
 HEADER_BYTES = 96
-VERSION = 1
 
-_MAGIC = b"KVTB"
-_CHECKED_BYTES = HEADER_BYTES - 8
-_FIELDS = struct.Struct("<4sHBB64sQQ")
+_RAW_VERSION = 1
+_VERSION = 2
+_VERSIONS = frozenset({_RAW_VERSION, _VERSION})
+"""What this release reads."""
+_SEALED = 0x01
+_FIELDS = struct.Struct("<4sHBB64sQQQ")
+"""Magic, version, codec, flags, key, both lengths as version 1 has them, checksum."""
 _CHECKSUM = struct.Struct("<Q")
+_FORM = struct.Struct("<BQQ")
+"""Codec, stored length, checksum."""
+_LENGTH_BITS = 32
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
 HEADER_DTYPE = np.dtype(
     [
@@ -47,8 +61,10 @@ HEADER_DTYPE = np.dtype(
         ("codec", "u1"),
         ("flags", "u1"),
         ("key", "V64"),
-        ("raw_length", "<u8"),
-        ("stored_length", "<u8"),
+        ("raw_length", "<u4"),
+        ("key_id", "<u4"),
+        ("stored_length", "<u4"),
+        ("reserved", "<u4"),
         ("checksum", "<u8"),
     ]
 )
@@ -86,8 +102,6 @@ class Codec(enum.IntEnum):
 
 _CODECS = frozenset(Codec)
 """What this release reads. A block of another codec is to it as one that is damaged: a miss, wherever it lies."""
-_PIECE_BYTES = 512 << 10
-"""What is copied and then looked at: half of a core's second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +113,42 @@ class Header:
     raw_length: int
     stored_length: int
     checksum: int
+    """Its writer's, of the raw payload; of the payload as stored in a packed block of version 1."""
+    version: int
+
+    @property
+    def fingerprint(self) -> int:
+        """Another one for each way to store the same payload, so that parts of two of them are not taken for one."""
+        if self.codec is Codec.RAW or self.version == _RAW_VERSION:
+            return self.checksum
+        return int(xxhash.xxh3_64_intdigest(_FORM.pack(self.codec, self.stored_length, self.checksum)))
 
 
-def encode(key: StoreKey, payload: _Buffer, codec: Codec = Codec.RAW) -> tuple[bytes, _Buffer]:
+def encode(key: StoreKey, payload: _Buffer, checksum: int, codec: Codec = Codec.RAW) -> tuple[bytes, _Buffer]:
     """Header and payload as stored, the latter packed by `codec` where that saves at least 3 %.
 
     Else the block is stored raw, and the second part is `payload` itself, not a copy. `payload` is
     one-dimensional bytes.
+
+    :param checksum: the writer's. It is taken over as it is: when `payload` has changed since, no reader takes it.
     """
     packed = _pack(codec, payload)
-    if packed is not None and len(packed) <= _WORTH_PACKING * len(payload):
-        return _header(key, codec, len(payload), packed), packed
-    return encode_header(key, payload), payload
+    if packed is None or len(packed) + _CHECKSUM.size > _WORTH_PACKING * len(payload):
+        return header_from_checksum(key, len(payload), checksum), payload
+    header = Header(key, codec, len(payload), len(packed) + _CHECKSUM.size, checksum, _VERSION)
+    head = _pack_header(header)
+    stored = np.empty(header.stored_length, np.uint8)
+    np.copyto(stored[: len(packed)], np.frombuffer(packed, np.uint8))  # releases the GIL
+    stored[len(packed) :] = np.frombuffer(_CHECKSUM.pack(_sum(head, packed)), np.uint8)
+    return head, stored.data
 
 
 def decode_into(header: _Buffer, key: StoreKey, stored: _Buffer, into: memoryview) -> None:
     """Fills `into` with the block of `key`, whatever its codec.
 
     Header, key, lengths and checksum are verified before `into` is touched. What a packed payload says
-    of itself is checked too; when it turns out bad only while it is unpacked, `into` holds anything.
+    of itself is checked too, and the writer's checksum; when it turns out bad only while or after it is
+    unpacked, `into` holds anything.
 
     Raises `CorruptBlockError` with the reason.
 
@@ -131,82 +162,21 @@ def decode_into(header: _Buffer, key: StoreKey, stored: _Buffer, into: memoryvie
     unpack(parsed, stored, into)
 
 
-def checksum(key: StoreKey, payload: _Buffer) -> int:
-    """xxh3_64 of the stored form of `payload` under `key`, raw, for a holder who keeps it apart from the bytes."""
-    return _checksum(_prefix(key, Codec.RAW, len(payload), len(payload)), payload)
-
-
-def copy_checked(key: StoreKey, into: Target, payload: Payload) -> int:
-    """Copies a raw `payload` over the front of `into`; returns the `checksum` of what then stands there.
-
-    For a `payload` that may change meanwhile, too. In parts, so that each is looked at while it is in the processor's
-    cache: a third of the price of a second pass. Releases the GIL.
-
-    :param into: as long as `payload`, where it is in pieces. One of the two may be.
-    """
-    nbytes = len(payload)
-    hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
-    if isinstance(payload, Pieces):
-        assert not isinstance(into, Pieces), "one of the two"
-        for part, grid in _parts(into, payload):
-            np.copyto(part, grid)
-            hasher.update(part.data)
-    elif isinstance(into, Pieces):
-        for part, grid in _parts(payload, into):
-            np.copyto(grid, part)
-            for group in grid:
-                for piece in group:
-                    hasher.update(piece.data)
-    elif nbytes:  # numpy refuses empty buffers
-        source = np.frombuffer(payload, dtype=np.uint8)
-        target = np.frombuffer(into, dtype=np.uint8, count=nbytes)
-        for start in range(0, nbytes, _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, nbytes)
-            np.copyto(target[start:stop], source[start:stop])
-            hasher.update(into[start:stop])
-    return int(hasher.intdigest())
-
-
-def _parts(whole: _Buffer, pieces: Pieces) -> Iterator[tuple[Grid, Grid]]:
-    """Pieces of a block, not too many at a time, behind the bytes of `whole` that belong there."""
-    memory = np.frombuffer(whole, dtype=np.uint8)
-    at = 0
-    for grid in pieces.batches(_PIECE_BYTES):
-        yield memory[at : at + grid.nbytes].reshape(grid.shape), grid
-        at += grid.nbytes
-
-
-class RunningChecksum:
-    """`checksum` of a raw payload that comes piece by piece."""
-
-    __slots__ = ("_hasher",)
-
-    def __init__(self, key: StoreKey, nbytes: int) -> None:
-        self._hasher = xxhash.xxh3_64(_prefix(key, Codec.RAW, nbytes, nbytes))
-
-    def update(self, piece: _Buffer) -> None:
-        """The next bytes. Releases the GIL."""
-        self._hasher.update(piece)
-
-    def value(self) -> int:
-        return int(self._hasher.intdigest())
-
-
 def encode_header(key: StoreKey, payload: _Buffer) -> bytes:
     """The 96 bytes that stand before `payload`, codec raw. `payload` is one-dimensional bytes."""
-    return _header(key, Codec.RAW, len(payload), payload)
+    return header_from_checksum(key, len(payload), checksum(key, payload))
 
 
 def header_from_checksum(key: StoreKey, raw_length: int, checksum: int) -> bytes:
     """The header of a raw payload whose `checksum` is known already. Costs no look at the payload."""
-    return _prefix(key, Codec.RAW, raw_length, raw_length) + _CHECKSUM.pack(checksum)
+    return prefix(key, raw_length) + _CHECKSUM.pack(checksum)
 
 
 def parse_header(buffer: _Buffer) -> Header:
     """Reads the first 96 bytes of `buffer`, of a raw block: what travels between processes.
 
     Raises `CorruptBlockError` with the reason when they are fewer, foreign, of a version or codec that
-    this release does not know, or of a packed block.
+    this release does not know, or of a packed or sealed block.
     """
     header = parse_stored_header(buffer)
     if header.codec is not Codec.RAW:
@@ -218,34 +188,45 @@ def parse_stored_header(buffer: _Buffer) -> Header:
     """`parse_header` of any codec, for those who store blocks and hand the payload to `decode_into`."""
     if len(buffer) < HEADER_BYTES:
         raise CorruptBlockError(f"truncated header: {len(buffer)} of {HEADER_BYTES} bytes")
-    magic, version, number, flags, key, raw_length, stored_length = _FIELDS.unpack_from(buffer)
-    if magic != _MAGIC:
+    magic, version, number, flags, key, raw_length, stored_length, checksum = _FIELDS.unpack_from(buffer)
+    if magic != MAGIC:
         raise CorruptBlockError(f"no kvtier block: magic {magic!r}")
-    if version != VERSION:
+    if version not in _VERSIONS:
         raise CorruptBlockError(f"unknown version {version}")
+    if version == _VERSION:
+        key_id, reserved = raw_length >> _LENGTH_BITS, stored_length >> _LENGTH_BITS
+        raw_length, stored_length = raw_length & _LENGTH_MASK, stored_length & _LENGTH_MASK
+        if flags == _SEALED or key_id:
+            raise CorruptBlockError(f"sealed, with key {key_id}: this release opens no sealed blocks")
+        if reserved:
+            raise CorruptBlockError(f"unknown field {reserved:#010x}")
     if number not in _CODECS:
         raise CorruptBlockError(f"unknown codec {number}")
     if flags:
         raise CorruptBlockError(f"unknown flags {flags:#04x}")
     codec = Codec(number)
-    if (raw_length != stored_length) if codec is Codec.RAW else (raw_length <= stored_length):
+    fewest = _CHECKSUM.size if version == _VERSION else 0
+    if (raw_length != stored_length) if codec is Codec.RAW else not fewest <= stored_length < raw_length:
         raise CorruptBlockError(f"{codec.label} codec with lengths {raw_length} and {stored_length}")
-    (stored_checksum,) = _CHECKSUM.unpack_from(buffer, _CHECKED_BYTES)
-    return Header(StoreKey(key), codec, raw_length, stored_length, stored_checksum)
+    return Header(StoreKey(key), codec, raw_length, stored_length, checksum, version)
 
 
 def well_formed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Which of an array of `HEADER_DTYPE` `parse_stored_header` would take."""
-    magic = headers["magic"] == int.from_bytes(_MAGIC, "little")
+    magic = headers["magic"] == int.from_bytes(MAGIC, "little")
     raw, stored, codec = headers["raw_length"], headers["stored_length"], headers["codec"]
-    lengths = np.where(codec == Codec.RAW, raw == stored, raw > stored)
-    known = np.isin(codec, list(_CODECS))
-    good: npt.NDArray[np.bool_] = magic & (headers["version"] == VERSION) & (headers["flags"] == 0) & known & lengths
+    is_enough = (headers["version"] != _VERSION) | (stored >= _CHECKSUM.size)
+    lengths = np.where(codec == Codec.RAW, raw == stored, (raw > stored) & is_enough)
+    known = np.isin(codec, list(_CODECS)) & np.isin(headers["version"], list(_VERSIONS))
+    plain = (headers["flags"] == 0) & (headers["key_id"] == 0) & (headers["reserved"] == 0)
+    good: npt.NDArray[np.bool_] = magic & known & plain & lengths
     return good
 
 
 def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
     """Passes when `stored` is, byte for byte, what was stored under `key`; else raises `CorruptBlockError`.
+
+    Of a packed block of version 2 that is not yet what its writer had: `unpack` knows.
 
     :param key: the key that was asked for, so that a block in another's place is found out.
     :param stored: the payload as stored, packed or not.
@@ -254,18 +235,31 @@ def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
         raise CorruptBlockError("block of another key")
     if len(stored) != header.stored_length:
         raise CorruptBlockError(f"truncated payload: {len(stored)} of {header.stored_length} bytes")
-    if _checksum(_prefix(key, header.codec, header.raw_length, header.stored_length), stored) != header.checksum:
+    if header.codec is Codec.RAW:
+        is_whole = checksum(key, stored) == header.checksum
+    elif header.version == _RAW_VERSION:
+        is_whole = _sum(_pack_header(header)[: -_CHECKSUM.size], stored) == header.checksum
+    else:
+        packed, (expected,) = _packed(header, stored), _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
+        is_whole = _sum(_pack_header(header), packed) == expected
+    if not is_whole:
         raise CorruptBlockError("checksum mismatch")
 
 
 def unpack(header: Header, stored: _Buffer, into: memoryview) -> None:
-    """The last step of `decode_into`, for a payload that `verify` has passed and an `into` of its raw length."""
+    """The last step of `decode_into`, for a payload that `verify` has passed and an `into` of its raw length.
+
+    Raises `CorruptBlockError` when it cannot be unpacked, or is not what its writer has summed.
+    """
     if header.codec is Codec.LZ4:
-        bitshuffle.unpack_into(stored, into)
+        bitshuffle.unpack_into(_packed(header, stored), into)
     elif header.codec is Codec.PLANES_ZSTD:
-        planes.unpack_into(stored, into)
+        planes.unpack_into(_packed(header, stored), into)
     elif into:  # numpy refuses empty buffers
         np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(stored, dtype=np.uint8))  # releases the GIL
+    is_packed = header.codec is not Codec.RAW
+    if is_packed and header.version != _RAW_VERSION and checksum(header.key, into) != header.checksum:
+        raise CorruptBlockError("checksum mismatch once unpacked: its bytes changed before they were packed")
 
 
 def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
@@ -282,19 +276,25 @@ def _pack(codec: Codec, payload: _Buffer) -> _Buffer | None:
     return planes.pack(payload) if codec is Codec.PLANES_ZSTD else None
 
 
-def _header(key: StoreKey, codec: Codec, raw_length: int, stored: _Buffer) -> bytes:
-    prefix = _prefix(key, codec, raw_length, len(stored))
-    return prefix + _CHECKSUM.pack(_checksum(prefix, stored))
+def _packed(header: Header, stored: _Buffer) -> _Buffer:
+    """The payload as its codec made it: in version 2 without the checksum behind it."""
+    return stored if header.version == _RAW_VERSION else memoryview(stored)[: -_CHECKSUM.size]
 
 
-def _checksum(prefix: bytes, stored: _Buffer) -> int:
-    hasher = xxhash.xxh3_64(prefix)
+def _pack_header(header: Header) -> bytes:
+    return _FIELDS.pack(
+        MAGIC,
+        header.version,
+        header.codec,
+        0,
+        header.key,
+        header.raw_length,
+        header.stored_length,
+        header.checksum,
+    )
+
+
+def _sum(before: bytes, stored: _Buffer) -> int:
+    hasher = xxhash.xxh3_64(before)
     hasher.update(stored)
     return int(hasher.intdigest())
-
-
-def _prefix(key: StoreKey, codec: Codec, raw_length: int, stored_length: int) -> bytes:
-    """Bytes 0 to 87."""
-    if len(key) != STORE_KEY_BYTES:  # struct would pad or cut it without a word
-        raise InvalidInputError(f"store key of {len(key)} bytes: needs {STORE_KEY_BYTES}")
-    return _FIELDS.pack(_MAGIC, VERSION, codec, 0, key, raw_length, stored_length)

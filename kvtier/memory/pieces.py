@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.memory.pages import copy_bytes
+
 Grid = npt.NDArray[np.uint8]
 """`[groups, pieces, bytes]`, uint8: equal pieces at two distances, e.g. keys and values of every layer. Each piece is
 contiguous."""
@@ -35,10 +37,14 @@ class Pieces:
 
     def copied(self) -> memoryview:
         """The block's bytes together, in fresh memory."""
-        whole = np.empty(self._nbytes, dtype=np.uint8)
-        for place, grid in self._with_places(whole):
+        whole = np.empty(self._nbytes, dtype=np.uint8).data
+        self.copy_to(whole)
+        return whole
+
+    def copy_to(self, into: memoryview) -> None:
+        """Copies the block's bytes over the front of `into`, one after the other."""
+        for place, grid in self._with_places(np.frombuffer(into, dtype=np.uint8)):
             np.copyto(place, grid)
-        return whole.data
 
     def fill(self, source: memoryview) -> None:
         """Copies a whole block to where its pieces belong."""
@@ -62,6 +68,14 @@ Target = memoryview | Pieces
 def together(payload: Payload) -> bytes | bytearray | memoryview:
     """Returns the payload's bytes in one place: the payload itself, or a copy of its pieces."""
     return payload.copied() if isinstance(payload, Pieces) else payload
+
+
+def copy_payload(into: memoryview, payload: Payload) -> None:
+    """Copies all of `payload` over the front of `into`; releases the GIL."""
+    if isinstance(payload, Pieces):
+        payload.copy_to(into)
+    else:
+        copy_bytes(into, payload)
 
 
 def landing(target: Target) -> memoryview:

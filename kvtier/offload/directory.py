@@ -263,8 +263,10 @@ class Directory:
                 self._saves.copied(rank, message)
             elif isinstance(message, Stored) and message.batch_id in self._saves:
                 self._saves.stored(rank, message.batch_id)
+                self._note_refused(message)
             elif isinstance(message, Stored) and message.batch_id in self._stores:
                 self._stores.stored(rank, message.batch_id)
+                self._note_refused(message)
             else:  # a bug in a mover must not end the engine
                 _log.error("rank %d answers for batch %d, which nobody asked for", rank, message.batch_id)
 
@@ -287,6 +289,10 @@ class Directory:
     def _note_evicted(self, key: BlockKey) -> None:
         for tier in self._owed.evicted(key):
             self._metrics.evicted_unwritten.labels(tier).inc()
+
+    def _note_refused(self, message: Stored) -> None:
+        for tier, keys in message.refused.items():
+            self._owed.refused(tier, [key for key in map(BlockKey, keys) if self._index.slots.find(key) is not None])
 
     def _issue_stores(self) -> None:
         """Leaves half of what may be saving to copies from the device, which cannot wait for a slow tier."""

@@ -5,7 +5,7 @@ applies it to its own namespace, arena and device, and answers for itself.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import msgpack
@@ -109,6 +109,8 @@ class Stored:
     """A save or store is over: its tiers have answered or were skipped. The arena slots are no longer read."""
 
     batch_id: int
+    refused: dict[str, list[bytes]] = field(default_factory=dict)
+    """By tier, the keys of those blocks that it did not take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class HierarchyMetrics:
             "device_evictions", "Blocks evicted from the device: 'clean' were copied before, 'dropped' not", "state"
         )
         self.evicted_unwritten = counter(
-            "evicted_unwritten", "Blocks that host memory lost before a tier with write_back had them", "tier"
+            "evicted_unwritten",
+            "Blocks that host memory lost and that a tier should have had: it refused them, or was not asked yet",
+            "tier",
         )
         self.evictions_waited = counter("evictions_waited", "Allocations that had to wait because blocks were copied")

@@ -1,8 +1,8 @@
 """The mover: the half of the hierarchy that has the memory. One per worker process (rank).
 
-Threads: a few for loads, one for copies from the device, one writer per lower tier, so that a slow
-tier holds up nobody else. What they may take on is bounded by the arena: the directory gives every
-block on the move a slot of it, but for those that a tier may lend.
+Threads: a few for loads, one for copies from the device, one for checksums of what goes down, one writer per lower
+tier, so that a slow tier holds up nobody else. What they may take on is bounded by the arena: the directory gives
+every block on the move a slot of it, but for those that a tier may lend.
 """
 
 import enum
@@ -10,9 +10,10 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.checksums import checksum
 from kvtier.device.kv import Blocks, DeviceKV, Fence
 from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import ClosedError, InvalidInputError
@@ -37,13 +38,15 @@ from kvtier.offload.messages import (
     ToMover,
 )
 from kvtier.offload.replica import ALONE, Replica
-from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 from kvtier.tiers.sidecar import DirectReads
 
 _HOST_LOADS = 2
 """Threads for what is in the arena: one asks for a batch's transfers while those of another are under way."""
 OTHER_COPIES = 1 + _HOST_LOADS
 """How many copies a mover has under way at a time, beside one per thread that loads from tiers: a save, too."""
+
+_THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +60,13 @@ class _LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class _Save:
-    """Blocks in the arena on their way to tiers below. `waiting` is guarded by Mover._lock."""
+    """Blocks in the arena on their way to tiers below. `waiting` and `refused` are guarded by Mover._lock."""
 
     batch_id: int
-    items: list[tuple[StoreKey, memoryview]]
+    keys: list[bytes]
+    items: list[Item[memoryview]]
     waiting: set[str]
+    refused: dict[str, list[bytes]] = field(default_factory=dict)
 
 
 class Mover:
@@ -113,6 +118,8 @@ class Mover:
         self._host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
         """Nothing that is in the arena already waits for a tier."""
         self._copies = ThreadPoolExecutor(1, "kvtier-copy")
+        self._sums = ThreadPoolExecutor(1, "kvtier-checksum")
+        """Between copies and writers: no copy waits for checksums, and blocks for several tiers are summed once."""
         self._writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in self._tiers}
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
@@ -170,7 +177,7 @@ class Mover:
                 self._saving.add(message.batch_id)
                 self._copies.submit(self._save, message, saves_after)
             elif isinstance(message, StoreBatch):
-                self._hand_down(message, [message.tier])
+                self._sums.submit(self._hand_down, message, [message.tier])
             elif isinstance(message, DiscardBatch):
                 # By way of the copies: what is being copied at this moment is written first, then forgotten.
                 self._copies.submit(self._discard, self._with_unheard(message))
@@ -207,6 +214,7 @@ class Mover:
         self._loads.shutdown(cancel_futures=False)
         self._host_loads.shutdown(cancel_futures=False)
         self._copies.shutdown(cancel_futures=False)
+        self._sums.shutdown(cancel_futures=False)
         for writer in self._writers.values():
             writer.shutdown(cancel_futures=False)
 
@@ -324,17 +332,18 @@ class Mover:
         if not batch.tiers or not any(ok):
             self._post(Stored(batch.batch_id))
             return
-        self._hand_down(batch, batch.tiers)
+        self._sums.submit(self._hand_down, batch, batch.tiers)
 
     def _hand_down(self, batch: SaveBatch | StoreBatch, tiers: Sequence[str]) -> None:
-        """Queues the batch's arena slots for these tiers."""
-        items = list(zip(self._store_keys(batch.keys), map(self._view, batch.arena_slots), strict=True))
-        save = _Save(batch.batch_id, items, waiting=set(tiers))
+        """Sums the batch's blocks, and queues their arena slots for these tiers."""
+        blocks = zip(self._store_keys(batch.keys), map(self._view, batch.arena_slots), strict=True)
+        items = [(key, view, checksum(key, view)) for key, view in blocks]
+        save = _Save(batch.batch_id, batch.keys, items, waiting=set(tiers))
         for name in tiers:
             self._writers[name].submit(self._write, name, save)
 
     def _discard(self, batch: DiscardBatch) -> None:
-        self._writers[batch.tier].submit(self._forget, batch)
+        self._sums.submit(lambda: self._writers[batch.tier].submit(self._forget, batch))
 
     def _with_unheard(self, batch: DiscardBatch) -> DiscardBatch:
         """Returns the batch with what its tier holds and the directory cannot have heard of yet. Caller holds _lock."""
@@ -352,20 +361,19 @@ class Mover:
         self._post(Discarded(batch.batch_id))
 
     def _write(self, name: str, save: _Save) -> None:
+        mine: Sequence[int] = range(len(save.items))
+        if name in self._shared_tiers:
+            mine = [i for i in mine if self._replica.writes(save.items[i][0])]
+        refused = mine
         try:
-            # Asked first, so that what another engine has saved already is not sent again. What the
-            # tier refuses or cannot take, it has counted: the block is simply not there.
-            tier, items = self._tiers[name], save.items
-            if name in self._shared_tiers:
-                items = [item for item in items if self._replica.writes(item[0])]
-            statuses = tier.lookup([key for key, _ in items]) if items else []
-            absent = [item for item, status in zip(items, statuses, strict=True) if status is Status.MISS]
-            if absent:
-                tier.write(absent)
+            statuses = self._tiers[name].write([save.items[i] for i in mine]) if mine else []
+            refused = [i for i, status in zip(mine, statuses, strict=True) if status not in _THERE]
         except Exception:
             _log.exception("writing %d blocks to %s failed", len(save.items), name)
         with self._lock:
+            if refused:
+                save.refused[name] = [save.keys[i] for i in refused]
             save.waiting.discard(name)
             over = not save.waiting
         if over:
-            self._post(Stored(save.batch_id))
+            self._post(Stored(save.batch_id, save.refused))

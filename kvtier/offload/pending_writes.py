@@ -30,6 +30,8 @@ class PendingWrites:
         """Blocks that a tier with write_back gets before host memory forgets them, by tier. Oldest first."""
         self._due: dict[str, dict[BlockKey, None]] = {name: {} for name in policies}
         """Blocks that a tier gets now, by tier."""
+        self._refused: dict[str, set[BlockKey]] = {name: set() for name in policies}
+        """Blocks in host memory that a tier was given and did not take, by tier. They are written again once due."""
 
     @property
     def by_uses(self) -> bool:
@@ -69,6 +71,10 @@ class PendingWrites:
         for tier in self._selective:
             self._due[tier][key] = None
 
+    def refused(self, tier: str, keys: Iterable[BlockKey]) -> None:
+        """These blocks, in host memory, were written to the tier, which did not take them."""
+        self._refused[tier].update(keys)
+
     def evicting(self, keys: Iterable[BlockKey]) -> None:
         """Makes blocks that come close to eviction due now."""
         for key in keys:
@@ -84,11 +90,11 @@ class PendingWrites:
 
     def evicted(self, key: BlockKey) -> list[str]:
         """Host memory has lost the block. Returns the tiers that had to get it and did not. Not those that write
-        through: the block came from a tier that has it."""
-        unpaid = [(tier, b) for debts in (self._due, self._late) for tier, b in debts.items() if key in b]
-        for _, blocks in unpaid:
-            del blocks[key]
-        return [tier for tier, _ in unpaid if tier not in self.at_once]
+        through and were not given it: the block came from a tier that has it."""
+        unpaid = {tier for debts in (self._due, self._late) for tier, blocks in debts.items() if key in blocks}
+        lost = unpaid.difference(self.at_once).union(tier for tier, keys in self._refused.items() if key in keys)
+        self._forget(key)
+        return sorted(lost)
 
     def take_due(self, most: int) -> list[tuple[str, list[BlockKey]]]:
         """Removes and returns at most `most` blocks that are due now, by tier."""
@@ -97,6 +103,7 @@ class PendingWrites:
             keys = list(islice(blocks, most))
             for key in keys:
                 del blocks[key]
+                self._refused[tier].discard(key)
             most -= len(keys)
             if keys:
                 taken.append((tier, keys))
@@ -106,3 +113,11 @@ class PendingWrites:
         """Forgets all writes that are owed: host memory was emptied on purpose."""
         for blocks in (*self._due.values(), *self._late.values()):
             blocks.clear()
+        for refused in self._refused.values():
+            refused.clear()
+
+    def _forget(self, key: BlockKey) -> None:
+        for owed in (*self._due.values(), *self._late.values()):
+            owed.pop(key, None)
+        for refused in self._refused.values():
+            refused.discard(key)

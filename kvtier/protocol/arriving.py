@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.codec.stored_form import Header, RunningChecksum, parse_header
+from kvtier.codec.checksums import RunningChecksum
+from kvtier.codec.stored_form import Header, parse_header
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
 

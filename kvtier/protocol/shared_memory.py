@@ -8,7 +8,7 @@ write there, and sets all words to zero when it gives the slab up.
 import struct
 
 PLACE = struct.Struct("<QQQ")
-"""One block: slot id (slab number * 2**32 + place), generation, xxh3 of its stored form
-(`kvtier.codec.stored_form.checksum`)."""
+"""One block: slot id (slab number * 2**32 + place), generation, checksum of its payload
+(`kvtier.codec.checksums.checksum`)."""
 WORD = struct.Struct("<Q")
 """A slot id, or a checksum."""

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier.codec.stored_form import checksum, header_from_checksum
+from kvtier.codec.checksums import checksum
+from kvtier.codec.stored_form import header_from_checksum
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.host.pins import ReadPin
@@ -87,6 +88,7 @@ class ColdReads:
             for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
                 if status is not Status.HIT:
                     continue
+                # The tier has held these bytes against their writer's checksum, and only this process can change them.
                 if key in slots:
                     checksums[slots.pop(key)] = checksum(key, buffer)
                 else:

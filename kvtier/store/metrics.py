@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned", "corrupt")
+WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
 
 
 class PoolMetrics:
@@ -65,7 +65,7 @@ class PoolMetrics:
         self.written_down_blocks = Counter(
             "kvtier_pool_written_down_blocks",
             "Blocks on their way from memory to a tier below, by end; dropped: the queue was full or memory needed its "
-            "room; corrupt: not what the writer committed.",
+            "room.",
             ["tier", "result"],
             registry=registry,
         )

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from kvtier.identity.keys import StoreKey
-from kvtier.store.copying import copy_down
 from kvtier.store.metrics import PoolMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.tiers.base import Tier, WriteStatus
@@ -27,10 +26,8 @@ _RESULTS = {
     WriteStatus.FULL: "full",
     WriteStatus.THROTTLED: "failed",
     WriteStatus.FAILED: "failed",
-    None: "corrupt",
 }
-_Answers = Mapping[StoreKey, WriteStatus | None]
-"""As `copy_down` gives them."""
+_Answers = Mapping[StoreKey, WriteStatus]
 
 
 class WriteWorkers:
@@ -74,14 +71,13 @@ class WriteWorkers:
             leases = {key: lease for key, lease in batch.items() if lease is not None}
             answers: _Answers
             try:
-                answers = copy_down(self._tier, leases)
+                # With the checksums of their writers: what was changed since is a miss to whoever reads it there.
+                items = [(key, lease.view, lease.checksum) for key, lease in leases.items()]
+                answers = dict(zip(leases, self._tier.write(items), strict=True)) if items else {}
             except Exception:
                 # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
                 _log.exception("writing %d blocks to %s failed", len(batch), self._tier.name)
                 answers = dict.fromkeys(leases, WriteStatus.FAILED)
-            if corrupt := [key for key, answer in answers.items() if answer is None]:
-                _log.warning("dropped %d blocks that are not what their writers committed", len(corrupt))
-                self._memory.discard(corrupt)
             self._finish(batch, answers)
 
     def _take(self) -> dict[StoreKey, ReadPin | None]:
@@ -123,15 +119,14 @@ class WriteWorkers:
         waiting = self._waiting
         # Before anybody hears that they are done: who has waited for a drain finds them counted.
         self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
-        for answer in answers.values():
-            self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[answer]).inc()
+        for each in answers.values():
+            self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[each]).inc()
         with waiting.changed:
-            if given := [answer for answer in answers.values() if answer is not None]:
-                waiting.works = any(answer in _TAKEN for answer in given)
+            if answers:
+                waiting.works = any(each in _TAKEN for each in answers.values())
             for key, lease in batch.items():
                 waiting.finish(key, lease)
-                answer = answers.get(key)
-                if answer in _TAKEN:
+                if (answer := answers.get(key)) in _TAKEN:
                     waiting.num_written += 1
                 elif answer is not None:
                     waiting.put_off(key)

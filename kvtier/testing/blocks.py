@@ -2,9 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
-from kvtier.tiers.base import Status, Tier
+from kvtier.memory.pieces import Payload
+from kvtier.tiers.base import Item, Status, Tier
 
 TENANT = tenant_id("red")
 NAMESPACE = NamespaceId(b"namespace-number")
@@ -14,6 +17,7 @@ _FEW_EXPONENTS = bytes(0x3C | byte & 3 for byte in range(256))
 
 MakePayload = Callable[[object, int], bytes]
 """The payload of a label, so many bytes long."""
+PayloadT = TypeVar("PayloadT", bound=Payload)
 
 
 def make_key(label: object, *, tenant: TenantId = TENANT, namespace: NamespaceId = NAMESPACE) -> StoreKey:
@@ -36,6 +40,11 @@ def make_packable_payload(label: object, nbytes: int) -> bytes:
 def payload_maker(packable: bool) -> MakePayload:
     """`make_packable_payload` or `make_payload`."""
     return make_packable_payload if packable else make_payload
+
+
+def summed(key: StoreKey, payload: PayloadT) -> Item[PayloadT]:
+    """A block as `Tier.write` takes it, with the checksum of these bytes."""
+    return key, payload, checksum(key, payload)
 
 
 def read_blocks(tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> list[bytes | None]:

@@ -18,9 +18,9 @@ import pytest
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId, tenant_id
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.testing.blocks import TENANT, make_key, make_payload, payload_maker, read_blocks
+from kvtier.testing.blocks import TENANT, make_key, make_payload, payload_maker, read_blocks, summed
 from kvtier.testing.states import tier_state_machine
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 
 __all__ = [
     "MakeTier",
@@ -28,6 +28,7 @@ __all__ = [
     "make_key",
     "make_payload",
     "read_blocks",
+    "summed",
     "tier_state_machine",
 ]
 
@@ -53,6 +54,8 @@ class TierContract:
     """Content survives `close` and a second `make_tier`."""
     evicts = True
     """Makes room by itself; False for a tier that answers FULL instead."""
+    verifies = True
+    """Holds what it reads against its writer's checksum; False where its bytes never leave this process."""
     packs = False
     """May take less space than the payloads have, which can be packed then."""
 
@@ -74,7 +77,7 @@ class TierContract:
         return payload_maker(self.packs)(label, self.payload_bytes)
 
     def store(self, tier: Tier, labels: Sequence[object]) -> list[WriteStatus]:
-        return tier.write([(self.key(label), self.payload(label)) for label in labels])
+        return tier.write([summed(self.key(label), self.payload(label)) for label in labels])
 
     def load(self, tier: Tier, labels: Sequence[object]) -> list[bytes | None]:
         return read_blocks(tier, [self.key(label) for label in labels], self.payload_bytes)
@@ -101,20 +104,34 @@ class TierContract:
     def test_payloads_may_be_any_readable_buffer(self, tier: Tier) -> None:
         payload = self.payload("a")
         padded = memoryview(b"xyz" + payload + b"xyz")[3:-3]
-        items: list[tuple[StoreKey, ReadableBuffer]]
-        items = [(self.key("a"), payload), (self.key("b"), bytearray(payload)), (self.key("c"), padded)]
+        items: list[Item[ReadableBuffer]]
+        items = [
+            summed(self.key("a"), payload),
+            summed(self.key("b"), bytearray(payload)),
+            summed(self.key("c"), padded),
+        ]
         assert tier.write(items) == [WriteStatus.STORED] * 3
-        assert read_blocks(tier, [key for key, _ in items], self.payload_bytes) == [payload] * 3
+        assert read_blocks(tier, [key for key, _, _ in items], self.payload_bytes) == [payload] * 3
 
     def test_the_buffer_is_the_callers_again_after_write(self, tier: Tier) -> None:
         buffer = bytearray(self.payload("a"))
-        tier.write([(self.key("a"), buffer)])
+        tier.write([summed(self.key("a"), buffer)])
         buffer[:] = bytes(len(buffer))
         assert self.load(tier, ["a"]) == [self.payload("a")]
 
+    def test_what_does_not_match_its_writers_checksum_is_a_miss(self, tier: Tier) -> None:
+        if not self.verifies:
+            return
+        key, payload, checksum = summed(self.key("a"), self.payload("a"))
+        changed = bytes([payload[0] ^ 1]) + payload[1:]
+        assert tier.write([(key, changed, checksum)])[0] in (WriteStatus.STORED, WriteStatus.FAILED)
+        assert self.load(tier, ["a"]) == [None]
+        assert self.store(tier, ["a"]) == [WriteStatus.STORED]
+        assert self.load(tier, ["a"]) == [payload]
+
     def test_an_existing_key_keeps_its_bytes(self, tier: Tier) -> None:
         self.store(tier, ["a"])
-        assert tier.write([(self.key("a"), self.payload("other"))]) == [WriteStatus.EXISTS]
+        assert tier.write([summed(self.key("a"), self.payload("other"))]) == [WriteStatus.EXISTS]
         assert self.load(tier, ["a"]) == [self.payload("a")]
 
     def test_a_key_twice_in_one_batch(self, tier: Tier) -> None:
@@ -144,9 +161,9 @@ class TierContract:
         red, blue = self.tenants
         if red == blue:
             return
-        tier.write([(make_key("a", tenant=red), self.payload("red"))])
+        tier.write([summed(make_key("a", tenant=red), self.payload("red"))])
         assert tier.lookup([make_key("a", tenant=blue)]) == [Status.MISS]
-        assert tier.write([(make_key("a", tenant=blue), self.payload("blue"))]) == [WriteStatus.STORED]
+        assert tier.write([summed(make_key("a", tenant=blue), self.payload("blue"))]) == [WriteStatus.STORED]
         keys = [make_key("a", tenant=red), make_key("a", tenant=blue)]
         assert read_blocks(tier, keys, self.payload_bytes) == [self.payload("red"), self.payload("blue")]
 
@@ -155,7 +172,7 @@ class TierContract:
         small = payload_maker(self.packs)("small", self.payload_bytes // 2)
         self.store(tier, ["a"])
         assert tier.lookup([other]) == [Status.MISS]
-        assert tier.write([(other, small)]) == [WriteStatus.STORED]
+        assert tier.write([summed(other, small)]) == [WriteStatus.STORED]
         assert read_blocks(tier, [other], len(small)) == [small]
         assert self.load(tier, ["a"]) == [self.payload("a")]
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.testing.blocks import make_key, payload_maker, read_blocks
+from kvtier.testing.blocks import make_key, payload_maker, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 
 NUM_LABELS = 40
@@ -67,7 +67,7 @@ class TierStore:
         self.discard(range(NUM_LABELS))
 
     def write(self, blocks: Sequence[tuple[int, bytes]]) -> list[WriteStatus]:
-        return self._tier.write([(make_key(label), payload) for label, payload in blocks])
+        return self._tier.write([summed(make_key(label), payload) for label, payload in blocks])
 
     def read(self, labels: Sequence[int]) -> list[bytes | None]:
         return read_blocks(self._tier, [make_key(label) for label in labels], self._payload_bytes)

@@ -15,6 +15,10 @@ from kvtier.memory.buffers import ReadableBuffer
 PayloadT_contra = TypeVar("PayloadT_contra", bound=Sized, contravariant=True)
 TargetT_contra = TypeVar("TargetT_contra", bound=Sized, contravariant=True)
 """What a tier writes from and reads into; `len` is bytes."""
+_PayloadT = TypeVar("_PayloadT")
+Item = tuple[StoreKey, _PayloadT, int]
+"""A block to write: its key, its payload, and the checksum that its writer has computed of it
+(`kvtier.codec.checksums`)."""
 
 
 class Status(enum.IntEnum):
@@ -72,10 +76,13 @@ class TierOf(Protocol[PayloadT_contra, TargetT_contra]):
         undefined. A payload of another length than `into[i]` is a MISS. Counts as a use.
         """
 
-    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[PayloadT_contra]]) -> list[WriteStatus]:
         """Stores payloads. STORED acknowledges: readable now; for EXISTS see there. Buffers are the caller's on return.
 
-        Keys are content addresses, so a key that exists is not overwritten.
+        Keys are content addresses, so a key that exists is not overwritten: nobody needs to look it up before.
+
+        Checksums are kept as they come, whatever they are. What does not match is found out by whoever reads it from
+        where its bytes leave this process, for whom it is a MISS.
         """
 
     def discard(self, keys: Sequence[StoreKey]) -> int:

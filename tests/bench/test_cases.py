@@ -18,7 +18,7 @@ import pytest
 from kvtier.cli.options import require_writable
 from kvtier.cli.plot import Bar, write_bars
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.testing.blocks import make_key
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import Samples, Spread, Subject, in_turn, percentile, process_clock, timed
@@ -82,7 +82,7 @@ def test_a_benchmark_reports_json(arguments: list[str], cases: list[str]) -> Non
 
 def test_codecs_are_tried_on_the_blocks_of_a_disk_tier(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path / "disk", 16 << 20, reserve_bytes=0)
-    tier.write([(make_key(label), bytes([label]) * 8192) for label in range(5)])
+    tier.write([summed(make_key(label), bytes([label]) * 8192) for label in range(5)])
     tier.close()
     report = run("codec", "--disk", str(tmp_path / "disk"))
     assert {(case["payload_bytes"], case["batch"]) for case in report["cases"]} == {(8192, 5)}

@@ -15,7 +15,7 @@ from disk_log_rig import BadPages, block
 from disk_rig import contents, damage, flip, num_blocks, opened, place_of, segments
 from kvtier.cli.disk import fsck, inspect
 from kvtier.errors import ConfigError
-from kvtier.testing.blocks import make_key, make_payload, read_blocks
+from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.disk.log.format import PAGE, keys_of
 from kvtier.tiers.disk.operations.survey import survey
 from kvtier.tiers.disk.tier import DiskTier
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     """Eight blocks in two segments, one of them discarded."""
     for labels in (range(4), range(4, 8)):
         tier = open_tier(tmp_path / "disk")
-        tier.write([(make_key(i), make_payload(i, NBYTES)) for i in labels])
+        tier.write([summed(make_key(i), make_payload(i, NBYTES)) for i in labels])
         tier.close()
     tier = open_tier(tmp_path / "disk")
     tier.discard([make_key(0)])
@@ -70,7 +70,7 @@ def test_inspect_counts(folder: Path) -> None:
 
 def test_inspect_looks_at_a_folder_in_use(folder: Path) -> None:
     tier = open_tier(folder)
-    tier.write([(make_key("new"), make_payload("new", NBYTES))])
+    tier.write([summed(make_key("new"), make_payload("new", NBYTES))])
     assert json.loads(run("inspect", folder, "--json").stdout)["totals"]["num_live"] == 8
     with pytest.raises(ConfigError, match="in use by another process"):
         run("fsck", folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from compose_rig import BASE_IMAGE, Stack, compose, docker, inspect, poll, sha256
 from kvtier.identity.keys import StoreKey, tenant_id
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import WriteStatus
 
 BLOCK_BYTES = 256 * 1024
@@ -38,6 +38,7 @@ MAPPING_CLIENT = """
 import hashlib, sys
 from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
+from kvtier.testing.blocks import summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.tier import PoolTier
@@ -49,7 +50,7 @@ access = PoolAccess(["unix:/run/kvtier/pool.sock"], tenant, token)
 tier = PoolTier(open_transport(access, metrics), tenant, metrics=metrics, breaker=CircuitBreaker(3, 1.0))
 block = bytearray(hashlib.shake_256(key).digest(1 << 20))
 if verb == "write":
-    assert tier.write([(key, block)]) == [WriteStatus.STORED]
+    assert tier.write([summed(key, block)]) == [WriteStatus.STORED]
 else:
     expected, block = bytes(block), bytearray(1 << 20)
     assert tier.read([key], [memoryview(block)]) == [Status.HIT]
@@ -69,7 +70,7 @@ def blocks(label: str) -> dict[StoreKey, bytes]:
 def store(stack: Stack, label: str) -> dict[StoreKey, bytes]:
     """New blocks, acknowledged by the pool."""
     made, tier = blocks(label), stack.tier()
-    assert set(tier.write(list(made.items()))) == {WriteStatus.STORED}
+    assert set(tier.write([summed(*block) for block in made.items()])) == {WriteStatus.STORED}
     tier.close()
     return made
 

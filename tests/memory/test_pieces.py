@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvtier.tiers.pool.shared_memory.read
-from kvtier.codec.stored_form import checksum, copy_checked
+from kvtier.codec.checksums import checksum, copy_checked
 from kvtier.identity.keys import StoreKey
 from kvtier.memory import memfd
-from kvtier.memory.pieces import Pieces, Target
+from kvtier.memory.pieces import Pieces, Target, copy_payload
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import make_key, make_payload
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.testing.contract import make_key, make_payload, summed
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.pool import PoolTier
 from kvtier_pool.settings import PoolLimits
 from pool_rig import MIB, connect, held_bytes, running_pool, until
@@ -43,8 +43,8 @@ class Host:
     def expected(self, page: int) -> bytes:
         return b"".join(self.memory[part, layer, page].tobytes() for layer in range(NUM_LAYERS) for part in range(2))
 
-    def items(self, *pages: int) -> list[tuple[StoreKey, Pieces]]:
-        return [(KEYS[page], self.page(page)) for page in pages]
+    def items(self, *pages: int) -> list[Item[Pieces]]:
+        return [summed(KEYS[page], self.page(page)) for page in pages]
 
 
 def test_pieces_are_in_the_order_of_their_grids() -> None:
@@ -70,7 +70,8 @@ def test_a_copy_gives_the_checksum_of_the_whole() -> None:
     host, other = Host(3), Host()
     slot = memoryview(bytearray(BLOCK_BYTES))
     expected = checksum(KEYS[0], host.expected(2))
-    assert copy_checked(KEYS[0], slot, host.page(2)) == expected
+    assert checksum(KEYS[0], host.page(2)) == expected
+    copy_payload(slot, host.page(2))
     assert bytes(slot) == host.expected(2)
     assert copy_checked(KEYS[0], other.page(1), slot) == expected
     assert other.expected(1) == host.expected(2)
@@ -92,7 +93,7 @@ def test_pieces_go_and_come_by_every_way(tmp_path: Path, path: str) -> None:
         address = {"tcp": pool.block[0], "grpc": f"grpc:{pool.grpc[0]}"}.get(path, unix)
         with tier(address, metrics) as connected:
             whole = make_payload(5, BLOCK_BYTES)
-            statuses = connected.write([*host.items(0, 1, 2, 3), (KEYS[5], whole)])
+            statuses = connected.write([*host.items(0, 1, 2, 3), summed(KEYS[5], whole)])
             assert statuses == [WriteStatus.STORED] * 5
             into: list[Target] = [other.page(page) for page in (3, 2, 1, 0)]
             into += [memoryview(bytearray(BLOCK_BYTES)), other.page(5), other.page(6)]
@@ -134,7 +135,7 @@ def test_pieces_of_a_slot_that_changed_hands_are_not_reported(tmp_path: Path, mo
             if not stalled.is_set():
                 stalled.set()
                 until(lambda: held_bytes(pool) == 0)  # the lease is over, and the tier has seen it
-                fresh = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(100, 140)]
+                fresh = [summed(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(100, 140)]
                 assert WriteStatus.STORED in writer.write(fresh)
             return copy_checked(key, into, payload)
 

@@ -10,6 +10,7 @@ from kvtier.identity.keys import rank_keys
 from kvtier.offload import ContentChanges, InventoryLog
 from kvtier.offload.index import BlockIndex
 from kvtier.offload.messages import HOST, Inventory
+from kvtier.testing.blocks import summed
 from kvtier.tiers.host.tier import HostTier
 
 DISK = "disk"
@@ -77,7 +78,7 @@ def test_a_block_comes_to_each_tier_and_leaves_one() -> None:
 
 def test_a_block_is_noted_when_it_can_be_read_not_when_it_is_expected() -> None:
     with Watched() as it:
-        it.disk.inner.write([(rank_keys(KEYS[:1], NAMESPACE)[0], bytes(BLOCK_BYTES))])
+        it.disk.inner.write([summed(rank_keys(KEYS[:1], NAMESPACE)[0], bytes(BLOCK_BYTES))])
         it.rig.hierarchy.poll()
         assert noted(it.changes) == {DISK: [KEYS[0]]}
         it.disk.gate.clear()

@@ -1,6 +1,7 @@
 """When blocks go down: from the device to host memory, and from there to the tiers below."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,10 +11,12 @@ from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, pool
 from kvtier.device.block_pool import BlockPool
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import BlockKey, rank_keys
+from kvtier.memory.buffers import ReadableBuffer
 from kvtier.offload import Block, Cleaner, DirectorySettings, InventoryLog
-from kvtier.tiers.base import Status
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 from kvtier.tiers.host.tier import HostTier
+from wrapped_tier import WrappedTier
 
 SELECTIVE, WRITE_BACK = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK
 
@@ -41,6 +44,15 @@ def full(rig: Rig, hashes: list[BlockKey], first_slot: int = 0) -> None:
     """Blocks become full on the device, and what is due is done."""
     rig.hierarchy.save_full(blocks(hashes, first_slot))
     rig.settle()
+
+
+class Refusing(WrappedTier):
+    """Full until it is told otherwise."""
+
+    refuses = True
+
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
+        return [WriteStatus.FULL] * len(items) if self.refuses else super().write(items)
 
 
 class TestUseCounts:
@@ -124,6 +136,20 @@ class TestTowardsTiersBelow:
         assert in_tier(pool, hashes[4:6]) == [True, True]
         rig.close()
         assert in_tier(pool, hashes) == [True] * 14, "a stop writes what is owed"
+
+    @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
+    def test_what_a_tier_refused_is_counted_when_it_is_lost(self, pool: HostTier, policy: WritePolicy) -> None:
+        refusing = Refusing(pool)
+        rig = Rig(refusing, num_slots=16, settings=DirectorySettings(tier_policies={"pool": policy}))
+        hashes = chain(32)
+        for start in range(0, 16, 2):
+            full(rig, hashes[start : start + 2], start)
+        refusing.refuses = False
+        for start in range(16, 32, 2):
+            full(rig, hashes[start : start + 2], start)
+        lost = rig.counter("evicted_unwritten", tier="pool")
+        assert rig.tiers_of(hashes).count("MISS") == lost > 0
+        rig.close()
 
     def test_written_back_blocks_come_back_byte_for_byte(self, pool: HostTier) -> None:
         rig, hashes = written_back(pool), chain(32)

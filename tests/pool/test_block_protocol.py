@@ -33,7 +33,7 @@ from kvtier.net.stream import PlainStream
 from kvtier.net.wrong_protocol import PRELUDE_BYTES
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, decode_header, encode_head, error_for
 from kvtier.protocol.block_socket import FrameSocket
-from kvtier.testing.contract import make_key, make_payload
+from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier_pool.settings import PoolLimits
@@ -73,7 +73,7 @@ def test_the_client_sends_what_old_pools_know(tmp_path: Path) -> None:
         transport = SocketTransport(f"unix:{path}", TOKENS["red"], RED)
         keys = [KEY, make_key("absent")]
         into = [memoryview(bytearray(len(PAYLOAD))) for _ in keys]
-        assert transport.write([(KEY, PAYLOAD)], WAIT_S) == [WriteStatus.STORED]
+        assert transport._send([summed(KEY, PAYLOAD)], time.monotonic() + WAIT_S) == [WriteStatus.STORED]
         assert transport.lookup(keys, WAIT_S) == [Status.HIT, Status.MISS]
         assert list(transport.read(keys, into, WAIT_S)) == [(0, None)]
         assert into[0] == PAYLOAD

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.protocol.block import encode_head
 from kvtier.protocol.retention import PinStatus
 from kvtier.store.retention import RetentionLimits
-from kvtier.testing.contract import make_key
+from kvtier.testing.contract import make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -82,7 +83,7 @@ def test_the_client_sends_what_pools_with_pins_know(tmp_path: Path) -> None:
     with recorded_pool(tmp_path / "pool.sock", GOLDEN_PINS) as received:
         transport = SocketTransport(f"unix:{tmp_path}/pool.sock", TOKENS["red"], RED)
         keys = [KEY, make_key("absent")]
-        assert transport.write([(KEY, PAYLOAD)], WAIT_S) == [WriteStatus.STORED]
+        assert transport._send([summed(KEY, PAYLOAD)], time.monotonic() + WAIT_S) == [WriteStatus.STORED]
         assert transport.pin(keys, 90_000_000, WAIT_S) == [PinStatus.PINNED, PinStatus.MISS]
         assert transport.unpin(keys, WAIT_S) == 1
         transport.close()
@@ -100,7 +101,7 @@ def test_a_client_asks_nothing_of_an_old_pool_and_says_so_once(
         tier = PoolTier(transport, RED, metrics=metrics, breaker=breaker)
         assert [tier.pin([KEY, make_key("absent")], 60.0) for _ in range(2)] == [0, 0]
         assert tier.unpin([KEY]) == 0
-        assert tier.write([(KEY, PAYLOAD)]) == [WriteStatus.STORED]
+        assert transport._send([summed(KEY, PAYLOAD)], time.monotonic() + WAIT_S) == [WriteStatus.STORED]
         tier.close()
     assert received == [old["hello"][0]] * 4 + [old["write"][0]]
     assert metrics.registry.get_sample_value("kvtier_pins_total", {"tier": "pool", "status": "not_offered"}) == 4

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from prometheus_client import CollectorRegistry
 
 from block_rig import GOLDEN, KEY, PAYLOAD, mutated, receive_frame, receive_rest, session, split_frames
-from kvtier.codec.stored_form import checksum
+from kvtier.codec.checksums import checksum
 from kvtier.memory import memfd
 from kvtier.memory.mapped_slab import MappedSlab
 from kvtier.memory.slab_layout import SharedSlab

@@ -17,7 +17,7 @@ from kvtier.codec.stored_form import encode_header
 from kvtier.identity.keys import StoreKey
 from kvtier.protocol import pool_pb2
 from kvtier.protocol.frames import encode_blocks
-from kvtier.testing.blocks import make_key
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.settings import PoolLimits
 from pool_grpc_rig import PAYLOADS, connect, items, running
@@ -217,7 +217,7 @@ def test_garbage_on_the_port_disturbs_nobody(address: str) -> None:
                 while connection.recv(4096):
                     pass
     tier = connect(address)
-    assert tier.write([(make_key("after garbage"), b"x")]) == [WriteStatus.STORED]
+    assert tier.write([summed(make_key("after garbage"), b"x")]) == [WriteStatus.STORED]
     tier.close()
 
 
@@ -229,7 +229,7 @@ def test_events_health_and_reflection(address: str, channel: grpc.Channel) -> No
     with ThreadPoolExecutor(1) as executor:
         first = executor.submit(next, events)
         while not first.done():  # until the subscription is there
-            tier.write([(make_key(("event", next(labels))), b"x")])
+            tier.write([summed(make_key(("event", next(labels))), b"x")])
         batch = pool_pb2.EventBatch.FromString(first.result())
     event = batch.events[0]
     assert (event.kind, event.tier, batch.lost) == (pool_pb2.Event.STORED, "memory", 0)

@@ -10,7 +10,7 @@ from block_rig import HEADER, KEY, PAYLOAD, receive_frame, receive_rest, session
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import NamespaceId, split_store_key
 from kvtier.protocol.block import encode_head
-from kvtier.testing.contract import make_key
+from kvtier.testing.contract import make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from pool_rig import RED, TOKENS, WAIT_S, CoreRig, core_rig, running_pool
@@ -119,5 +119,5 @@ def test_the_pool_holds_a_transport_to_what_it_was_given() -> None:
         assert transport.lookup([KEY], WAIT_S) == [Status.MISS]
         with pytest.raises(InvalidInputError, match="hello named"):
             transport.lookup([make_key("elsewhere", namespace=OTHER)], WAIT_S)
-        assert transport.write([(KEY, PAYLOAD)], WAIT_S) == [WriteStatus.STORED]
+        assert transport.write([summed(KEY, PAYLOAD)], WAIT_S) == [WriteStatus.STORED]
         transport.close()

@@ -13,7 +13,7 @@ from kvtier.identity.keys import NamespaceId
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
 from kvtier.protocol.retention import PinStatus
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -94,7 +94,7 @@ def test_pins_over_every_way_to_a_pool(path: str, tmp_path: Path) -> None:
             assert blue.unpin(keys(range(NUM_PINNED), BLUE)) == 0
             assert num_pinned(pool) == NUM_PINNED
             write_noise(tier, "while pinned")
-            assert read_blocks(tier, wanted, BLOCK_BYTES) == [payload for _, payload in items(range(NUM_PINNED))]
+            assert read_blocks(tier, wanted, BLOCK_BYTES) == [payload for _, payload, _ in items(range(NUM_PINNED))]
             assert tier.lookup(unwanted) == [Status.MISS] * NUM_PINNED
             assert tier.unpin(wanted) == NUM_PINNED
             assert num_pinned(pool) == 0
@@ -149,7 +149,7 @@ def test_pins_of_several_namespaces_are_answered_in_order() -> None:
             tier = connect(address)
             one, other = NamespaceId(b"one-namespace-id"), NamespaceId(b"other-namespace!")
             mixed = [make_key(i, namespace=one if i % 3 else other) for i in range(9)]
-            tier.write([(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(mixed) if i % 2])
+            tier.write([summed(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(mixed) if i % 2])
             expected = [PINNED if i % 2 else MISS for i in range(9)]
             assert tier._transport.pin(mixed, 60_000, WAIT_S) == expected
             assert tier._transport.unpin(mixed, WAIT_S) == 4

@@ -15,7 +15,7 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, read_blocks
+from kvtier.testing.blocks import make_key, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier_pool.service import PoolService
@@ -121,7 +121,7 @@ def test_a_config_file_with_a_flag_that_wins(tmp_path: Path) -> None:
     pool.start()
     try:
         tier = connect(pool.grpc, "blue")
-        assert tier.write([(make_key("a", tenant=BLUE), b"x")]) == [WriteStatus.STORED]
+        assert tier.write([summed(make_key("a", tenant=BLUE), b"x")]) == [WriteStatus.STORED]
         assert tier.usage().capacity_bytes == 8 * MIB
         tier.close()
     finally:

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.errors import InvalidInputError
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
@@ -31,12 +31,12 @@ def test_tenants_never_meet(way: tuple[str, bool]) -> None:
     red = connect(address, shared_memory=shared_memory)
     blue = connect(address, "blue", shared_memory=shared_memory)
     key_of_red, key_of_blue = make_key("meet", tenant=RED), make_key("meet", tenant=BLUE)
-    assert red.write([(key_of_red, ONE)]) == [WriteStatus.STORED]
+    assert red.write([summed(key_of_red, ONE)]) == [WriteStatus.STORED]
     assert blue.lookup([key_of_blue]) == [Status.MISS]
     assert read_blocks(blue, [key_of_blue], BLOCK_BYTES) == [None]
     assert blue.discard([key_of_blue]) == 0
     assert blue.usage().num_blocks == 0
-    assert blue.write([(key_of_blue, OTHER)]) == [WriteStatus.STORED]
+    assert blue.write([summed(key_of_blue, OTHER)]) == [WriteStatus.STORED]
     assert read_blocks(red, [key_of_red], BLOCK_BYTES) == [ONE]
     assert read_blocks(blue, [key_of_blue], BLOCK_BYTES) == [OTHER]
     with pytest.raises(InvalidInputError, match="another tenant"):
@@ -56,9 +56,9 @@ def test_red_credentials_do_not_reach_blue_whatever_the_keys_say(way: tuple[str,
     honest = connect(address, "blue", shared_memory=shared_memory)
     # In mapped memory no header names a tenant: what the liar writes is red's.
     own = [ONE] if shared_memory else [None]
-    assert liar.write([(key, ONE)]) == [WriteStatus.STORED if shared_memory else WriteStatus.FAILED]
+    assert liar.write([summed(key, ONE)]) == [WriteStatus.STORED if shared_memory else WriteStatus.FAILED]
     assert honest.lookup([key]) == [Status.MISS]
-    assert honest.write([(key, OTHER)]) == [WriteStatus.STORED]
+    assert honest.write([summed(key, OTHER)]) == [WriteStatus.STORED]
     assert liar.lookup([key]) == [Status.HIT if shared_memory else Status.MISS]
     assert read_blocks(liar, [key], BLOCK_BYTES) == own
     assert liar.discard([key]) == int(shared_memory)

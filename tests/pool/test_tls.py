@@ -21,7 +21,7 @@ from certificates import Authority, Pair
 from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ClientTls
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks
+from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTransport
@@ -86,11 +86,11 @@ class TestContract(TierContract):
 def test_blocks_of_any_size(block: str, site: Site, count: int, nbytes: int) -> None:
     """Smaller and larger than a record, fewer and more than a system call takes."""
     tier = tier_over(transport(block, site.client()))
-    batch = [(make_key((nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(count)]
+    batch = [summed(make_key((nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(count)]
     assert tier.write(batch) == [WriteStatus.STORED] * count
-    keys = [key for key, _ in batch]
+    keys = [key for key, _, _ in batch]
     assert tier.lookup([*keys, make_key("absent")]) == [Status.HIT] * count + [Status.MISS]
-    assert read_blocks(tier, keys, nbytes) == [payload for _, payload in batch]
+    assert read_blocks(tier, keys, nbytes) == [payload for _, payload, _ in batch]
     tier.close()
 
 
@@ -114,7 +114,7 @@ class TestWhoTheClientIs:
         pair = site.ca.issue("blue", "other.example", BLUE_NAME)
         blue = tier_over(transport(mutual[scheme], site.client(pair), tenant="blue", token=None), "blue")
         key = make_key(scheme)
-        assert red.write([(key, PAYLOAD)]) == [WriteStatus.STORED]
+        assert red.write([summed(key, PAYLOAD)]) == [WriteStatus.STORED]
         assert read_blocks(red, [key], BLOCK_BYTES) == [PAYLOAD]
         assert blue.usage().num_blocks == 0
         red.close()

@@ -14,7 +14,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.arena import Arena
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Tier, Usage, WriteStatus
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, TierProcess
@@ -79,12 +79,14 @@ class Staged:
                 buffer[:] = place
             return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         with self._stage() as memory:
-            places = list(_cut(memory, [len(payload) for _, payload in items]))
-            for (_, payload), place in zip(items, places, strict=True):
+            places = list(_cut(memory, [len(payload) for _, payload, _ in items]))
+            for (_, payload, _), place in zip(items, places, strict=True):
                 place[:] = payload
-            return self._tier.write([(key, place) for (key, _), place in zip(items, places, strict=True)])
+            return self._tier.write(
+                [(key, place, checksum) for (key, _, checksum), place in zip(items, places, strict=True)]
+            )
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
         return self._tier.discard(keys)

@@ -4,6 +4,7 @@ import struct
 
 import xxhash
 
+from kvtier.codec import bitshuffle, planes
 from kvtier.codec.stored_form import Codec, decode_into
 from kvtier.identity.keys import StoreKey
 
@@ -22,6 +23,13 @@ def load(header: bytes, key: StoreKey, stored: bytes, nbytes: int) -> bytes:
 
 
 def signed(key: StoreKey, raw_length: int, stored: bytes, codec: Codec = Codec.LZ4) -> bytes:
-    """A header whose checksum is right, whatever stands behind it: an attacker's."""
+    """A header of version 1 whose checksum is right, whatever stands behind it: an attacker's."""
     fields = b"KVTB" + struct.pack("<HBB", 1, codec, 0) + key + struct.pack("<QQ", raw_length, len(stored))
     return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields + stored))
+
+
+def build_v1(key: StoreKey, payload: bytes, codec: Codec) -> tuple[bytes, bytes]:
+    """A packed block as releases wrote it that knew version 1 only."""
+    packed = {Codec.RAW: bytes, Codec.LZ4: bitshuffle.pack, Codec.PLANES_ZSTD: planes.pack}[codec](payload)
+    assert packed is not None
+    return signed(key, len(payload), bytes(packed), codec), bytes(packed)

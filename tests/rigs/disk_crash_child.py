@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from kvtier.identity.keys import TenantId, tenant_id
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles, supports_direct
 from kvtier.tiers.disk.tier import DiskTier
@@ -99,7 +99,7 @@ def work(tier: DiskTier, load: random.Random, round_name: str) -> None:
         if what < 0.6:
             version = f"{round_name}.{number}"
             say("write", tenant, labels, version)
-            items = [(key, payload(tenant, label, version)) for key, label in zip(keys, labels, strict=True)]
+            items = [summed(key, payload(tenant, label, version)) for key, label in zip(keys, labels, strict=True)]
             statuses = tier.write(items)
             say("wrote", [status is WriteStatus.STORED for status in statuses])
         elif what < 0.8:

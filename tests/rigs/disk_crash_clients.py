@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from disk_crash_child import DyingFiles, die, say
 from kvtier.identity.keys import StoreKey, tenant_id
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.medium.files import FileLayer, supports_direct
@@ -182,7 +182,7 @@ def _call(tier: DiskTier, order: random.Random, call: str) -> str:
     keys = [key_of(block) for block in blocks]
     if what < 0.5:
         say("write", call, blocks)
-        statuses = tier.write([(key, payload(block, call)) for key, block in zip(keys, blocks, strict=True)])
+        statuses = tier.write([summed(key, payload(block, call)) for key, block in zip(keys, blocks, strict=True)])
         say("wrote", call, [status.name for status in statuses])
         return "write"
     if what < 0.7:

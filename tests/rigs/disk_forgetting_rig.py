@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvtier.identity.keys import StoreKey, TenantId
-from kvtier.testing.blocks import TENANT, make_key, make_payload
-from kvtier.tiers.base import Status
+from kvtier.testing.blocks import TENANT, make_key, make_payload, summed
+from kvtier.tiers.base import Item, Status
 from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.tier import DiskTier
 
@@ -15,8 +15,8 @@ SMALL = 4096
 Forget = Callable[[DiskTier, Sequence[StoreKey]], object]
 
 
-def items(labels: Sequence[object], nbytes: int = SMALL) -> list[tuple[StoreKey, bytes]]:
-    return [(make_key(label), make_payload(label, nbytes)) for label in labels]
+def items(labels: Sequence[object], nbytes: int = SMALL) -> list[Item[bytes]]:
+    return [summed(make_key(label), make_payload(label, nbytes)) for label in labels]
 
 
 def found(tier: DiskTier, labels: Sequence[object]) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from disk_rig import opened
-from kvtier.identity.keys import StoreKey, tenant_id
+from kvtier.identity.keys import tenant_id
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_payload, read_blocks
+from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
+from kvtier.tiers.base import Item
 from kvtier.tiers.disk.log.format import PAGE
 from kvtier.tiers.disk.medium.files import OsFiles
 
@@ -17,8 +18,8 @@ NBYTES = 5_000
 BLUE = tenant_id("blue")
 
 
-def block(label: object) -> tuple[StoreKey, bytes]:
-    return make_key(label), make_payload(label, NBYTES)
+def block(label: object) -> Item[bytes]:
+    return summed(make_key(label), make_payload(label, NBYTES))
 
 
 def there(folder: Path, labels: Sequence[object], metrics: Metrics | None = None) -> list[bool]:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_payload, read_blocks
+from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
+from kvtier.tiers.base import Item
 from kvtier.tiers.disk.tier import DiskTier
 
 KIB, MIB = 2**10, 2**20
@@ -35,8 +35,8 @@ def reopening(folder: Path) -> Iterator[Open]:
         tier.close()
 
 
-def block(label: object) -> tuple[StoreKey, bytes]:
-    return make_key(label), make_payload(label, NBYTES)
+def block(label: object) -> Item[bytes]:
+    return summed(make_key(label), make_payload(label, NBYTES))
 
 
 def load(tier: DiskTier, label: object) -> bytes | None:

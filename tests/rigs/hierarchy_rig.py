@@ -28,7 +28,7 @@ from kvtier.offload import (
     JobResult,
     Mover,
 )
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.sidecar import DirectReads
 from kvtier.tiers.sidecar.direct_reads import DirectRead, LeasedBlocks
@@ -79,7 +79,7 @@ class Held(WrappedTier):
         statuses = super().read(keys, into)
         return [Status.MISS if (k[:16] + k[32:]) in self.broken else s for k, s in zip(keys, statuses, strict=True)]
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
         return super().write(items)

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pool_rig
-from kvtier.identity.keys import StoreKey
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.tiers.base import Item
 from kvtier.tiers.pool.tier import PoolTier
 from pool_rig import BLOCK_BYTES, MIB
 
 PAYLOADS = {i: make_payload(i, BLOCK_BYTES) for i in range(16)}
 
 
-def items(count: int) -> list[tuple[StoreKey, bytes]]:
-    return [(make_key(i), PAYLOADS[i]) for i in range(count)]
+def items(count: int) -> list[Item[bytes]]:
+    return [summed(make_key(i), PAYLOADS[i]) for i in range(count)]
 
 
 def connect(address: str, tenant: str = "red", **options: Any) -> PoolTier:

@@ -26,8 +26,9 @@ from kvtier.store.metrics import PoolMetrics
 from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import WriteBehindSettings
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload
-from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.tiers.base import Item, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
@@ -56,8 +57,8 @@ def payloads(labels: Iterable[object]) -> list[bytes]:
     return [make_payload(label, BLOCK_BYTES) for label in labels]
 
 
-def items(labels: Iterable[object], tenant: TenantId = RED) -> list[tuple[StoreKey, bytes]]:
-    return [(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
+def items(labels: Iterable[object], tenant: TenantId = RED) -> list[Item[bytes]]:
+    return [summed(make_key(label, tenant=tenant), make_payload(label, BLOCK_BYTES)) for label in labels]
 
 
 def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:

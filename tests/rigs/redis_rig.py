@@ -14,9 +14,9 @@ import redis
 
 from free_port import free_port
 from kvtier.codec.stored_form import Codec
-from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.tiers.base import Item
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
 from suspending import suspended
@@ -29,8 +29,8 @@ KEYS = [make_key(i) for i in range(16)]
 PAYLOADS = [make_payload(i, BLOCK_BYTES) for i in range(16)]
 
 
-def items(count: int) -> list[tuple[StoreKey, bytes]]:
-    return list(zip(KEYS[:count], PAYLOADS[:count], strict=True))
+def items(count: int) -> list[Item[bytes]]:
+    return [summed(*block) for block in zip(KEYS[:count], PAYLOADS[:count], strict=True)]
 
 
 def server_binary() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.host.tier import HostTier
 from pool_rig import MIB, WAIT_S, items
 from wrapped_tier import WrappedTier
@@ -29,7 +29,7 @@ class RemoteTier(WrappedTier):
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         return [Status.MISS] * len(keys) if self.fails else super().read(keys, into)
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         assert self.may_write.wait(WAIT_S)
         return [WriteStatus.FAILED] * len(items) if self.fails else super().write(items)
 

@@ -5,23 +5,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtier.identity.keys import StoreKey
-from kvtier.testing.blocks import make_key, read_blocks
-from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.testing.blocks import make_key, read_blocks, summed
+from kvtier.tiers.base import Item, Tier, WriteStatus
 
 _WAIT_S = 30.0
 
 
-def kill_during_transfers(
-    tier: Tier, verb: str, blocks: Sequence[tuple[StoreKey, bytes]], kill: Callable[[], None]
-) -> None:
+def kill_during_transfers(tier: Tier, verb: str, blocks: Sequence[Item[bytes]], kill: Callable[[], None]) -> None:
     """Reads these blocks over and over, or writes others with their payloads; kills, and waits until all fails.
 
     What was answered before was right, and nothing that was read on the way is wrong.
 
     :param blocks: that `tier` has.
     """
-    keys, payloads = [key for key, _ in blocks], [payload for _, payload in blocks]
+    keys, payloads = [key for key, _, _ in blocks], [payload for _, payload, _ in blocks]
     answers: list[list[bytes | None] | list[WriteStatus]] = []
     some, stop = threading.Event(), threading.Event()
     fresh = iter(range(10**9))
@@ -29,7 +26,7 @@ def kill_during_transfers(
     def transfer() -> list[bytes | None] | list[WriteStatus]:
         if verb == "read":
             return read_blocks(tier, keys, len(payloads[0]))
-        return tier.write([(make_key(("new", next(fresh))), payload) for payload in payloads])
+        return tier.write([summed(make_key(("new", next(fresh))), payload) for payload in payloads])
 
     def keep_on() -> None:
         while not stop.is_set():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Tier, Usage, WriteStatus
 
 
 class WrappedTier:
@@ -23,7 +23,7 @@ class WrappedTier:
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
         return self.inner.read(keys, into)
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         return self.inner.write(items)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:

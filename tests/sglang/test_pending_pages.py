@@ -33,8 +33,8 @@ class Pool:
         self.num_calls += 1
         status, others = self.status, self.begun_by_others  # as they are now: tests change them meanwhile
         if status is WriteStatus.STORED:
-            self.written += [bytes(together(payload)) for key, payload in items if key not in others]
-        return [None if key in others else status for key, _ in items]
+            self.written += [bytes(together(payload)) for key, payload, _ in items if key not in others]
+        return [None if key in others else status for key, _, _ in items]
 
 
 @contextmanager
@@ -58,14 +58,14 @@ def await_settled(settled: list[str], expected: list[str]) -> None:
 
 
 def page(name: bytes, *parts: bytes) -> Items:
-    return [(StoreKey(name + bytes([i])), memoryview(part)) for i, part in enumerate(parts)]
+    return [(StoreKey(name + bytes([i])), memoryview(part), 0) for i, part in enumerate(parts)]
 
 
 def test_a_page_that_cannot_be_copied_takes_no_room() -> None:
     with owing(Pool(), capacity_bytes=3) as (owed, _):
         for _ in range(3):
             with pytest.raises((ValueError, BufferError)):
-                owed.add([(StoreKey(b"a"), memoryview(b"1")), (StoreKey(b"b"), memoryview(b"2345")[::2])])
+                owed.add([(StoreKey(b"a"), memoryview(b"1"), 0), (StoreKey(b"b"), memoryview(b"2345")[::2], 0)])
         assert owed.waiting_bytes == 0
         assert owed.add(page(b"a", b"1", b"2"))
 
@@ -89,9 +89,9 @@ def test_what_waits_is_a_copy_and_there_is_one_of_each() -> None:
     pool = Pool(WriteStatus.STORED)
     with owing(pool) as (owed, _):
         memory = bytearray(b"first")
-        assert owed.add([(StoreKey(b"a"), memoryview(memory))])
+        assert owed.add([(StoreKey(b"a"), memoryview(memory), 0)])
         memory[:] = b"other"
-        assert owed.add([(StoreKey(b"a"), memoryview(memory))])
+        assert owed.add([(StoreKey(b"a"), memoryview(memory), 0)])
         assert owed.waiting_bytes == 5
         pool.may_answer.set()
         assert owed.flush(LONG_S)

@@ -24,6 +24,7 @@ from storage_rig import (
 
 from cache_pool import until
 from kvtier.identity.keys import tenant_id
+from kvtier.testing.blocks import summed
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.write import WritePart
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -143,7 +144,7 @@ def test_what_another_writer_has_begun_is_not_there_yet(pool: CachePool) -> None
             kind = made._pools.anchor.kind
             assert kind is not None
             names = made._store._part_keys(kind, keys[:1])
-            items = [(name, bytes(kind.part_bytes[0])) for name in names]
+            items = [summed(name, bytes(kind.part_bytes[0])) for name in names]
             begun = WritePart(link, items, time.monotonic() + 60)
             begun.await_room()
             assert made._store.write_owed(items) == [None] * 2, "it may yet come"

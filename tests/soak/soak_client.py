@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
@@ -74,7 +74,7 @@ class Client:
 
     def write(self, labels: list[int]) -> None:
         payloads = [payload_of(self._plan.tenant, label) for label in labels]
-        statuses = self._tier.write(list(zip(self._keys(labels), payloads, strict=True)))
+        statuses = self._tier.write([summed(*block) for block in zip(self._keys(labels), payloads, strict=True)])
         for status in statuses:
             self._counts.add(f"write_{status.name.lower()}")
         if WriteStatus.FAILED in statuses:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import KvtierError
-from kvtier.testing.blocks import make_key, make_payload
+from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import WriteStatus
 from pool_rig import MIB, connect
 from soak_processes import MEMORY_BYTES, SETTLED_S, Clients, Pool, Sample
@@ -200,7 +200,7 @@ class Soak:
         deadline_s = time.monotonic() + SETTLED_S
         try:
             for label in labels:
-                item = (make_key(("room", label)), make_payload(("room", label), nbytes))
+                item = summed(make_key(("room", label)), make_payload(("room", label), nbytes))
                 while tier.write([item])[0] not in _TAKEN:
                     if time.monotonic() > deadline_s:
                         self.report.problems.append(f"no room for new blocks after {label} of {len(labels)}")

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from kvtier.identity.keys import tenant_id
-from kvtier.testing.blocks import make_key
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.host.tier import HostTier
 from pool_rig import MIB
 from soak_client import Client, ClientPlan, Counts, payload_of, size_of
@@ -28,7 +28,9 @@ def test_wrong_bytes_are_noticed() -> None:
     right, torn, foreign = [make_key(label, tenant=tenant_id("red")) for label in range(3)]
     payload = bytearray(payload_of("red", 1))
     payload[len(payload) // 2] ^= 1
-    tier.write([(right, payload_of("red", 0)), (torn, bytes(payload)), (foreign, payload_of("blue", 2))])
+    tier.write(
+        [summed(right, payload_of("red", 0)), summed(torn, bytes(payload)), summed(foreign, payload_of("blue", 2))]
+    )
     Client(plan, tier, 0, counts).read([0, 1, 2, 3])
     assert counts.now() == {"read_hit": 3, "read_miss": 1, "mismatched": 2}
     assert size_of(1) == len(payload)

@@ -16,7 +16,7 @@ from kvtier.codec.stored_form import encode_header, parse_header
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
 from kvtier.protocol import pool_pb2
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
@@ -79,7 +79,7 @@ def burst(tiers: Sequence[Tier], *, again: bool = False, batch: int = 8) -> list
         answers: list[WriteStatus] = []
         for start in range(0, len(mine), batch):
             labels = mine[start : start + batch]
-            items = list(zip(keys(labels), payloads(labels), strict=True))
+            items = [summed(*block) for block in zip(keys(labels), payloads(labels), strict=True)]
             statuses = tier.write(items)
             deadline = time.monotonic() + WAIT_S
             while again and any(status in REFUSED for status in statuses):
@@ -116,7 +116,7 @@ class Removals:
 
         def is_heard() -> bool:
             probes.append(make_key(("probe", len(probes))))
-            probe.write([(probes[-1], b"")])
+            probe.write([summed(probes[-1], b"")])
             return self._seen.is_set()
 
         until(is_heard)

@@ -14,7 +14,7 @@ import pytest
 
 import pool_rig
 from kvtier.protocol import pool_pb2
-from kvtier.testing.blocks import make_key
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.disk import tier as disk
 from kvtier.tiers.disk.medium import health as health
 from kvtier.tiers.disk.medium.files import OsFiles
@@ -61,7 +61,7 @@ def test_a_failing_disk_is_in_the_stream_in_usage_and_in_metrics(
             """Writes until the stream tells of it."""
             answer = executor.submit(_hear, stream, kind)
             while not answer.done():
-                tier.write([(make_key(next(labels)), b"x")])
+                tier.write([summed(make_key(next(labels)), b"x")])
             return answer.result()
 
         assert heard(pool_pb2.Event.STORED)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.write_policy import WritePolicy
@@ -46,7 +47,7 @@ def pool(server: RedisServer, *, tenant: str = "red", **redis: object) -> Iterat
 
 
 def store(tier: PoolTier, labels: Sequence[object]) -> list[WriteStatus]:
-    return tier.write(list(zip(keys(labels), payloads(labels), strict=True)))
+    return tier.write([summed(*block) for block in zip(keys(labels), payloads(labels), strict=True)])
 
 
 def load(tier: PoolTier, labels: Sequence[object]) -> list[bytes | None]:

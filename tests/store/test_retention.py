@@ -206,23 +206,6 @@ def test_discard_ends_a_pin() -> None:
         assert rig.pinned() == (0, 0, 0)
 
 
-def test_a_block_found_broken_is_pinned_no_more(tmp_path: Path) -> None:
-    """On its way to the disk: memory has taken its writer's word for the checksum."""
-    with pin_rig(disk_dir=tmp_path) as (rig, _):
-        rig.files.may_write.clear()
-        waiting = rig.core._below._ways[0]._waiting
-        for label in range(2):  # keeps both writers busy
-            store(rig, [label])
-            until(lambda label=label: waiting.is_writing({make_key(label)}))  # type: ignore[misc]
-        slot = rig.core.begin_write(RED, make_key("broken"), BLOCK_BYTES, 1)
-        assert isinstance(slot, WriteSlot)
-        assert rig.core.commit_all([slot], [12345]) == [WriteStatus.STORED]
-        assert rig.core.pin(RED, keys(["broken"]), 60.0) == [PINNED]
-        rig.files.may_write.set()
-        until(lambda: rig.pinned() == (0, 0, 0))
-        assert there(rig, ["broken"]) == 0
-
-
 @pytest.mark.parametrize("stored_again", [False, True])
 def test_a_block_discarded_while_it_is_being_pinned_is_not(monkeypatch: pytest.MonkeyPatch, stored_again: bool) -> None:
     with pin_rig() as (rig, _):

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 
 from kvtier.cli.options import Json, Plot
+from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import Codec, decode_into, encode, parse_stored_header
 from kvtier.errors import CorruptBlockError, KvtierError
 from kvtier.identity.keys import STORE_KEY_BYTES, StoreKey
@@ -100,7 +101,8 @@ class _Blocks:
         self.nbytes = sum(map(len, payloads))
         self._sources = [_touched(payload) for payload in payloads]
         self._into = [map_memory(len(payload), prefault=True) for payload in payloads]
-        self._encoded = {codec: [encode(_KEY, source, codec) for source in self._sources] for codec in Codec}
+        self._checksums = [checksum(_KEY, source) for source in self._sources]
+        self._encoded = {codec: self._encode(codec) for codec in Codec}
 
     def packed_nbytes(self, codec: Codec) -> int:
         return sum(len(stored) for _, stored in self._encoded[codec])
@@ -114,8 +116,10 @@ class _Blocks:
             copy_bytes(into, source)
 
     def encode(self, codec: Codec) -> None:
-        for source in self._sources:
-            encode(_KEY, source, codec)
+        self._encode(codec)
+
+    def _encode(self, codec: Codec) -> list[tuple[bytes, bytes | bytearray | memoryview]]:
+        return [encode(_KEY, *each, codec) for each in zip(self._sources, self._checksums, strict=True)]
 
     def decode(self, codec: Codec) -> None:
         for (header, stored), into in zip(self._encoded[codec], self._into, strict=True):

@@ -12,6 +12,7 @@ import typer
 
 from kvtier.cli.options import Json, Plot
 from kvtier.clock import MONOTONIC
+from kvtier.codec.checksums import checksum
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.malloc import keep_freed_memory
@@ -145,7 +146,7 @@ class Paths:
         """Lookups of blocks that the pool has in memory."""
         keys = keys_of(NUM_LOOKUP_KEYS, "lookup")
         first = next(iter(self._tiers.values()))
-        first.write([(key, bytes(64)) for key in keys])
+        first.write([(key, bytes(64), checksum(key, bytes(64))) for key in keys])
 
         def look_up(tier: PoolTier) -> None:
             if set(tier.lookup(keys)) != {Status.HIT}:

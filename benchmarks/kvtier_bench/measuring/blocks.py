@@ -6,12 +6,13 @@ from typing import Protocol
 
 import numpy as np
 
+from kvtier.codec.checksums import checksum
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import NamespaceId, PrefixHasher, StoreKey, store_key, tenant_id
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes, map_memory
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier_bench.measuring.rounds import Subject
 
 TENANT = "bench"
@@ -24,7 +25,7 @@ class Moves(Protocol):
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]: ...
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]: ...
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]: ...
 
     def discard(self, keys: Sequence[StoreKey]) -> int: ...
 
@@ -58,7 +59,7 @@ class Rotation:
         """Makes the tier have all blocks."""
         keys = keys_of(len(self.sources), label)
         tier.discard(keys)
-        _require_stored(tier.write(list(zip(keys, self.sources, strict=True))))
+        _require_stored(tier.write(self._items(keys)))
 
     def reads(self, tier: Moves, label: str, batch: int, pids: tuple[int, ...]) -> Subject:
         """Reads of blocks that the tier was filled with, `batch` a call."""
@@ -80,7 +81,7 @@ class Rotation:
     def writes(self, tier: Moves, label: str, batch: int, pids: tuple[int, ...]) -> Subject:
         """Writes, `batch` a call, of blocks that the tier was told to forget before the round."""
         keys = keys_of(len(self.sources), label)
-        items = list(zip(keys, self.sources, strict=True))
+        items = self._items(keys)
         calls = [items[at : at + batch] for at in range(0, len(items), batch)]
 
         def run() -> list[float]:
@@ -93,6 +94,9 @@ class Rotation:
             return seconds
 
         return Subject(run, prepare=lambda: tier.discard(keys), pids=pids)
+
+    def _items(self, keys: Sequence[StoreKey]) -> list[Item[ReadableBuffer]]:
+        return [(key, source, checksum(key, source)) for key, source in zip(keys, self.sources, strict=True)]
 
 
 def namespace_of(payload_bytes: int) -> Namespace:

@@ -7,7 +7,7 @@ import redis
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 
 
 class PlainRedis:
@@ -28,10 +28,10 @@ class PlainRedis:
             statuses.append(Status.MISS if value is None else Status.HIT)
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """Sets each value."""
         pipeline = self._client.pipeline(transaction=False)
-        for key, payload in items:
+        for key, payload, _ in items:
             pipeline.set(_name(key), payload)
         return [WriteStatus.STORED if answer else WriteStatus.FAILED for answer in pipeline.execute()]
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status, Tier, WriteStatus
 
@@ -153,7 +154,7 @@ class Transfers:
             is_there = [status in _PRESENT for status in self._tier.lookup(named)]
             missing = [i for i, there in enumerate(is_there) if not there]
             if missing:
-                statuses = self._tier.write([(named[i], rows[i]) for i in missing])
+                statuses = self._tier.write([(named[i], rows[i], checksum(named[i], rows[i])) for i in missing])
                 for i, status in zip(missing, statuses, strict=True):
                     is_there[i] = status in _THERE
             outcome.moved += [key for key, there in zip(keys, is_there, strict=True) if there]

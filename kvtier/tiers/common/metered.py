@@ -6,7 +6,7 @@ from typing import Generic
 
 from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus
+from kvtier.tiers.base import Item, PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus
 
 
 class Metered(Generic[PayloadT_contra, TargetT_contra]):
@@ -48,12 +48,12 @@ class Metered(Generic[PayloadT_contra, TargetT_contra]):
         self._read_bytes.inc(_bytes_where(Status.HIT, statuses, into))
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[PayloadT_contra]]) -> list[WriteStatus]:
         with self._seconds["write"].time():
             statuses = self._tier.write(items)
         for status, count in Counter(statuses).items():
             self._writes[status].inc(count)
-        self._written_bytes.inc(_bytes_where(WriteStatus.STORED, statuses, (payload for _, payload in items)))
+        self._written_bytes.inc(_bytes_where(WriteStatus.STORED, statuses, (payload for _, payload, _ in items)))
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:

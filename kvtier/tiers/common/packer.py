@@ -23,9 +23,9 @@ class BlockPacker:
             for form in {Codec.RAW, codec}
         }
 
-    def encode(self, key: StoreKey, payload: ReadableBuffer) -> tuple[bytes, ReadableBuffer]:
+    def encode(self, key: StoreKey, payload: ReadableBuffer, checksum: int) -> tuple[bytes, ReadableBuffer]:
         """`kvtier.codec.stored_form.encode` with this tier's codec."""
-        header, stored = encode(key, payload, self._codec)
+        header, stored = encode(key, payload, checksum, self._codec)
         raw_bytes, stored_bytes = self._bytes[Codec.RAW if stored is payload else self._codec]
         raw_bytes.inc(len(payload))
         stored_bytes.inc(len(stored))

@@ -6,7 +6,16 @@ from typing import Generic, TypeVar
 
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
-from kvtier.tiers.base import PayloadT_contra, Status, TargetT_contra, TierOf, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import (
+    Item,
+    PayloadT_contra,
+    Status,
+    TargetT_contra,
+    TierOf,
+    Usage,
+    WriteStatus,
+    require_pairs,
+)
 from kvtier.tiers.lease import Lease, LeasingTier
 
 _Item = TypeVar("_Item")
@@ -44,9 +53,9 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         tier = self._tiers[tenants[0]] if len(tenants) == 1 else None
         return tier.lease(keys, nbytes, ready) if isinstance(tier, LeasingTier) else None
 
-    def write(self, items: Sequence[tuple[StoreKey, PayloadT_contra]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[PayloadT_contra]]) -> list[WriteStatus]:
         """See `Tier.write`."""
-        return self._each([key for key, _ in items], items, lambda tier, theirs: tier.write(theirs))
+        return self._each([key for key, _, _ in items], items, lambda tier, theirs: tier.write(theirs))
 
     def by_tenant(self, keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:
         """The keys of each tenant that has some."""

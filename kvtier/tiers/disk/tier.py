@@ -14,7 +14,7 @@ from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
@@ -216,7 +216,7 @@ class DiskTier:
             self._events.flush()
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. Raises what a payload raises that is not contiguous bytes; the others are stored."""
         sound, errors = sort_out(items)
         with self._guard:
@@ -295,18 +295,16 @@ class DiskTier:
         for part in in_parallel(self._reads, self._reader.read, runs_of(wanted)):
             yield from part
 
-    def _store(
-        self, items: Sequence[tuple[StoreKey, ReadableBuffer]], errors: list[BaseException]
-    ) -> list[WriteStatus]:
+    def _store(self, items: Sequence[Item[ReadableBuffer]], errors: list[BaseException]) -> list[WriteStatus]:
         """An answer per item; `errors` gets what was raised for some, whose answers say nothing."""
-        keys = [key for key, _ in items]
+        keys = [key for key, _, _ in items]
         tags = self._state.tags(keys)
         if self._state.off or not self._health.may_write():  # a stale look costs a failed write
             return self._refused(keys, tags)
         with self._state.lock:
             claims = self._state.claim(keys, tags)
         statuses = [WriteStatus.EXISTS] * len(items)
-        work = [(i, claim, items[i][1]) for i, claim in enumerate(claims) if claim is not None]
+        work = [(i, claim, *items[i][1:]) for i, claim in enumerate(claims) if claim is not None]
         for part in in_parallel(self._writes, self._writer.store, parts_of(work, self._part_bytes)):
             for index, status in part:
                 if isinstance(status, WriteStatus):

@@ -19,7 +19,7 @@ class ReadPin:
         self.view = view
         """The payload, read-only. Do not use it after release: the slot may hold another block."""
         self.checksum = entry.checksum
-        """What was given to commit: by convention the stored form's (`kvtier.codec.stored_form.checksum`)."""
+        """What was given to commit: the writer's (`kvtier.codec.checksums`)."""
         self._entry: Entry[StoreKey] | None = entry
         """None once released. Guarded by the tier's lock."""
         self._writer_slots = writer_slots

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.codec.stored_form import checksum as checksum_of
 from kvtier.errors import InvalidInputError
 from kvtier.events import EventSink, ignore_event
 from kvtier.identity.keys import StoreKey, TenantId
@@ -11,7 +10,7 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import PAGE_BYTES, copy_bytes
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
-from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.host.pins import PinnedSlots, Pins, ReadPin, SlabPin
@@ -94,18 +93,18 @@ class HostTier:
             finally:
                 self._holds.release(leases)
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. The batch's last block becomes the coldest of it, as tails should."""
         with self._guard:
             slots: list[WriteSlot | WriteStatus] = []
             checksums: dict[WriteSlot, int] = {}
             try:
-                for key, payload in items:
+                for key, payload, _ in items:
                     slots.append(self._slots.prepare(key, len(payload)))
-                for slot, (key, payload) in zip(slots, items, strict=True):
+                for slot, (_, payload, checksum) in zip(slots, items, strict=True):
                     if isinstance(slot, WriteSlot):
                         copy_bytes(slot.view, payload)
-                        checksums[slot] = checksum_of(key, payload)
+                        checksums[slot] = checksum
             finally:  # after an error, what was copied in full is kept and the rest given back
                 self._finish([s for s in slots if isinstance(s, WriteSlot)], checksums)
             return [WriteStatus.STORED if isinstance(slot, WriteSlot) else slot for slot in slots]

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvtier.codec.stored_form import decode, encode_header
+from kvtier.codec.stored_form import decode, header_from_checksum
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
 from kvtier.memory.pages import copy_bytes
@@ -21,7 +21,7 @@ from kvtier.protocol.frames import decode_frames, encode_blocks
 from kvtier.protocol.groups import require_count
 from kvtier.protocol.retention import PinStatus
 from kvtier.protocol.status import error_for
-from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
@@ -111,16 +111,18 @@ class GrpcTransport:
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
         """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         # Runs on a thread of grpc, which may still be copying a block when the call has timed out. What it
         # copies then is sent to nobody.
-        whole = ((key, together(payload)) for key, payload in items)
-        blocks = ((i, 0, encode_header(key, payload), payload) for i, (key, payload) in enumerate(whole))
+        blocks = (
+            (i, 0, header_from_checksum(key, len(payload), checksum), together(payload))
+            for i, (key, payload, checksum) in enumerate(items)
+        )
         with _translated():
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
-        self._written_bytes.inc(sum(len(payload) for _, payload in items))
+        self._written_bytes.inc(sum(len(payload) for _, payload, _ in items))
         require_count(len(statuses), len(items))
         return statuses
 

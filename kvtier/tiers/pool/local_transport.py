@@ -10,7 +10,7 @@ from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
 from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
-from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.pool.pause import PAUSE_S, Pause
 from kvtier.tiers.pool.shared_memory.client import PoolMemory
@@ -95,7 +95,7 @@ class LocalTransport:
             self._note_failure(error)
         return None
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         deadline = MONOTONIC() + timeout_s
         statuses = [WriteStatus.FAILED] * len(items)

@@ -11,7 +11,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.pieces import Payload, Target
 from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
-from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.pool.pause import Pause
 from kvtier.tiers.pool.tier import PoolTransport
@@ -67,7 +67,7 @@ class PathsTransport:
         leases = (path.transport.lease(keys, nbytes, ready, timeout_s) for path in self._usable())
         return next((lease for lease in leases if lease is not None), None)
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """See `PoolTransport.write`."""
         return self._first(timeout_s, lambda transport, left_s: transport.write(items, left_s))
 

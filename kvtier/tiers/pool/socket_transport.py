@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import HEADER_BYTES, encode_header
+from kvtier.codec.stored_form import HEADER_BYTES, header_from_checksum
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
 from kvtier.memory.pieces import Payload, Target, land, landing, together
@@ -17,7 +17,7 @@ from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
 from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.protocol.groups import group, require_count, windows
 from kvtier.protocol.retention import PinStatus
-from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
 
 _WRITE_PART_BYTES = 4 << 20
@@ -122,23 +122,32 @@ class SocketTransport:
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
         """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`. Goes in several requests, one sent ahead of another's answer: the pool receives
-        and checks one part while the checksums of the next are made. The last part goes first, so that the batch's
-        head is what was used last."""
-        sizes = [len(payload) for _, payload in items]
+    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+        """See `PoolTransport.write`. Asks first what is there already: that is not sent."""
+        deadline = MONOTONIC() + timeout_s
+        there = self.lookup([key for key, _, _ in items], timeout_s) if items else []
+        statuses = [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in there]
+        absent = [i for i, status in enumerate(statuses) if status is WriteStatus.FAILED]
+        for i, status in zip(absent, self._send([items[i] for i in absent], deadline), strict=True):
+            statuses[i] = status
+        return statuses
+
+    def _send(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
+        """In several requests, one sent ahead of another's answer: the pool receives and checks one part while the
+        next is on its way. The last part goes first, so that the batch's head is what was used last."""
+        sizes = [len(payload) for _, payload, _ in items]
         parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
 
         def send(connection: PoolConnection) -> None:
             for start, stop in parts:
-                part = [(key, together(payload)) for key, payload in items[start:stop]]
-                headers = b"".join(encode_header(key, payload) for key, payload in part)
-                connection.send(Verb.WRITE, {"headers": headers}, [payload for _, payload in part], deadline)
+                part = items[start:stop]
+                headers = b"".join(header_from_checksum(key, len(payload), checksum) for key, payload, checksum in part)
+                payloads = [together(payload) for _, payload, _ in part]
+                connection.send(Verb.WRITE, {"headers": headers}, payloads, deadline)
 
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
             return statuses
-        deadline = MONOTONIC() + timeout_s
         with self._call_with(send, deadline) as (connection, answer):
             for at, (start, stop) in enumerate(parts):
                 answer = answer if at == 0 else connection.receive_answer(deadline)

@@ -12,7 +12,7 @@ from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
 from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
-from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.deadlines import RemoteCalls
@@ -49,7 +49,7 @@ class PoolTransport(Protocol):
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
         """See `LeasingTier.lease`. Does not raise: what fails is found out by whoever reads."""
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
@@ -160,16 +160,16 @@ class PoolTier:
         with self._guard:
             return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""
-        self._require_own([key for key, _ in items])
+        self._require_own([key for key, _, _ in items])
         statuses = [WriteStatus.FAILED] * len(items)
 
         def ask(batch: slice, timeout_s: float) -> None:
             statuses[batch] = self._transport.write(items[batch], timeout_s)
 
         with self._guard:
-            self._calls.in_batches("write", [len(payload) for _, payload in items], ask)
+            self._calls.in_batches("write", [len(payload) for _, payload, _ in items], ask)
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:

@@ -28,4 +28,4 @@ class BlockFormat:
             header = parse_stored_header(head)
         except CorruptBlockError:
             return []
-        return part_names(name, header.checksum, min(self.num_parts(header.stored_length), MAX_PARTS))
+        return part_names(name, header.fingerprint, min(self.num_parts(header.stored_length), MAX_PARTS))

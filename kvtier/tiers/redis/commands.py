@@ -15,12 +15,13 @@ def key_name(key: StoreKey) -> bytes:
     return f"kvt1:{key[:_SCOPE].hex(':', TENANT_ID_BYTES)}:{key[_SCOPE:].hex()}".encode()
 
 
-def part_names(name: bytes, checksum: int, num_parts: int) -> list[bytes]:
+def part_names(name: bytes, fingerprint: int, num_parts: int) -> list[bytes]:
     """Where the parts after the first of a large block lie.
 
-    The checksum of the whole block is in their names: parts of different bytes never meet, whoever writes them when.
+    The `Header.fingerprint` of the whole block is in their names: parts of different bytes never meet, whoever writes
+    them when.
     """
-    return [b"%b:%016x:%d" % (name, checksum, part) for part in range(1, num_parts)]
+    return [b"%b:%016x:%d" % (name, fingerprint, part) for part in range(1, num_parts)]
 
 
 def get(name: bytes, ttl_ms: int) -> Command:

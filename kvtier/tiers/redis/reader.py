@@ -150,7 +150,7 @@ class BlockReader:
 
     def _part_names(self, block: _Large) -> list[bytes]:
         return part_names(
-            self.names[block.place], block.header.checksum, self._form.num_parts(block.header.stored_length)
+            self.names[block.place], block.header.fingerprint, self._form.num_parts(block.header.stored_length)
         )
 
     def _drop(self, place: int, reason: str) -> None:

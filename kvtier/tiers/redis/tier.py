@@ -25,7 +25,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
 from kvtier.system.quiet_log import QuietLog
-from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.packer import BlockPacker
@@ -171,20 +171,20 @@ class RedisTier:
             self._dropped.warning(f"tier {self._name}: block dropped: {reason}")
         return self._without_discarded(keys, statuses)
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`. FAILED also when the server stored the block and its answer was lost."""
-        writer = BlockWriter(items, [key_name(key) for key, _ in items], self._form)
+        writer = BlockWriter(items, [key_name(key) for key, _, _ in items], self._form)
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
-            self._each("write", writer.names, [len(payload) for _, payload in items], writer.write_small, deadline)
+            self._each("write", writer.names, [len(payload) for _, payload, _ in items], writer.write_small, deadline)
             self._count_moved("write", writer.write_large(self._servers, deadline))
             self._unlink("write", writer.to_drop, deadline)
         if writer.refusal:
             self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
         statuses = writer.statuses
         if self._undone:  # more than are told at once; what was written anew is wanted again
-            self._undone.done(key for (key, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
-            for place in self._undone.among([key for key, _ in items]):  # what is there is hidden, and will go
+            self._undone.done(key for (key, _, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
+            for place in self._undone.among([key for key, _, _ in items]):  # what is there is hidden, and will go
                 statuses[place] = WriteStatus.FAILED
         return statuses
 

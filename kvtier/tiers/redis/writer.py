@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import Command, set_value
 from kvtier.tiers.redis.exchange import Conversation, is_full
@@ -28,9 +27,7 @@ class _Block:
 class BlockWriter:
     """One call's writes. Its methods run on a thread for each server; what they share is only appended to or set."""
 
-    def __init__(
-        self, items: Sequence[tuple[StoreKey, ReadableBuffer]], names: Sequence[bytes], form: BlockFormat
-    ) -> None:
+    def __init__(self, items: Sequence[Item[ReadableBuffer]], names: Sequence[bytes], form: BlockFormat) -> None:
         self.statuses = [WriteStatus.FAILED] * len(items)
         self.refusal = ""
         """What a server said that was full."""
@@ -118,8 +115,7 @@ class BlockWriter:
         return [places[i] for i in talk.ask(commands(), take, is_full)]
 
     def _encoded(self, place: int) -> _Block:
-        key, payload = self._items[place]
-        head, payload_as_stored = self._form.packer.encode(key, payload)
+        head, payload_as_stored = self._form.packer.encode(*self._items[place])
         stored = memoryview(payload_as_stored)
         step = self._form.max_value_bytes
         parts = [stored[start : start + step] for start in range(0, len(stored) or 1, step)]

@@ -132,7 +132,8 @@ class TierServer:
         if verb == Verb.READ:
             return {"statuses": bytes(tier.read(keys, views))}
         if verb == Verb.WRITE:
-            return {"statuses": bytes(tier.write(list(zip(keys, views, strict=True))))}
+            checksums = unpack_numbers(request.data("checksums"))
+            return {"statuses": bytes(tier.write(list(zip(keys, views, checksums, strict=True))))}
         raise InvalidInputError(f"no such verb: {verb}")
 
     def _open(self, request: Fields) -> Mapping[str, object]:

@@ -9,9 +9,9 @@ from kvtier.errors import InvalidInputError, InvariantError, UnavailableError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.protocol.block import Fields
-from kvtier.tiers.base import Status, Usage, WriteStatus, require_pairs
+from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
-from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys, pack_places
+from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys, pack_numbers, pack_places
 from kvtier.tiers.sidecar.supervisor import TierProcess
 
 _S = TypeVar("_S", Status, WriteStatus)
@@ -57,14 +57,19 @@ class SidecarTier:
                 statuses += _each(answer, Status, len(keys[batch]), Status.MISS)
         return statuses
 
-    def write(self, items: Sequence[tuple[StoreKey, ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """See `Tier.write`."""
-        keys = [key for key, _ in items]
+        keys = [key for key, _, _ in items]
         statuses: list[WriteStatus] = []
         with self._guard:
-            places = [self._place(payload) for _, payload in items]
+            places = [self._place(payload) for _, payload, _ in items]
+            checksums = [checksum for _, _, checksum in items]
             for batch in _batches(len(keys)):
-                request = {"keys": pack_keys(keys[batch]), "places": pack_places(places[batch])}
+                request = {
+                    "keys": pack_keys(keys[batch]),
+                    "places": pack_places(places[batch]),
+                    "checksums": pack_numbers(checksums[batch]),
+                }
                 answer = self._ask(Verb.WRITE, request, uses_memory=True)
                 statuses += _each(answer, WriteStatus, len(keys[batch]), WriteStatus.FAILED)
         return statuses

@@ -6,12 +6,14 @@ import pytest
 
 from kvtier.metrics import Metrics
 from kvtier.system.quiet_log import QuietLog
-from kvtier.testing.contract import MakeTier, TierContract, make_key
+from kvtier.testing.contract import MakeTier, TierContract, make_key, summed
 from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.host.tier import HostTier
 
 
 class TestMeteredHost(TierContract):
+    verifies = False
+
     @pytest.fixture
     def make_tier(self) -> MakeTier:
         return lambda capacity_bytes: Metered(HostTier(capacity_bytes), Metrics())
@@ -21,8 +23,8 @@ def test_blocks_bytes_and_batches_are_counted_by_answer() -> None:
     metrics = Metrics()
     tier = Metered(HostTier(2**20, name="memory"), metrics)
     a, b, c = (make_key(label) for label in "abc")
-    tier.write([(a, bytes(100)), (b, bytes(200))])
-    tier.write([(a, bytes(100)), (c, bytes(2**21))])
+    tier.write([summed(a, bytes(100)), summed(b, bytes(200))])
+    tier.write([summed(a, bytes(100)), summed(c, bytes(2**21))])
     tier.read([a, b, c], [memoryview(bytearray(100)), memoryview(bytearray(999)), memoryview(bytearray(1))])
     tier.lookup([a, c, c])
     tier.discard([a, c])

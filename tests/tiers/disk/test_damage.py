@@ -13,7 +13,7 @@ from disk_rig import contents, flip, killed, opened, overwrite, place_of, places
 from disk_rig import damage as damage_block
 from kvtier.codec.stored_form import Codec
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_packable_payload, read_blocks
+from kvtier.testing.blocks import make_key, make_packable_payload, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.log.format import PAGE, Kind
 from kvtier.tiers.disk.medium.files import OsFiles
@@ -149,27 +149,26 @@ def test_damaged_blocks_of_a_read_are_dropped_together(tmp_path: Path) -> None:
 
 
 def test_a_packed_block_of_an_attacker_is_dropped(tmp_path: Path) -> None:
-    """The checksum is right, what is packed is not."""
+    """The checksum of the packed form is right, what is packed is not."""
     key, payload = make_key("a"), make_packable_payload("a", 2 * NBYTES)
     folder = tmp_path / "disk"
     with opened(folder, codec=Codec.LZ4) as tier:
-        tier.write([(key, payload)])
+        tier.write([summed(key, payload)])
         killed(folder, tmp_path / "copy")
     folder = tmp_path / "copy"
     path, offset, nbytes = place_of(folder, key)
     data = bytearray(path.read_bytes())
     data[offset + 16 : offset + 20] = b"\xff" * 4  # where the first packed block begins
     header = offset - PAGE + 72
-    checked = bytes(data[header : header + 88]) + bytes(data[offset : offset + nbytes])
-    data[header + 88 : header + 96] = struct.pack("<Q", xxhash.xxh3_64_intdigest(checked))
-    head = bytes(data[offset - PAGE : offset - PAGE + 64]) + bytes(data[header : header + 112])
-    data[offset - PAGE + 64 : offset - PAGE + 72] = struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+    end = offset + nbytes - 8
+    checked = bytes(data[header : header + 96]) + bytes(data[offset:end])
+    data[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(checked))
     path.write_bytes(data)
     metrics = Metrics()
     with opened(folder, metrics=metrics) as tier:
         assert tier.lookup([key]) == [Status.HIT]
         assert read_blocks(tier, [key], 2 * NBYTES) == [None]
-        assert tier.write([(key, payload)]) == [WriteStatus.STORED]
+        assert tier.write([summed(key, payload)]) == [WriteStatus.STORED]
     assert counted(metrics, "kvtier_corrupt_blocks_total") == 1
 
 

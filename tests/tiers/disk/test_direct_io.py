@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.testing.blocks import make_key, make_payload, read_blocks
+from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.disk.medium import direct_io
 from kvtier.tiers.disk.medium.direct_io import DirectIo, goes_direct
@@ -54,7 +54,7 @@ def test_a_disk_that_takes_nothing_is_read_all_the_same(
     key, payload = make_key("a"), make_payload("a", NBYTES)
     choices = list(DirectIo) if supports_direct(str(tmp_path)) else [DirectIo.AUTO, DirectIo.OFF]
     tier = DiskTier.open(tmp_path / "disk", MIB, reserve_bytes=0)
-    tier.write([(key, payload)])
+    tier.write([summed(key, payload)])
     tier.close()
 
     def fail(fd: int, offset: int, nbytes: int) -> None:
@@ -64,5 +64,5 @@ def test_a_disk_that_takes_nothing_is_read_all_the_same(
     for wanted in choices:
         tier = DiskTier.open(tmp_path / "disk", MIB, reserve_bytes=0, direct_io=wanted)
         assert read_blocks(tier, [key], NBYTES) == [payload]
-        assert tier.write([(make_key("b"), payload)]) == [status]
+        assert tier.write([summed(make_key("b"), payload)]) == [status]
         tier.close()

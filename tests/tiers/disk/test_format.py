@@ -9,7 +9,7 @@ from disk_log_rig import block
 from disk_rig import flip, killed, opened, segments
 from kvtier.codec.stored_form import HEADER_DTYPE, encode_header, parse_stored_header, well_formed
 from kvtier.errors import CorruptBlockError
-from kvtier.testing.blocks import TENANT, make_key, make_packable_payload, read_blocks
+from kvtier.testing.blocks import TENANT, make_key, make_packable_payload, read_blocks, summed
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.log import format as disk_format
 from kvtier.tiers.disk.log.format import PAGE, Kind, SegmentId
@@ -75,7 +75,7 @@ class TestFormat:
         fake = disk_format.make_entries([encode_header(make_key("victim"), b"evil")], [9], [5], [Kind.RECORD])
         with opened(tmp_path / "disk") as tier:
             head = disk_format.pack_extent_head(SegmentId(1, TENANT, bytes(16)), 4, 2, fake)
-            tier.write([(make_key("trap"), head + b"evil".ljust(PAGE, b"\0"))])
+            tier.write([summed(make_key("trap"), head + b"evil".ljust(PAGE, b"\0"))])
             tier.write([block("after")])
             killed(tmp_path / "disk", tmp_path / "copy")
         path = segments(tmp_path / "copy")[0]

@@ -11,7 +11,7 @@ from disk_rig import WeighedFiles, used_bytes
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.identity.keys import tenant_id
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import TENANT
+from kvtier.testing.blocks import TENANT, summed
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles
@@ -34,14 +34,14 @@ def test_files_never_take_more_than_the_capacity(tmp_path: Path, open_disk: Open
     assert capacity_bytes // 2 <= max(files.seen) <= capacity_bytes
     tier.check()
     assert tier.usage().used_bytes == used_bytes(tmp_path / "disk")
-    assert tier.write([(make_key("large"), bytes(capacity_bytes))]) == [WriteStatus.FULL]
+    assert tier.write([summed(make_key("large"), bytes(capacity_bytes))]) == [WriteStatus.FULL]
     assert tier.usage().num_blocks > 0
 
 
 def test_a_payload_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path, open_disk: Open) -> None:
     tier = open_disk(MIB)
     payload = make_payload("large", 300 * KIB)
-    assert tier.write([(make_key("large"), payload), block("a")]) == [WriteStatus.STORED] * 2
+    assert tier.write([summed(make_key("large"), payload), block("a")]) == [WriteStatus.STORED] * 2
     assert read_blocks(tier, [make_key("large")], len(payload)) == [payload]
     assert load(tier, "a") == block("a")[1]
 
@@ -75,11 +75,11 @@ def test_the_tier_shrinks_to_leave_the_reserve_free(
 
 def test_whoever_has_most_gives_first(open_disk: Open) -> None:
     tier = open_disk(MIB, segment_bytes=64 * KIB)
-    small = [(make_key(i, tenant=BLUE), make_payload(i, NBYTES)) for i in range(3)]
+    small = [summed(make_key(i, tenant=BLUE), make_payload(i, NBYTES)) for i in range(3)]
     tier.write(small)
     for i in range(300):
         assert tier.write([block(i)]) == [WriteStatus.STORED]
-    assert tier.lookup([key for key, _ in small]) == [Status.HIT] * 3
+    assert tier.lookup([key for key, _, _ in small]) == [Status.HIT] * 3
     assert tier.usage_of(BLUE).num_blocks == 3
     assert tier.usage_of(TENANT).num_blocks == tier.usage().num_blocks - 3
 
@@ -119,7 +119,7 @@ def test_a_skewed_load_hits_about_as_often_as_with_an_lru(open_disk: Open) -> No
         found = read_blocks(tier, [make_key(i) for i in batch], nbytes)
         hits += sum(block is not None for block in found)
         missing = [i for i, block in zip(batch, found, strict=True) if block is None]
-        tier.write([(make_key(i), make_payload(i, nbytes)) for i in missing])
+        tier.write([summed(make_key(i), make_payload(i, nbytes)) for i in missing])
         for i in batch:
             lru_hits += i in lru
             lru.pop(i, None)

@@ -12,9 +12,9 @@ import pytest
 from disk_rig import segments, used_bytes
 from disk_tier_rig import KIB, MIB, NBYTES, Open, reopening
 from kvtier.events import TierState
-from kvtier.identity.keys import StoreKey, TenantId, tenant_id
-from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.identity.keys import TenantId, tenant_id
+from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks, summed
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.disk.log.format import NONCE_BYTES, PAGE, SegmentId
 from kvtier.tiers.disk.log.segments import Segment
 from kvtier.tiers.disk.medium.files import OsFiles
@@ -35,14 +35,14 @@ def open_disk(folder: Path) -> Iterator[Open]:
         yield open_one
 
 
-def block(label: object, tenant: TenantId = TENANT, nbytes: int = NBYTES) -> tuple[StoreKey, bytes]:
-    return make_key(label, tenant=tenant), make_payload((label, tenant), nbytes)
+def block(label: object, tenant: TenantId = TENANT, nbytes: int = NBYTES) -> Item[bytes]:
+    return summed(make_key(label, tenant=tenant), make_payload((label, tenant), nbytes))
 
 
-def found(tier: DiskTier, items: Sequence[tuple[StoreKey, bytes]]) -> list[bool]:
+def found(tier: DiskTier, items: Sequence[Item[bytes]]) -> list[bool]:
     """Which of these can be read; never anything wrong."""
-    payloads = read_blocks(tier, [key for key, _ in items], len(items[0][1]))
-    assert all(p in (None, payload) for p, (_, payload) in zip(payloads, items, strict=True))
+    payloads = read_blocks(tier, [key for key, _, _ in items], len(items[0][1]))
+    assert all(p in (None, payload) for p, (_, payload, _) in zip(payloads, items, strict=True))
     return [payload is not None for payload in payloads]
 
 
@@ -192,7 +192,7 @@ class TestLessCapacity:
         with ThreadPoolExecutor(1) as executor:
             writing = executor.submit(tier.write, [block(("batch", i), nbytes=40_000) for i in range(60)])
             assert reached.wait(20)
-            assert tier.discard([key for key, _ in old[:3]]) == 3
+            assert tier.discard([key for key, _, _ in old[:3]]) == 3
             go_on.set()
             assert writing.result(20) == [WriteStatus.STORED] * 60
         for capacity_bytes in (2 * MIB, MIB):

@@ -14,8 +14,9 @@ from disk_rig import opened
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, load, loaded, reopening, value
 from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.metrics import Metrics
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload, read_blocks
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.disk.tier import DiskTier
 
@@ -151,7 +152,7 @@ def test_readers_writers_and_discarders_of_several_tenants(open_disk: Open) -> N
             batch = [order.randrange(80) for _ in range(5)]
             keys = [make_key(i, tenant=tenant) for i in batch]
             payloads = [make_payload((tenant, i), NBYTES) for i in batch]
-            tier.write(list(zip(keys, payloads, strict=True)))
+            tier.write([summed(*block) for block in zip(keys, payloads, strict=True)])
             found = read_blocks(tier, keys, NBYTES)
             assert all(block in (None, payload) for block, payload in zip(found, payloads, strict=True))
             if order.random() < 0.2:
@@ -191,10 +192,10 @@ def test_reads_do_not_wait_for_a_batch_that_is_being_written(tmp_path: Path) -> 
         assert set(writing.result(WAIT_S)) == {WriteStatus.STORED}
 
 
-def apart(number: int) -> tuple[list[tuple[StoreKey, bytes]], list[StoreKey]]:
+def apart(number: int) -> tuple[list[Item[bytes]], list[StoreKey]]:
     """Blocks each of which is written by itself, and every other of them: those are read by themselves."""
     blocks = items(range(number), 256 * KIB)
-    return blocks, [key for key, _ in blocks[::2]]
+    return blocks, [key for key, _, _ in blocks[::2]]
 
 
 class TestTwoThreads:

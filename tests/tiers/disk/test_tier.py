@@ -13,12 +13,12 @@ import pytest
 
 from disk_rig import place_of
 from disk_tier_rig import KIB, MIB, NBYTES, Open, block, loaded, reopening
-from kvtier.codec.stored_form import HEADER_BYTES, Codec, parse_stored_header
+from kvtier.codec.stored_form import HEADER_BYTES, Codec, header_from_checksum, parse_stored_header
 from kvtier.errors import InvalidInputError
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
-from kvtier.testing.blocks import make_packable_payload
-from kvtier.testing.contract import MakeTier, TierContract, make_key, read_blocks, tier_state_machine
+from kvtier.testing.blocks import make_packable_payload, summed
+from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.medium.files import OsFiles, supports_direct
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
@@ -103,7 +103,7 @@ class TestCodec:
     def test_a_packed_block_takes_less(self, tmp_path: Path, open_disk: Open) -> None:
         tier = open_disk(codec=Codec.LZ4)
         key, payload = make_key("packed"), make_packable_payload("packed", 64 * 1024)
-        tier.write([(key, payload), block("noise")])
+        tier.write([summed(key, payload), block("noise")])
         assert read_blocks(tier, [key], len(payload)) == [payload]
         assert place_of(tmp_path / "disk", key)[2] < 48 * 1024
         assert parse_stored_header(header_of(tmp_path / "disk", "packed")).codec is Codec.LZ4
@@ -112,7 +112,7 @@ class TestCodec:
     def test_a_folder_of_both_is_read_whatever_is_written(self, open_disk: Open) -> None:
         payloads = {make_key(codec): make_packable_payload(codec, NBYTES) for codec in Codec}
         for codec, item in zip(Codec, payloads.items(), strict=True):
-            assert open_disk(codec=codec).write([item]) == [WriteStatus.STORED]
+            assert open_disk(codec=codec).write([summed(*item)]) == [WriteStatus.STORED]
         for codec in Codec:
             assert read_blocks(open_disk(codec=codec), list(payloads), NBYTES) == list(payloads.values())
 
@@ -121,14 +121,49 @@ class TestCodec:
     ) -> None:
         payloads = {make_key(codec): make_packable_payload(codec, NBYTES) for codec in Codec}
         for codec, item in zip(Codec, payloads.items(), strict=True):
-            assert open_disk(codec=codec).write([item]) == [WriteStatus.STORED]
+            assert open_disk(codec=codec).write([summed(*item)]) == [WriteStatus.STORED]
         monkeypatch.setattr("kvtier.codec.stored_form._CODECS", {Codec.RAW, Codec.LZ4})
         older = open_disk()
         *known, unknown = payloads
         assert older.lookup([*known, unknown]) == [Status.HIT, Status.HIT, Status.MISS]
         assert read_blocks(older, [*known, unknown], NBYTES) == [*(payloads[key] for key in known), None]
-        assert older.write([(unknown, payloads[unknown])]) == [WriteStatus.STORED]
+        assert older.write([summed(unknown, payloads[unknown])]) == [WriteStatus.STORED]
         older.check()
+
+
+@pytest.mark.parametrize("codec", [Codec.LZ4, Codec.PLANES_ZSTD])
+def test_to_a_release_that_knows_version_1_only_packed_blocks_are_not_there(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch, codec: Codec
+) -> None:
+    raw, packed = (summed(make_key(label), make_packable_payload(label, NBYTES)) for label in ("raw", "packed"))
+    assert open_disk().write([raw]) == [WriteStatus.STORED]
+    assert open_disk(codec=codec).write([packed]) == [WriteStatus.STORED]
+    monkeypatch.setattr("kvtier.codec.stored_form._VERSIONS", frozenset({1}))
+    older = open_disk()
+    assert older.lookup([raw[0], packed[0]]) == [Status.HIT, Status.MISS]
+    assert read_blocks(older, [raw[0], packed[0]], NBYTES) == [raw[1], None]
+    assert older.write([packed]) == [WriteStatus.STORED]
+    older.check()
+
+
+def test_sealed_blocks_are_not_there(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later release may have written them."""
+    sealed, plain = (summed(make_key(label), make_payload(label, NBYTES)) for label in ("sealed", "plain"))
+
+    def seal(key: StoreKey, payload: bytes, checksum: int, codec: Codec) -> tuple[bytes, bytes]:
+        header = bytearray(header_from_checksum(key, len(payload), checksum))
+        header[4:8], header[76:80] = b"\x02\x00\x00\x01", b"\x07\x00\x00\x00"
+        return bytes(header), payload
+
+    tier = open_disk()
+    assert tier.write([plain]) == [WriteStatus.STORED]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.tiers.common.codec_choice.encode", seal)
+        assert tier.write([sealed]) == [WriteStatus.STORED]
+    tier = open_disk()
+    assert tier.lookup([sealed[0], plain[0]]) == [Status.MISS, Status.HIT]
+    assert tier.write([sealed]) == [WriteStatus.STORED]
+    assert read_blocks(tier, [sealed[0]], NBYTES) == [sealed[1]]
 
 
 def test_neighbours_are_read_at_once(tmp_path: Path, open_disk: Open) -> None:
@@ -184,7 +219,7 @@ def test_a_payload_that_cannot_be_copied_gives_its_claim_back(open_disk: Open) -
     tier = open_disk()
     strided = memoryview(bytes(2 * NBYTES))[::2]
     with pytest.raises(BufferError):
-        tier.write([block("a"), (make_key("b"), strided)])
+        tier.write([block("a"), (make_key("b"), strided, 0)])
     assert tier.lookup([make_key("a"), make_key("b")]) == [Status.HIT, Status.MISS]
     tier.check()
 
@@ -194,7 +229,7 @@ def test_a_payload_that_is_no_bytes_costs_nothing_else(open_disk: Open, payload:
     """Not the blocks beside it, nor room that is another's, nor its key, which can be written after."""
     tier = open_disk(files=OsFiles(direct=False))
     with pytest.raises((BufferError, TypeError)):
-        tier.write([block("a"), (make_key("b"), payload), block("c")])
+        tier.write([block("a"), (make_key("b"), payload, 0), block("c")])
     assert tier.lookup([make_key(label) for label in "abc"]) == [Status.HIT, Status.MISS, Status.HIT]
     assert tier.write([block(label) for label in "abc"]) == [WriteStatus.EXISTS, WriteStatus.STORED, WriteStatus.EXISTS]
     assert loaded(tier, "abc") == [True] * 3

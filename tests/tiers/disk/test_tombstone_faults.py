@@ -11,7 +11,7 @@ import pytest
 from disk_log_rig import BLUE, KIB
 from disk_rig import flip, killed, opened, segments
 from kvtier.identity.keys import StoreKey
-from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
+from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks, summed
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.medium.files import OsFiles
@@ -40,7 +40,7 @@ def test_what_was_forgotten_stays_so(tmp_path: Path, seed: int, footers: str) ->
                 keys, op = order.sample(KEYS, 6), order.random()
                 if op < 0.55:
                     nbytes = order.choice([3000, 9000])
-                    tier.write([(key, make_payload(key, nbytes)) for key in keys])
+                    tier.write([summed(key, make_payload(key, nbytes)) for key in keys])
                     forgotten.difference_update(keys)
                 elif op < 0.7:
                     read_blocks(tier, keys, 3000)

@@ -14,7 +14,7 @@ from disk_forgetting_rig import SMALL, WAIT_S, Forget, Held, discard, found, ite
 from disk_log_rig import BLUE, KIB, MIB, NBYTES, block, there
 from disk_rig import contents, flip, killed, opened, segments
 from kvtier.identity.keys import TenantId
-from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks
+from kvtier.testing.blocks import TENANT, make_key, make_payload, read_blocks, summed
 from kvtier.testing.faults import FaultyFiles
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.log.format import PAGE
@@ -48,7 +48,7 @@ class TestForgetting:
 
     def test_a_purge_takes_one_tenant_and_its_files(self, tmp_path: Path) -> None:
         folder = tmp_path / "disk"
-        blue = [(make_key(i, tenant=BLUE), make_payload(i, NBYTES)) for i in range(30)]
+        blue = [summed(make_key(i, tenant=BLUE), make_payload(i, NBYTES)) for i in range(30)]
         with opened(folder, segment_bytes=64 * KIB) as tier:
             tier.write(blue)
             tier.write([block(i) for i in range(30)])
@@ -56,7 +56,7 @@ class TestForgetting:
             assert tier.purge(BLUE) == 0
             assert tier.usage_of(BLUE).used_bytes == 0
             killed(folder, tmp_path / "copy")
-            assert tier.lookup([key for key, _ in blue]) == [Status.MISS] * 30
+            assert tier.lookup([key for key, _, _ in blue]) == [Status.MISS] * 30
         assert {contents(path).segment.tenant for path in segments(folder)} == {TENANT}
         assert there(tmp_path / "copy", range(30)) == [True] * 30
 
@@ -187,14 +187,14 @@ def test_a_tombstone_that_cannot_be_written_costs_other_tenants_nothing(tmp_path
 
     files = NoTombstones(direct=False)
     files.tenant = b"nobody"
-    of_blue = [(make_key(i, tenant=BLUE), make_payload(i, SMALL)) for i in range(4)]
+    of_blue = [summed(make_key(i, tenant=BLUE), make_payload(i, SMALL)) for i in range(4)]
     with opened(tmp_path / "disk", files=files) as tier:
         tier.write(items(range(4)))
         tier.write(of_blue)
         files.tenant = bytes(TENANT)
         assert tier.discard([make_key(0), of_blue[0][0]]) == 2
         assert found(tier, range(4)) == 0
-        assert tier.lookup([key for key, _ in of_blue]) == [Status.MISS] + [Status.HIT] * 3
+        assert tier.lookup([key for key, _, _ in of_blue]) == [Status.MISS] + [Status.HIT] * 3
 
 
 def test_a_purge_of_a_tenant_without_anything_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -7,16 +7,17 @@ import pytest
 
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.host.tier import HostTier
 
 KIB = 1024
 
 
-def block(label: object) -> tuple[StoreKey, bytes]:
-    return make_key(label), make_payload(label, 4 * KIB)
+def block(label: object) -> Item[bytes]:
+    return summed(make_key(label), make_payload(label, 4 * KIB))
 
 
 def test_events_keep_their_order_while_one_is_being_delivered() -> None:

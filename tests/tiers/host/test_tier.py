@@ -6,12 +6,19 @@ from functools import partial
 
 import pytest
 
-from kvtier.codec.stored_form import checksum
 from kvtier.errors import ClosedError, InvalidInputError
 from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.memory.pages import map_memory
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
-from kvtier.tiers.base import Status, WriteStatus
+from kvtier.testing.contract import (
+    MakeTier,
+    TierContract,
+    make_key,
+    make_payload,
+    read_blocks,
+    summed,
+    tier_state_machine,
+)
+from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.host.pins import ReadPin, SlabPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
@@ -21,12 +28,15 @@ RED, BLUE = tenant_id("red"), tenant_id("blue")
 
 
 class TestHostTier(TierContract):
+    verifies = False
+
     @pytest.fixture
     def make_tier(self) -> MakeTier:
         return HostTier
 
 
 class TestOddSizes(TierContract):
+    verifies = False
     payload_bytes = 5003
 
     @pytest.fixture
@@ -37,8 +47,8 @@ class TestOddSizes(TierContract):
 TestHostTierStates = tier_state_machine(HostTier).TestCase
 
 
-def block(label: object, *, tenant: TenantId = RED, nbytes: int = 4 * KIB) -> tuple[StoreKey, bytes]:
-    return make_key(label, tenant=tenant), make_payload(label, nbytes)
+def block(label: object, *, tenant: TenantId = RED, nbytes: int = 4 * KIB) -> Item[bytes]:
+    return summed(make_key(label, tenant=tenant), make_payload(label, nbytes))
 
 
 def acquire(tier: HostTier, key: StoreKey) -> ReadPin:
@@ -55,20 +65,20 @@ def prepare(tier: HostTier, key: StoreKey, nbytes: int) -> WriteSlot:
 
 def test_a_lease_shows_the_payload_read_only_with_its_checksum() -> None:
     tier = HostTier(64 * KIB)
-    key, payload = block("a")
-    tier.write([(key, payload)])
+    key, payload, checksum = block("a")
+    tier.write([(key, payload, checksum)])
     lease = acquire(tier, key)
     assert lease.view == payload
     assert lease.view.readonly
-    assert lease.checksum == checksum(key, payload)
+    assert lease.checksum == checksum
     assert tier.acquire([make_key("absent")]) == [None]
     tier.release([lease, None])
 
 
 def test_a_leased_block_stays_in_place_while_everything_else_is_evicted() -> None:
     tier = HostTier(32 * KIB)
-    key, payload = block("held")
-    tier.write([(key, payload)])
+    key, payload, checksum = block("held")
+    tier.write([(key, payload, checksum)])
     lease = acquire(tier, key)
     for i in range(40):
         assert tier.write([block(i)]) == [WriteStatus.STORED]
@@ -83,8 +93,8 @@ def test_a_leased_block_stays_in_place_while_everything_else_is_evicted() -> Non
 
 def test_a_discarded_block_is_readable_under_its_lease_and_nowhere_else() -> None:
     tier = HostTier(4 * KIB)
-    key, payload = block("a")
-    tier.write([(key, payload)])
+    key, payload, checksum = block("a")
+    tier.write([(key, payload, checksum)])
     lease = acquire(tier, key)
     assert tier.discard([key]) == 1
     assert tier.lookup([key]) == [Status.MISS]
@@ -110,17 +120,17 @@ def test_everything_leased_is_full() -> None:
 
 def test_a_write_slot_is_pending_until_commit() -> None:
     tier = HostTier(64 * KIB)
-    key, payload = block("a", nbytes=5000)
+    key, payload, checksum = block("a", nbytes=5000)
     slot = prepare(tier, key, 5000)
     assert len(slot.view) == 5000
     assert tier.lookup([key]) == [Status.PENDING]
     assert tier.prepare(key, 5000) is WriteStatus.EXISTS
-    assert tier.write([(key, payload)]) == [WriteStatus.EXISTS]
+    assert tier.write([(key, payload, checksum)]) == [WriteStatus.EXISTS]
     assert read_blocks(tier, [key], 5000) == [None]
     assert tier.acquire([key]) == [None]
     assert tier.usage().num_blocks == 0
     slot.view[:] = payload
-    tier.commit(slot, checksum(key, payload))
+    tier.commit(slot, checksum)
     assert read_blocks(tier, [key], 5000) == [payload]
     with pytest.raises(InvalidInputError):
         tier.commit(slot, 0)
@@ -131,7 +141,7 @@ def test_a_write_slot_is_pending_until_commit() -> None:
 
 def test_an_aborted_write_leaves_nothing() -> None:
     tier = HostTier(4 * KIB)
-    key, payload = block("a")
+    key, payload, _ = block("a")
     slot = prepare(tier, key, len(payload))
     assert tier.write([block("b")]) == [WriteStatus.FULL]
     tier.abort(slot)
@@ -142,7 +152,7 @@ def test_an_aborted_write_leaves_nothing() -> None:
 
 def test_a_key_discarded_while_written_stays_forgotten() -> None:
     tier = HostTier(64 * KIB)
-    key, payload = block("a")
+    key, payload, _ = block("a")
     slot = prepare(tier, key, len(payload))
     assert tier.discard([key]) == 0
     again = prepare(tier, key, len(payload))
@@ -158,7 +168,7 @@ def test_a_failing_copy_gives_its_slots_back() -> None:
     tier = HostTier(8 * KIB)
     strided = memoryview(bytes(8 * KIB))[::2]
     with pytest.raises(BufferError, match="contiguous"):
-        tier.write([block("a"), (make_key("b"), strided)])
+        tier.write([block("a"), (make_key("b"), strided, 0)])
     assert tier.lookup([make_key("a"), make_key("b")]) == [Status.HIT, Status.MISS]
     assert tier.write([block("b")]) == [WriteStatus.STORED]
     tier.check()
@@ -169,10 +179,10 @@ def test_the_tail_of_a_batch_is_evicted_first() -> None:
     batch = [block(i) for i in range(8)]
     tier.write(batch)
     tier.write([block("new")])
-    assert tier.lookup([key for key, _ in batch]) == [Status.HIT] * 7 + [Status.MISS]
-    read_blocks(tier, [key for key, _ in batch[3:6]], 4 * KIB)
+    assert tier.lookup([key for key, _, _ in batch]) == [Status.HIT] * 7 + [Status.MISS]
+    read_blocks(tier, [key for key, _, _ in batch[3:6]], 4 * KIB)
     tier.write([block("newer"), block("newest"), block("last"), block("of all")])
-    kept = [tier.lookup([key])[0] is Status.HIT for key, _ in batch]
+    kept = [tier.lookup([key])[0] is Status.HIT for key, _, _ in batch]
     assert kept == [False, False, False, True, True, True, False, False]
 
 
@@ -291,7 +301,7 @@ def test_memory_that_the_system_does_not_have_is_full(caplog: pytest.LogCaptureF
 
 def test_an_empty_payload() -> None:
     tier = HostTier(64 * KIB)
-    assert tier.write([(make_key("a"), b"")]) == [WriteStatus.STORED]
+    assert tier.write([summed(make_key("a"), b"")]) == [WriteStatus.STORED]
     assert read_blocks(tier, [make_key("a")], 0) == [b""]
 
 
@@ -323,8 +333,8 @@ def test_writers_that_need_a_slab_at_once_share_one(monkeypatch: pytest.MonkeyPa
 
 def test_leases_and_slots_outlive_the_tier() -> None:
     tier = HostTier(64 * KIB)
-    key, payload = block("a")
-    tier.write([(key, payload)])
+    key, payload, checksum = block("a")
+    tier.write([(key, payload, checksum)])
     lease = acquire(tier, key)
     slot = prepare(tier, make_key("b"), 4 * KIB)
     tier.close()

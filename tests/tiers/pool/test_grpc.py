@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.testing.contract import (
+    MakeTier,
+    TierContract,
+    make_key,
+    make_payload,
+    read_blocks,
+    summed,
+    tier_state_machine,
+)
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool import grpc_transport
@@ -64,9 +72,9 @@ def test_a_refused_token_is_a_miss_a_counter_and_one_line(address: str, caplog: 
 
 def test_large_batches_are_split(address: str) -> None:
     tier = connect(address, max_batch_bytes=3 * BLOCK_BYTES)
-    batch = [(make_key(("split", i)), PAYLOADS[i]) for i in range(16)]
+    batch = [summed(make_key(("split", i)), PAYLOADS[i]) for i in range(16)]
     assert tier.write(batch) == [WriteStatus.STORED] * 16
-    assert read_blocks(tier, [key for key, _ in batch], BLOCK_BYTES) == list(PAYLOADS.values())
+    assert read_blocks(tier, [key for key, _, _ in batch], BLOCK_BYTES) == list(PAYLOADS.values())
     tier.close()
 
 
@@ -74,7 +82,7 @@ def test_large_batches_are_split(address: str) -> None:
 def test_blocks_of_any_size(address: str, nbytes: int) -> None:
     tier = connect(address)
     payload = make_payload(nbytes, nbytes)
-    assert tier.write([(make_key(("size", nbytes)), payload)]) == [WriteStatus.STORED]
+    assert tier.write([summed(make_key(("size", nbytes)), payload)]) == [WriteStatus.STORED]
     assert read_blocks(tier, [make_key(("size", nbytes))], nbytes) == [payload]
     tier.close()
 
@@ -104,8 +112,8 @@ def test_damage_on_the_way_is_a_miss_and_a_counter(address: str, monkeypatch: py
     metrics = Metrics()
     transport = GrpcTransport(address, TOKENS["red"])
     tier = PoolTier(transport, RED, metrics=metrics, breaker=CircuitBreaker(3, 1.0))
-    batch = [(make_key(("damage", i)), PAYLOADS[i]) for i in range(3)]
+    batch = [summed(make_key(("damage", i)), PAYLOADS[i]) for i in range(3)]
     tier.write(batch)
-    assert read_blocks(tier, [key for key, _ in batch], BLOCK_BYTES) == [None, None, PAYLOADS[2]]
+    assert read_blocks(tier, [key for key, _, _ in batch], BLOCK_BYTES) == [None, None, PAYLOADS[2]]
     assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 2
     tier.close()

@@ -11,6 +11,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ClientTls
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.paths_transport import PathsTransport
@@ -18,9 +19,9 @@ from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, connect, running_pool
 
-ITEMS = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(4)]
-KEYS = [key for key, _ in ITEMS]
-PAYLOADS = [payload for _, payload in ITEMS]
+ITEMS = [summed(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(4)]
+KEYS = [key for key, _, _ in ITEMS]
+PAYLOADS = [payload for _, payload, _ in ITEMS]
 
 
 class TestOverTheSecondWay(TierContract):

@@ -15,7 +15,7 @@ import pytest
 
 import kvtier.tiers.pool.shared_memory.read
 import kvtier.tiers.pool.shared_memory.write
-from kvtier.codec.stored_form import copy_checked
+from kvtier.codec.checksums import copy_checked
 from kvtier.identity.keys import StoreKey
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
@@ -23,7 +23,15 @@ from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.protocol.groups import group
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.testing.contract import (
+    MakeTier,
+    TierContract,
+    make_key,
+    make_payload,
+    read_blocks,
+    summed,
+    tier_state_machine,
+)
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier_pool.settings import PoolLimits
@@ -145,17 +153,12 @@ def test_tenants_never_meet(address: str) -> None:
         assert read_blocks(blue, blue_keys, BLOCK_BYTES) == [None] * 4
 
 
-def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_checksum_is_a_miss_is_dropped_and_heals(address: str) -> None:
     """A client whose memory is broken, or that wrote to a slot after it had committed it."""
     metrics = Metrics()
     with local(address) as broken, local(address, metrics) as reader:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                kvtier.tiers.pool.shared_memory.write,
-                "copy_checked",
-                lambda key, into, payload: copy_checked(key, into, payload) ^ 1,
-            )
-            assert broken.write(items(range(2))) == [WriteStatus.STORED] * 2
+        wrong = [(key, payload, checksum ^ 1) for key, payload, checksum in items(range(2))]
+        assert broken.write(wrong) == [WriteStatus.STORED] * 2
         assert read_blocks(reader, KEYS[:2], BLOCK_BYTES) == [None, None]
         assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 2
         assert reader.lookup(KEYS[:2]) == [Status.MISS] * 2
@@ -220,7 +223,7 @@ def test_a_payload_that_cannot_be_copied_leaves_nothing_behind(address: str) -> 
     with local(address) as tier:
         strided = memoryview(bytes(2 * BLOCK_BYTES))[::2]
         with pytest.raises((BufferError, ValueError)):
-            tier.write([*items(range(1)), (KEYS[1], strided)])
+            tier.write([*items(range(1)), (KEYS[1], strided, 0)])
         until(lambda: tier.lookup(KEYS[:2]) == [Status.MISS] * 2)  # what is given back is not answered
         assert tier.write(items(range(2))) == [WriteStatus.STORED] * 2
 
@@ -305,10 +308,10 @@ def test_kill_minus_9_of_a_client_gives_everything_back(tmp_path: Path) -> None:
             client.kill()
             until(lambda: held_bytes(pool) == 0, within_s=5.0)  # before any lease is over
             assert tier.lookup(pending) == [Status.MISS] * 100
-        new = [(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(pending)]
+        new = [summed(key, make_payload(i, BLOCK_BYTES)) for i, key in enumerate(pending)]
         assert tier.write(new) == [WriteStatus.STORED] * 100
-        assert read_blocks(tier, pending, BLOCK_BYTES) == [payload for _, payload in new]
-        assert read_blocks(tier, [make_key(i) for i in range(100)], BLOCK_BYTES) == [p for _, p in items(range(100))]
+        assert read_blocks(tier, pending, BLOCK_BYTES) == [payload for _, payload, _ in new]
+        assert read_blocks(tier, [make_key(i) for i in range(100)], BLOCK_BYTES) == [p for _, p, _ in items(range(100))]
 
 
 def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(tmp_path: Path) -> None:
@@ -319,10 +322,10 @@ def test_a_stopped_client_keeps_its_write_slots_and_nothing_of_it_is_used_again(
             for start in range(1000, 4000, 100):  # three times the memory
                 batch = items(range(start, start + 100))
                 stored = [item for item, status in zip(batch, tier.write(batch), strict=True) if not status]
-                assert read_blocks(tier, [key for key, _ in stored], BLOCK_BYTES) == [p for _, p in stored]
+                assert read_blocks(tier, [key for key, _, _ in stored], BLOCK_BYTES) == [p for _, p, _ in stored]
             if held_bytes(pool) >= 200 * BLOCK_BYTES:  # else the leases were over before this had come to its end
                 leased = items(range(100))
-                assert read_blocks(tier, [key for key, _ in leased], BLOCK_BYTES) == [p for _, p in leased]
+                assert read_blocks(tier, [key for key, _, _ in leased], BLOCK_BYTES) == [p for _, p, _ in leased]
             assert held_bytes(pool) >= 100 * BLOCK_BYTES
             assert tier.lookup([make_key(("new", i)) for i in range(100)]) == [Status.PENDING] * 100
             resume(client.pid)

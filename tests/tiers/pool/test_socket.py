@@ -16,7 +16,15 @@ from kvtier.errors import UnavailableError
 from kvtier.identity.keys import NamespaceId
 from kvtier.metrics import Metrics
 from kvtier.protocol.block import Verb, encode_head
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.testing.contract import (
+    MakeTier,
+    TierContract,
+    make_key,
+    make_payload,
+    read_blocks,
+    summed,
+    tier_state_machine,
+)
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier_pool.settings import PoolLimits
@@ -95,19 +103,31 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("nbytes", [0, 1, MIB, 9 * MIB + 5])
 def test_blocks_of_any_size(address: str, nbytes: int) -> None:
     tier = connect(address)
-    batch = [(make_key(("size", nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(3)]
+    batch = [summed(make_key(("size", nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(3)]
     assert tier.write(batch) == [WriteStatus.STORED] * 3
-    assert read_blocks(tier, [key for key, _ in batch], nbytes) == [payload for _, payload in batch]
+    assert read_blocks(tier, [key for key, _, _ in batch], nbytes) == [payload for _, payload, _ in batch]
+    tier.close()
+
+
+def test_what_the_pool_has_is_not_sent_again(address: str) -> None:
+    metrics = Metrics()
+    tier = connect(address, metrics=metrics)
+    batch = [summed(make_key(("again", i)), make_payload(i, MIB)) for i in range(4)]
+    assert tier.write(batch[1:3]) == [WriteStatus.STORED] * 2
+    assert tier.write(batch) == [WriteStatus.STORED, WriteStatus.EXISTS, WriteStatus.EXISTS, WriteStatus.STORED]
+    assert tier.write(batch) == [WriteStatus.EXISTS] * 4
+    sent = metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": "tcp", "op": "write"})
+    assert sent == 4 * MIB
     tier.close()
 
 
 def test_more_blocks_than_one_system_call_takes(address: str) -> None:
     tier = connect(address)
-    batch = [(make_key(("tiny", i)), make_payload(i, 100)) for i in range(3000)]
+    batch = [summed(make_key(("tiny", i)), make_payload(i, 100)) for i in range(3000)]
     assert tier.write(batch) == [WriteStatus.STORED] * 3000
-    keys = [key for key, _ in batch] + [make_key("absent")]
+    keys = [key for key, _, _ in batch] + [make_key("absent")]
     assert tier.lookup(keys) == [Status.HIT] * 3000 + [Status.MISS]
-    assert read_blocks(tier, keys, 100) == [payload for _, payload in batch] + [None]
+    assert read_blocks(tier, keys, 100) == [payload for _, payload, _ in batch] + [None]
     tier.close()
 
 
@@ -115,14 +135,14 @@ def test_namespaces_and_sizes_in_any_order(address: str) -> None:
     """Answers come group by group, results in the order of the batch."""
     tier = connect(address)
     spaces = [NamespaceId(bytes([i]) * 16) for i in range(3)]
-    batch = [(make_key(i, namespace=spaces[i % 3]), make_payload(i, 100 + i % 2)) for i in range(24)]
+    batch = [summed(make_key(i, namespace=spaces[i % 3]), make_payload(i, 100 + i % 2)) for i in range(24)]
     assert tier.write(batch) == [WriteStatus.STORED] * 24
     assert tier.discard([batch[4][0]]) == 1
-    assert tier.lookup([key for key, _ in batch]) == [Status.MISS if i == 4 else Status.HIT for i in range(24)]
-    into = [memoryview(bytearray(len(payload))) for _, payload in batch]
-    statuses = tier.read([key for key, _ in batch], into)
+    assert tier.lookup([key for key, _, _ in batch]) == [Status.MISS if i == 4 else Status.HIT for i in range(24)]
+    into = [memoryview(bytearray(len(payload))) for _, payload, _ in batch]
+    statuses = tier.read([key for key, _, _ in batch], into)
     assert statuses == [Status.MISS if i == 4 else Status.HIT for i in range(24)]
-    assert all(into[i] == payload for i, (_, payload) in enumerate(batch) if i != 4)
+    assert all(into[i] == payload for i, (_, payload, _) in enumerate(batch) if i != 4)
     tier.close()
 
 
@@ -131,7 +151,7 @@ def test_what_the_pool_does_not_take_is_read_past(address: str) -> None:
     tier, connection = connect(address), dial(address)
     payload, huge = PAYLOADS[0], bytes(12 * MIB + 1)
     known, good, last, flipped = (make_key(("mix", i)) for i in range(4))
-    assert tier.write([(known, payload)]) == [WriteStatus.STORED]
+    assert tier.write([summed(known, payload)]) == [WriteStatus.STORED]
     blocks = [
         (encode_header(known, payload), payload),
         (encode_header(good, payload), payload),
@@ -173,10 +193,10 @@ def test_a_client_that_dies_in_the_middle_of_a_write_leaves_nothing() -> None:
 
 def test_a_read_that_is_given_up_leaves_nothing_to_the_next(address: str) -> None:
     transport = SocketTransport(address, TOKENS["red"], RED)
-    batch = [(make_key(("given up", i)), make_payload(i, 3 * MIB)) for i in range(6)]
+    batch = [summed(make_key(("given up", i)), make_payload(i, 3 * MIB)) for i in range(6)]
     assert transport.write(batch, WAIT_S) == [WriteStatus.STORED] * 6
     into = [memoryview(bytearray(3 * MIB)) for _ in batch]
-    keys = [key for key, _ in batch]
+    keys = [key for key, _, _ in batch]
     blocks = transport.read(keys, into, WAIT_S)
     assert next(blocks)[0] == 0
     blocks.close()  # type: ignore[attr-defined]
@@ -189,7 +209,7 @@ def test_a_read_that_is_given_up_leaves_nothing_to_the_next(address: str) -> Non
 
 def test_calls_of_many_threads_have_a_connection_each(address: str) -> None:
     tier = connect(address)
-    batch = [(make_key(("threads", i)), PAYLOADS[i]) for i in range(16)]
+    batch = [summed(make_key(("threads", i)), PAYLOADS[i]) for i in range(16)]
     tier.write(batch)
     start = threading.Barrier(12)
 
@@ -197,7 +217,7 @@ def test_calls_of_many_threads_have_a_connection_each(address: str) -> None:
         start.wait(WAIT_S)
         for _ in range(10):
             order = batch[worker:] + batch[:worker]
-            assert read_blocks(tier, [key for key, _ in order], BLOCK_BYTES) == [payload for _, payload in order]
+            assert read_blocks(tier, [key for key, _, _ in order], BLOCK_BYTES) == [payload for _, payload, _ in order]
 
     with ThreadPoolExecutor(12) as executor:
         for result in [executor.submit(read, worker) for worker in range(12)]:
@@ -247,7 +267,7 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
         patient = connect(pool.block)
         keys = [make_key(("big", i)) for i in range(64)]
         payload = make_payload("big", MIB)
-        assert patient.write([(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
+        assert patient.write([summed(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
         into = [memoryview(bytearray(MIB)) for _ in keys]
         transport = SocketTransport(pool.block, TOKENS["red"], RED)
         blocks = transport.read(keys, into, 3.0)
@@ -258,7 +278,7 @@ def test_a_stopped_pool_costs_a_deadline_and_writes_into_nobody_afterwards() -> 
             assert into[63] == bytes(MIB), "stopped in the middle"
             before = [bytes(buffer) for buffer in into]
             assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
-            assert tier.write([(key, payload) for key in keys]) == [WriteStatus.FAILED] * 64
+            assert tier.write([summed(key, payload) for key in keys]) == [WriteStatus.FAILED] * 64
             assert failed_calls(metrics, op="read", error="UnavailableError") == 1
             assert failed_calls(metrics, op="write", error="UnavailableError") == 1
         until(lambda: read_blocks(tier, keys[:2], MIB) == [payload] * 2)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
+from codec_rig import build_v1
 from kvtier.codec.stored_form import Codec
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import make_payload, read_blocks
+from kvtier.testing.contract import make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.redis.commands import key_name
 from redis_rig import (
@@ -55,13 +56,13 @@ def test_a_damaged_value_is_a_miss_and_dropped(
     metrics = Metrics()
     tier = connect(server.url, metrics=metrics, codec=codec)
     payloads = [make_payload(i, BLOCK_BYTES // 8) * 8 for i in range(3)]
-    tier.write(list(zip(KEYS, payloads, strict=False)))
+    tier.write([summed(*block) for block in zip(KEYS, payloads, strict=False)])
     name = key_name(KEYS[1])
     client.set(name, damage(client.get(name)))
     assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [payloads[0], None, payloads[2]]
     assert corrupt(metrics) == 1
     assert tier.lookup(KEYS[:3]) == [Status.HIT, Status.MISS, Status.HIT]
-    assert tier.write([(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
+    assert tier.write([summed(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
     assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == payloads
     assert all_errors(metrics) == []
     tier.close()
@@ -73,15 +74,46 @@ def test_a_codec_that_this_release_does_not_know_is_a_miss_and_dropped(
     """Left where it is, it would be there for writers and a miss for readers for ever."""
     payloads = [make_payload(i, BLOCK_BYTES // 8) * 8 for i in range(2)]
     newer, older = connect(server.url, codec=Codec.PLANES_ZSTD), connect(server.url)
-    assert newer.write([(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
-    assert older.write([(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
+    assert newer.write([summed(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
+    assert older.write([summed(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
     monkeypatch.setattr("kvtier.codec.stored_form._CODECS", {Codec.RAW, Codec.LZ4})
     assert read_blocks(older, KEYS[:2], BLOCK_BYTES) == [None, payloads[1]]
     assert client.dbsize() == 1
-    assert older.write([(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
+    assert older.write([summed(KEYS[0], payloads[0])]) == [WriteStatus.STORED]
     assert read_blocks(older, KEYS[:2], BLOCK_BYTES) == payloads
     for tier in (newer, older):
         tier.close()
+
+
+@pytest.mark.parametrize("codec", [Codec.LZ4, Codec.PLANES_ZSTD])
+def test_version_1_is_read_and_version_2_refused_by_those_who_know_no_other(
+    server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, codec: Codec
+) -> None:
+    payloads, metrics = [make_payload(i, BLOCK_BYTES // 8) * 8 for i in range(3)], Metrics()
+    client.set(key_name(KEYS[0]), b"".join(build_v1(KEYS[0], payloads[0], codec)))
+    newer, older = connect(server.url, codec=codec), connect(server.url, metrics=metrics)
+    assert newer.write([summed(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
+    assert older.write([summed(KEYS[2], payloads[2])]) == [WriteStatus.STORED]
+    assert read_blocks(newer, KEYS[:3], BLOCK_BYTES) == payloads
+    monkeypatch.setattr("kvtier.codec.stored_form._VERSIONS", frozenset({1}))
+    assert read_blocks(older, KEYS[:3], BLOCK_BYTES) == [payloads[0], None, payloads[2]]
+    assert corrupt(metrics) == 1
+    assert older.write([summed(KEYS[1], payloads[1])]) == [WriteStatus.STORED]
+    for tier in (newer, older):
+        tier.close()
+
+
+def test_a_sealed_block_is_a_miss_counted_and_dropped(server: RedisServer, client: redis.Redis) -> None:
+    metrics = Metrics()
+    tier = connect(server.url, metrics=metrics)
+    tier.write(items(1))
+    value = bytearray(client.get(key_name(KEYS[0])))
+    value[4:8], value[76:80] = b"\x02\x00\x00\x01", b"\x07\x00\x00\x00"
+    client.set(key_name(KEYS[0]), bytes(value))
+    assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
+    assert corrupt(metrics) == 1
+    assert tier.write(items(1)) == [WriteStatus.STORED]
+    tier.close()
 
 
 def test_a_block_in_anothers_place_is_a_miss_and_dropped(server: RedisServer, client: redis.Redis) -> None:
@@ -185,7 +217,7 @@ class TestParts:
     def test_packed_ones_too(self, server: RedisServer, client: redis.Redis, metrics: Metrics) -> None:
         """Of these, the parts say nothing about the length before."""
         tier = connect(server.url, metrics=metrics, codec=Codec.LZ4, max_value_bytes=5000)
-        batch = [(KEYS[i], make_payload(i, BLOCK_BYTES // 8) * 8) for i in range(3)]
+        batch = [summed(KEYS[i], make_payload(i, BLOCK_BYTES // 8) * 8) for i in range(3)]
         assert tier.write(batch) == [WriteStatus.STORED] * 3
         for key in KEYS[:2]:
             value = client.get(key_name(key))
@@ -194,13 +226,13 @@ class TestParts:
         assert loaded == [[None, None, batch[2][1]]] * 2
         assert corrupt(metrics) == 2, "one with each read"
         assert tier.write(batch) == [WriteStatus.STORED, WriteStatus.STORED, WriteStatus.EXISTS]
-        assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [payload for _, payload in batch]
+        assert read_blocks(tier, KEYS[:3], BLOCK_BYTES) == [payload for _, payload, _ in batch]
         tier.close()
 
     def test_parts_of_different_bytes_never_meet(self, tier: Tier, client: redis.Redis, parts: list[bytes]) -> None:
         """Two writers of one key, the first of whom died before it was whole."""
         client.delete(parts[0])
-        assert tier.write([(KEYS[0], PAYLOADS[5])]) == [WriteStatus.STORED]
+        assert tier.write([summed(KEYS[0], PAYLOADS[5])]) == [WriteStatus.STORED]
         assert client.exists(*parts) == 4, "the dead one's are still there"
         assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [PAYLOADS[5]]
 
@@ -209,8 +241,8 @@ class TestParts:
         assert client.dbsize() == 0
         server.limit(4 * MIB, policy="noeviction")
         big = make_payload("big", 6 * MIB)
-        assert tier.write([(KEYS[2], big)]) == [WriteStatus.FULL]
+        assert tier.write([summed(KEYS[2], big)]) == [WriteStatus.FULL]
         assert client.dbsize() == 0
         server.limit(0)
-        assert tier.write([(KEYS[2], big)]) == [WriteStatus.STORED]
+        assert tier.write([summed(KEYS[2], big)]) == [WriteStatus.STORED]
         assert read_blocks(tier, KEYS[2:3], len(big)) == [big]

@@ -15,7 +15,7 @@ import pytest
 
 from free_port import free_port
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisTier
@@ -86,7 +86,7 @@ def test_a_stopped_server_costs_a_deadline_and_its_late_answers_reach_nobody(ser
         start = time.monotonic()
         assert tier.read(KEYS, into) == [Status.MISS] * 16
         assert tier.lookup(KEYS) == [Status.MISS] * 16
-        assert tier.write([(make_key("new"), make_payload("new", 8 * MIB))]) == [WriteStatus.FAILED]
+        assert tier.write([summed(make_key("new"), make_payload("new", 8 * MIB))]) == [WriteStatus.FAILED]
         assert tier.discard(KEYS) == 0
         assert tier.usage() == Usage(0, 0, 0)
         assert time.monotonic() - start < WAIT_S
@@ -95,7 +95,7 @@ def test_a_stopped_server_costs_a_deadline_and_its_late_answers_reach_nobody(ser
     # The server executes what it had received: the reads, and perhaps the discard. None of it may confuse a call.
     poll(lambda: tier.write(items(16)) in ([WriteStatus.STORED] * 16, [WriteStatus.EXISTS] * 16))
     for order in (KEYS, KEYS[::-1]):
-        wanted = dict(items(16))
+        wanted = {key: payload for key, payload, _ in items(16)}
         loaded = read_blocks(tier, order, BLOCK_BYTES)
         assert all(block in (None, wanted[key]) for key, block in zip(order, loaded, strict=True))
     assert [bytes(buffer) for buffer in into] == before
@@ -108,7 +108,7 @@ def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
     patient = connect(server.url)
     keys = [make_key(("big", i)) for i in range(64)]
     payload = make_payload("big", 2 * MIB)
-    assert patient.write([(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
+    assert patient.write([summed(key, payload) for key in keys]) == [WriteStatus.STORED] * 64
     into = [memoryview(bytearray(2 * MIB)) for _ in keys]
 
     def stop_after_some() -> None:

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.keys import StoreKey
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
-from kvtier.testing.contract import make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis.address import Kind, RedisAddress, Tls
@@ -38,7 +38,7 @@ BLOCK_BYTES = 64 * 1024
 NUM_BLOCKS = 48
 KEYS = [make_key(i) for i in range(NUM_BLOCKS)]
 PAYLOADS = [make_payload(i, BLOCK_BYTES) for i in range(NUM_BLOCKS)]
-ITEMS = list(zip(KEYS, PAYLOADS, strict=True))
+ITEMS = [summed(*block) for block in zip(KEYS, PAYLOADS, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_tls(tmp_path: Path) -> None:
         url = f"rediss://127.0.0.1:{port}?ca={ca}&cert={cert}&key={key}"
         tier = connect(url, metrics=metrics)
         big = make_payload("big", 9 * MIB)
-        assert tier.write([*ITEMS, (make_key("big"), big)]) == [WriteStatus.STORED] * (NUM_BLOCKS + 1)
+        assert tier.write([*ITEMS, summed(make_key("big"), big)]) == [WriteStatus.STORED] * (NUM_BLOCKS + 1)
         for _ in range(3):
             assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
         assert read_blocks(tier, [make_key("big")], len(big)) == [big]
@@ -335,10 +335,10 @@ def test_sentinels_lead_to_the_new_master(tmp_path: Path) -> None:
         with servers[1].client() as replica:
             poll(lambda: replica.info("replication")["master_link_status"] == "up" and replica.dbsize() == NUM_BLOCKS)
             servers[0].kill()
-            assert tier.write([(make_key("new"), PAYLOADS[0])]) == [WriteStatus.FAILED]
+            assert tier.write([summed(make_key("new"), PAYLOADS[0])]) == [WriteStatus.FAILED]
             with redis.Redis(port=sentinel) as client:
                 client.execute_command("SENTINEL", "SET", "main", "down-after-milliseconds", "300")
-            poll(lambda: tier.write([(make_key("new"), PAYLOADS[0])]) == [WriteStatus.STORED])
+            poll(lambda: tier.write([summed(make_key("new"), PAYLOADS[0])]) == [WriteStatus.STORED])
             assert replica.info("replication")["role"] == "master"
         assert read_blocks(tier, KEYS, BLOCK_BYTES) == PAYLOADS
         for either in (tier, unknown):

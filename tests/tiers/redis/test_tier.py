@@ -9,7 +9,15 @@ from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import ChainHash, NamespaceId, TenantId, store_key
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks, tier_state_machine
+from kvtier.testing.contract import (
+    MakeTier,
+    TierContract,
+    make_key,
+    make_payload,
+    read_blocks,
+    summed,
+    tier_state_machine,
+)
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.redis.commands import key_name
 from redis_rig import (
@@ -110,7 +118,7 @@ def test_packed_blocks_are_smaller_and_read_by_a_tier_that_writes_raw_ones(
 ) -> None:
     payload = make_payload("a", BLOCK_BYTES // 8) * 8
     packing, plain = connect(server.url, codec=Codec.LZ4), connect(server.url)
-    assert packing.write([(KEYS[0], payload), (KEYS[1], PAYLOADS[1])]) == [WriteStatus.STORED] * 2
+    assert packing.write([summed(KEYS[0], payload), summed(KEYS[1], PAYLOADS[1])]) == [WriteStatus.STORED] * 2
     assert client.strlen(key_name(KEYS[0])) < BLOCK_BYTES // 2
     assert client.strlen(key_name(KEYS[1])) == BLOCK_BYTES + 96, "what does not pay is stored raw"
     assert read_blocks(plain, KEYS[:2], BLOCK_BYTES) == [payload, PAYLOADS[1]]
@@ -123,7 +131,7 @@ def test_packed_blocks_are_smaller_and_read_by_a_tier_that_writes_raw_ones(
 def test_blocks_of_any_size(server: RedisServer, nbytes: int, codec: Codec) -> None:
     tier = connect(server.url, codec=codec, ttl_s=1000.0)
     payloads = [make_payload(nbytes, nbytes // 2) * 2 + b"x" * (nbytes % 2), make_payload("b", nbytes)]
-    assert tier.write(list(zip(KEYS, payloads, strict=False))) == [WriteStatus.STORED] * 2
+    assert tier.write([summed(*block) for block in zip(KEYS, payloads, strict=False)]) == [WriteStatus.STORED] * 2
     assert read_blocks(tier, KEYS[:3], nbytes) == [*payloads, None]
     assert tier.discard(KEYS[:2]) == 2
     assert tier.usage().num_blocks == 0
@@ -132,8 +140,8 @@ def test_blocks_of_any_size(server: RedisServer, nbytes: int, codec: Codec) -> N
 
 def test_thousands_of_keys(server: RedisServer) -> None:
     tier = connect(server.url)
-    batch = [(make_key(("many", i)), make_payload(i, 100)) for i in range(5000)]
-    keys = [key for key, _ in batch]
+    batch = [summed(make_key(("many", i)), make_payload(i, 100)) for i in range(5000)]
+    keys = [key for key, _, _ in batch]
     assert tier.write(batch[::2]) == [WriteStatus.STORED] * 2500
     assert tier.lookup(keys) == [Status.HIT, Status.MISS] * 2500
     assert read_blocks(tier, keys, 100) == [None if i % 2 else batch[i][1] for i in range(5000)]
@@ -174,13 +182,14 @@ def test_a_full_server_that_does_not_evict_refuses_writes_and_nothing_else(
     metrics = Metrics()
     tier = connect(server.url, metrics=metrics, ttl_s=1000.0)
     server.limit(MIB, policy="noeviction")
-    batch = [(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(64)]
+    batch = [summed(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(64)]
     statuses = tier.write(batch)
     assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
     assert tier.write(batch[:1]) == [WriteStatus.EXISTS]
-    loaded = read_blocks(tier, [key for key, _ in batch], BLOCK_BYTES)
+    loaded = read_blocks(tier, [key for key, _, _ in batch], BLOCK_BYTES)
     assert loaded == [
-        payload if status is WriteStatus.STORED else None for (_, payload), status in zip(batch, statuses, strict=True)
+        payload if status is WriteStatus.STORED else None
+        for (_, payload, _), status in zip(batch, statuses, strict=True)
     ]
     assert [r for r in caplog.records if "is full: OOM" in r.message]
     assert all_errors(metrics) == []

@@ -13,7 +13,7 @@ from build_rig import result
 from direct_rig import BLOCK_BYTES, NUM_BLOCKS, Engine, Rows, engine, is_right
 from kvtier.memory import memfd
 from kvtier.net.stream import PlainStream
-from kvtier.testing.blocks import make_key
+from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.sidecar import DirectReads
 from kvtier.tiers.sidecar import child as child_module
 from kvtier_pool.settings import PoolLimits
@@ -44,7 +44,7 @@ def test_slots_that_were_given_away_in_the_middle_of_a_copy(lease_s: float, tmp_
         until(lambda: held_bytes(pool) == 0)
         with contextlib.closing(connect(pool.block[0], shared_memory=True)) as other:
             for label in range(64):
-                other.write([(make_key(label), bytes(BLOCK_BYTES))])
+                other.write([summed(make_key(label), bytes(BLOCK_BYTES))])
             reader.device.gate.set()
             loaded = reader.finish(job_id)
         assert reader.device.num_leased == NUM_BLOCKS, "they were copied"

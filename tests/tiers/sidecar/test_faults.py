@@ -19,7 +19,7 @@ from kvtier.errors import UnavailableError
 from kvtier.events import EventKind
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import make_key, make_payload
+from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.sidecar import SidecarTier, TierProcess
 from suspending import suspend
@@ -66,7 +66,7 @@ def test_no_byte_comes_from_a_process_whose_call_was_answered(
     assert bytes(buffer) == other
     held.unlink()
     until(lambda: process.pid not in (None, pid), "another process serves")
-    assert tier.write([(KEY, buffer)]) == [WriteStatus.STORED]
+    assert tier.write([summed(KEY, buffer)]) == [WriteStatus.STORED]
     assert tier.read([KEY], [arena.view(4)]) == [Status.HIT]
     assert bytes(arena.view(4)) == other
     assert restarts(metrics) == 1
@@ -107,7 +107,7 @@ def test_a_disk_is_known_again_after_a_restart(tmp_path: Path, arena: Arena) -> 
     payloads = [make_payload(i, BLOCK_BYTES) for i in range(8)]
     for slot, payload in enumerate(payloads):
         arena.view(slot)[:] = payload
-    assert tier.write([(key, arena.view(i)) for i, key in enumerate(keys)]) == [WriteStatus.STORED] * 8
+    assert tier.write([summed(key, arena.view(i)) for i, key in enumerate(keys)]) == [WriteStatus.STORED] * 8
     os.kill(pid, signal.SIGKILL)
     until(lambda: process.pid not in (None, pid), "another process serves")
     assert EventKind.CLEARED in [event.kind for event in heard.events]
@@ -146,7 +146,7 @@ def test_killed_again_and_again(arena: Arena) -> None:
             key, buffer = make_key((worker, turn)), arena.view(2 * worker)
             payload = make_payload((worker, turn), BLOCK_BYTES)
             buffer[:] = payload
-            if tier.write([(key, buffer)]) == [WriteStatus.STORED]:
+            if tier.write([summed(key, buffer)]) == [WriteStatus.STORED]:
                 into = arena.view(2 * worker + 1)
                 into[:] = bytes(BLOCK_BYTES)
                 if tier.read([key], [into]) == [Status.HIT]:

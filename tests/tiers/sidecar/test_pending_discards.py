@@ -20,6 +20,7 @@ from kvtier.errors import ClosedError, InvariantError
 from kvtier.events import Event, EventKind
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
+from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload
 from kvtier.testing.leaks import Holdings, require_nothing_beyond
 from kvtier.tiers.base import Status, WriteStatus
@@ -38,7 +39,7 @@ def filled(folder: Path, arena: Arena, heard: Heard) -> tuple[TierProcess, Sidec
     tier = SidecarTier("disk", process)
     for i in range(len(KEYS)):
         arena.view(i)[:] = make_payload(i, BLOCK_BYTES)
-    items = [(key, arena.view(i)) for i, key in enumerate(KEYS)]
+    items = [summed(key, arena.view(i)) for i, key in enumerate(KEYS)]
     assert tier.write(items) == [WriteStatus.STORED] * len(KEYS)
     pid = process.pid
     assert pid is not None

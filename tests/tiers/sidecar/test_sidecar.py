@@ -15,7 +15,7 @@ from kvtier.errors import ClosedError, ConfigError, InvalidInputError, KvtierErr
 from kvtier.events import Event, EventKind, TierState
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload
+from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.sidecar import SidecarTier
@@ -31,6 +31,8 @@ class TestDiskAside(TierContract):
 
 
 class TestMemoryAside(TierContract):
+    verifies = False
+
     @pytest.fixture
     def make_tier(self) -> MakeTier:
         return lambda capacity_bytes: staged("memory", str(capacity_bytes), "memory")
@@ -51,7 +53,7 @@ def test_events_and_counters_reach_the_engine(tmp_path: Path, arena: Arena) -> N
     keys = [make_key(i) for i in range(8)]
     for slot in range(8):
         arena.view(slot)[:] = make_payload(slot, BLOCK_BYTES)
-    assert tier.write([(key, arena.view(i)) for i, key in enumerate(keys)]) == [WriteStatus.STORED] * 8
+    assert tier.write([summed(key, arena.view(i)) for i, key in enumerate(keys)]) == [WriteStatus.STORED] * 8
     assert heard.keys == set(keys)
     assert tier.discard(keys[:2]) == 2
     assert heard.keys == set(keys[2:])
@@ -72,7 +74,7 @@ def test_every_metric_of_a_tier_reaches_the_engine_or_is_known_not_to() -> None:
 def test_what_a_folder_holds_is_known_from_the_start(tmp_path: Path, arena: Arena) -> None:
     keys = [make_key(i) for i in range(40)]
     with_blocks = DiskTier.open(tmp_path / "disk", 4 * MIB, reserve_bytes=0)
-    with_blocks.write([(key, bytes(BLOCK_BYTES)) for key in keys])
+    with_blocks.write([summed(key, bytes(BLOCK_BYTES)) for key in keys])
     with_blocks.close()
     heard = Heard()
     process = start(arena, "disk", json.dumps([str(tmp_path / "disk"), 4 * MIB]), on_event=heard)
@@ -86,10 +88,10 @@ def test_only_buffers_in_the_shared_memory(arena: Arena) -> None:
     foreign = memoryview(bytearray(BLOCK_BYTES))
     for view in (foreign, memoryview(b"x" * BLOCK_BYTES)):
         with pytest.raises(InvalidInputError, match="not in the memory"):
-            tier.write([(make_key(0), view)])
+            tier.write([summed(make_key(0), view)])
     with pytest.raises(InvalidInputError, match="not in the memory"):
         tier.read([make_key(0)], [foreign])
-    assert tier.write([(make_key(0), arena.view(63))]) == [WriteStatus.STORED], "the last bytes are in it"
+    assert tier.write([summed(make_key(0), arena.view(63))]) == [WriteStatus.STORED], "the last bytes are in it"
     tier.close()
     process.close()
     process.close()
@@ -116,7 +118,7 @@ def test_batches_larger_than_a_request(monkeypatch: pytest.MonkeyPatch, arena: A
     views = [arena.view(i) for i in range(8)]
     for i, view in enumerate(views):
         view[:] = make_payload(i, BLOCK_BYTES)
-    assert tier.write(list(zip(keys, views, strict=True))) == [WriteStatus.STORED] * 8
+    assert tier.write([summed(*block) for block in zip(keys, views, strict=True)]) == [WriteStatus.STORED] * 8
     into = [arena.view(20 + i) for i in range(8)]
     assert tier.read(keys, into) == [Status.HIT] * 8
     assert [bytes(view) for view in into] == [make_payload(i, BLOCK_BYTES) for i in range(8)]

@@ -16,7 +16,7 @@ from kvtier.tiers.disk.state.log_state import LogState
 
 _ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
-_PLACE = ("segment", "page", "codec", "raw_length", "stored_length", "checksum")
+_PLACE = ("segment", "page", "codec", "raw_length", "stored_length", "checksum", "version")
 
 ReadBlocks = Callable[[Sequence[Wanted]], Iterable[Answer]]
 """An answer per block, in any order."""
@@ -55,10 +55,10 @@ class ReadPath:
         there = np.flatnonzero(rows >= 0).tolist()
         fields = zip(*(records[name].tolist() for name in _PLACE), strict=True)
         wanted = []
-        for at, (segment, page, codec, raw, stored, checksum) in zip(there, fields, strict=True):
+        for at, (segment, page, codec, raw, stored, checksum, version) in zip(there, fields, strict=True):
             index = left[at]
             if raw == len(into[index]):
-                header = Header(keys[index], Codec(codec), raw, stored, checksum)
+                header = Header(keys[index], Codec(codec), raw, stored, checksum, version)
                 wanted.append(Wanted(index, segment, page, header, into[index]))
         return wanted
 

@@ -6,9 +6,9 @@ import numpy as np
 from prometheus_client import Counter
 
 from kvtier.events import EventKind
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import TENANT_ID_BYTES, TenantId
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
@@ -21,15 +21,15 @@ _PART_BYTES = 8 << 20
 """Written at once: enough for full speed, few enough for several threads."""
 _PART_BLOCKS = 256
 
-Work = tuple[int, Claim, ReadableBuffer]
-"""Place in the caller's batch, claim, payload."""
+Work = tuple[int, Claim, ReadableBuffer, int]
+"""Place in the caller's batch, claim, payload, the writer's checksum."""
 Outcome = tuple[int, "WriteStatus | BaseException"]
 """Place in the caller's batch; an exception is the caller's fault."""
 
 
 def sort_out(
-    items: Sequence[tuple[StoreKey, ReadableBuffer]],
-) -> tuple[Sequence[tuple[StoreKey, ReadableBuffer]], list[BaseException]]:
+    items: Sequence[Item[ReadableBuffer]],
+) -> tuple[Sequence[Item[ReadableBuffer]], list[BaseException]]:
     """Items whose payloads are contiguous bytes, whose length is what they take; and what the others raise."""
     errors: list[BaseException] = []
     sound = []
@@ -94,9 +94,9 @@ class BlockWriter:
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
         for work in part:
-            index, claim, payload = work
+            index, claim, payload, checksum = work
             try:
-                header, stored = self._packer.encode(claim.key, payload)
+                header, stored = self._packer.encode(claim.key, payload, checksum)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))

@@ -24,11 +24,13 @@ RECORD = np.dtype(
         ("stored_length", "<u4"),
         ("raw_length", "<u4"),
         ("codec", "u1"),
+        ("version", "u1"),
         ("uses", "u1"),
     ],
     align=False,
 )
-"""What is needed to read a record and to know that it is the right one: the checksum covers the whole key."""
+"""What is needed to read a record and to know that it is the right one: the checksum covers the whole key. Codec and
+version are those of its stored form."""
 
 _FEWEST = 64
 _ROW_GROWTH, _MOST_GROWTH = 10, 1 << 16

@@ -237,7 +237,7 @@ def records_of(entries: Entries, tags: Tags, segment: int) -> Records:
     records = np.zeros(len(entries), RECORD)
     headers = entries["header"]
     records["tag"], records["segment"], records["page"] = tags, segment, entries["page"]
-    for field in ("checksum", "stored_length", "raw_length", "codec"):
+    for field in ("checksum", "stored_length", "raw_length", "codec", "version"):
         records[field] = headers[field]
     return records
 

@@ -15,7 +15,7 @@ from kvtier.memory.pieces import Payload, Target
 from kvtier.protocol.block import Verb
 from kvtier.protocol.groups import group, windows
 from kvtier.protocol.shared_memory import PLACE
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.shared_memory.lease import PoolLease
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
@@ -62,11 +62,11 @@ class PoolMemory:
             for part in parts:
                 part.release()
 
-    def write(self, items: Sequence[tuple[StoreKey, Payload]], deadline: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
         """See `PoolTransport.write`. FAILED: not tried any more, or not mapped."""
         parts: list[WritePart] = []
         try:
-            for start, stop in self._ranges(self._writes, [len(payload) for _, payload in items], deadline):
+            for start, stop in self._ranges(self._writes, [len(payload) for _, payload, _ in items], deadline):
                 parts.append(WritePart(self._writes, items[start:stop], deadline))
                 if len(parts) > 1:
                     parts[-2].copy()

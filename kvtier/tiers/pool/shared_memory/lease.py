@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import checksum
+from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.slab_layout import SLAB_STRIDE, SharedSlab
 from kvtier.tiers.lease import MappableSlab, SlotRef

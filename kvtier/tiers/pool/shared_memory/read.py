@@ -6,7 +6,7 @@ A part waits for the pool only before its first copy: while it is copied, the po
 from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import copy_checked
+from kvtier.codec.checksums import copy_checked
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.pieces import Target

@@ -8,14 +8,12 @@ import struct
 from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import copy_checked
-from kvtier.identity.keys import StoreKey
-from kvtier.memory.pieces import Payload
+from kvtier.memory.pieces import Payload, copy_payload
 from kvtier.memory.slab_layout import SLAB_STRIDE
 from kvtier.protocol.block import Verb
 from kvtier.protocol.groups import group, require_count
 from kvtier.protocol.shared_memory import WORD
-from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Request
 
@@ -23,12 +21,12 @@ from kvtier.tiers.pool.shared_memory.session import Request
 class WritePart:
     """Some blocks of a write. One thread. Errors are those of `MemoryLink`; after any of them only `abandon`."""
 
-    def __init__(self, link: MemoryLink, items: Sequence[tuple[StoreKey, Payload]], deadline: float) -> None:
+    def __init__(self, link: MemoryLink, items: Sequence[Item[Payload]], deadline: float) -> None:
         """Asks the pool for room."""
         self._link = link
         self._items = items
         self._deadline = deadline
-        grouped = group([key for key, _ in items], [len(payload) for _, payload in items])
+        grouped = group([key for key, _, _ in items], [len(payload) for _, payload, _ in items])
         self._order = grouped.order
         self._asked = link.send(Verb.PREPARE, {"groups": grouped.fields}, len(items), deadline)
         self._session = self._asked.session
@@ -60,18 +58,19 @@ class WritePart:
 
     def copy(self) -> None:
         """Copies while there is time, and has the pool make readable what was copied."""
-        targets: list[tuple[StoreKey, memoryview, Payload]] = []
+        targets: list[tuple[memoryview, Payload, int]] = []
         for i, slot in self._places:
             slab = self._session.slabs.get(slot // SLAB_STRIDE)
             if slab is None or not slab.writable:
                 break
-            key, payload = self._items[i]
-            targets.append((key, slab.slot(slot, len(payload)), payload))
+            _, payload, checksum = self._items[i]
+            targets.append((slab.slot(slot, len(payload)), payload, checksum))
         checksums: list[int] = []
-        for key, target, payload in targets:
+        for target, payload, checksum in targets:
             if MONOTONIC() > self._deadline:
                 break
-            checksums.append(copy_checked(key, target, payload))
+            copy_payload(target, payload)
+            checksums.append(checksum)
         self._places = self._places[: len(checksums)]
         if checksums:
             fields = {"write": self._write, "checksums": struct.pack(f"<{len(checksums)}Q", *checksums)}
