@@ -8,7 +8,7 @@ from functools import partial
 from kvtier.clock import MONOTONIC
 from kvtier.identity.keys import StoreKey
 from kvtier.store.cold_reads import Block, ColdReads
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.host.tier import HostTier
@@ -25,7 +25,7 @@ class LowerTier:
 class LowerTiers:
     """From the fastest to the slowest, or none at all. Any thread, without a lock of memory's."""
 
-    def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: PoolMetrics) -> None:
+    def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics) -> None:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
         self.tiers = [each.tier for each in lower]
         self._ways = [WriteBehind(memory, each.tier, metrics, each.settings) for each in lower]

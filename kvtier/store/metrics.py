@@ -1,36 +1,14 @@
-"""What the pool service counts. Tiers count their own reads and writes (`kvtier.metrics`)."""
+"""What a store counts. Tiers count their own reads and writes (`kvtier.metrics`)."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
 
 
-class PoolMetrics:
+class StoreMetrics:
     """Owns nothing but the counters; `registry` is the caller's. Any thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._block_calls_by: dict[tuple[str, str], Counter] = {}
-        """Children of `block_calls`; changed by single operations only."""
-        self.calls = Counter(
-            "kvtier_pool_calls",
-            "Calls by verb and by the gRPC code they ended with.",
-            ["verb", "code"],
-            registry=registry,
-        )
-        self.block_calls = Counter(
-            "kvtier_pool_block_calls",
-            "Requests over the block protocol by verb and result; lost: the connection ended before the answer.",
-            ["verb", "result"],
-            registry=registry,
-        )
-        self.block_connections = Gauge(
-            "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
-        )
-        self.block_connections_refused = Counter(
-            "kvtier_pool_block_connections_refused",
-            "Connections turned away because max_connections were open.",
-            registry=registry,
-        )
         self.read_blocks = Counter(
             "kvtier_pool_read_blocks",
             "Blocks asked for, by where they were found; TIER_private: read from TIER with no room in memory.",
@@ -42,16 +20,6 @@ class PoolMetrics:
             "kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"], registry=registry
         )
         self.received_bytes = Counter("kvtier_pool_received_bytes", "Payload bytes stored.", registry=registry)
-        self.shared_bytes = Gauge(
-            "kvtier_pool_shared_held_bytes",
-            "Payload bytes that clients hold in shared memory: leases and write slots.",
-            registry=registry,
-        )
-        self.expired_leases = Counter(
-            "kvtier_pool_expired_leases",
-            "Leases that ended by their deadline, not by their client.",
-            registry=registry,
-        )
         self.pins = Counter(
             "kvtier_pool_pins", "Blocks asked to be pinned in memory, by answer.", ["status"], registry=registry
         )
@@ -83,13 +51,6 @@ class PoolMetrics:
         )
         for source in ("memory", "miss"):
             self.read_blocks.labels(source)
-
-    def count_block_call(self, verb: str, result: str) -> None:
-        """`block_calls`, at a third of the price: a message of shared memory takes no longer than its counting."""
-        child = self._block_calls_by.get((verb, result))
-        if child is None:
-            child = self._block_calls_by[verb, result] = self.block_calls.labels(verb, result)
-        child.inc()
 
     def prepare_tier(self, tier: str) -> None:
         """Makes the samples of a tier below memory, so that they read 0 before anything happened."""

@@ -11,7 +11,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.protocol.retention import PinStatus
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.tiers.host.pins import SlabPin
 from kvtier.tiers.host.tier import HostTier
 
@@ -73,7 +73,7 @@ class Retention:
     """
 
     def __init__(
-        self, memory: HostTier, limits: RetentionLimits, metrics: PoolMetrics, *, clock: Clock = MONOTONIC
+        self, memory: HostTier, limits: RetentionLimits, metrics: StoreMetrics, *, clock: Clock = MONOTONIC
     ) -> None:
         """`start` starts the thread. Memory stays the caller's, and is closed before this."""
         self._memory = memory

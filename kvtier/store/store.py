@@ -16,7 +16,7 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.store.cold_reads import Block, block_of
 from kvtier.store.event_hub import EventHub, Subscription
 from kvtier.store.lower_tiers import LowerTier, LowerTiers
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import Retention, RetentionLimits
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
@@ -67,7 +67,7 @@ class Store:
         memory_bytes: int,
         below: Sequence[LowerTier],
         hub: EventHub,
-        metrics: PoolMetrics,
+        metrics: StoreMetrics,
         min_residency_s: float = 0.0,
         shared: bool = False,
         pins: RetentionLimits | None = None,

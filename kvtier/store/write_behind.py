@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvtier.identity.keys import StoreKey
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.store.write_workers import WriteWorkers
 from kvtier.tiers.base import Status, Tier
@@ -60,7 +60,7 @@ class WriteBehind:
     up before the tier has it is counted as `evicted_unwritten`: nobody waits. Any thread may call anything.
     """
 
-    def __init__(self, memory: HostTier, tier: Tier, metrics: PoolMetrics, settings: WriteBehindSettings) -> None:
+    def __init__(self, memory: HostTier, tier: Tier, metrics: StoreMetrics, settings: WriteBehindSettings) -> None:
         """`start` starts the writers. Memory and tier stay the caller's."""
         self._memory = memory
         self._tier = tier

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from kvtier.identity.keys import StoreKey
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.host.pins import ReadPin
@@ -37,7 +37,7 @@ class WriteWorkers:
         self,
         memory: HostTier,
         tier: Tier,
-        metrics: PoolMetrics,
+        metrics: StoreMetrics,
         waiting: WriteQueue,
     ) -> None:
         """Owns nothing but the threads, which `start` starts."""

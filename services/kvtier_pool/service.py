@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.clock import MONOTONIC
 from kvtier.metrics import Metrics
 from kvtier.store.event_hub import EventHub
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
@@ -19,6 +19,7 @@ from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.settings import PoolSettings
 
@@ -56,7 +57,7 @@ class PoolService:
             min_residency_s=settings.min_residency_s,
             below=open_lower_tiers(settings, hub, tier_metrics),
             hub=hub,
-            metrics=metrics,
+            metrics=StoreMetrics(registry),
             shared=settings.shares_memory,
             pins=settings.retention_limits,
             tier_metrics=tier_metrics,

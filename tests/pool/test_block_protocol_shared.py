@@ -17,10 +17,10 @@ from kvtier.memory.slab_layout import SharedSlab
 from kvtier.protocol.block import encode_head
 from kvtier.protocol.groups import group
 from kvtier.protocol.shared_memory import PLACE
-from kvtier.store.metrics import PoolMetrics
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolLimits
 from pool_rig import MIB, RED, CoreRig, core_rig
 

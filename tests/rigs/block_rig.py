@@ -14,11 +14,11 @@ from kvtier.net.stream import PlainStream
 from kvtier.net.wrong_protocol import PRELUDE_BYTES
 from kvtier.protocol.block import Fields, decode_header, decode_prelude
 from kvtier.protocol.block_socket import FrameSocket
-from kvtier.store.metrics import PoolMetrics
 from kvtier.testing.contract import make_key
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolLimits
 from pool_rig import TENANTS, WAIT_S, CoreRig
 

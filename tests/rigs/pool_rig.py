@@ -22,7 +22,7 @@ from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import WriteBehindSettings
@@ -205,7 +205,7 @@ def core_rig(
         memory_bytes=memory_bytes,
         below=below,
         hub=hub,
-        metrics=PoolMetrics(registry),
+        metrics=StoreMetrics(registry),
         shared=shared,
         pins=pins,
         clock=clock,

@@ -17,7 +17,7 @@ from kvtier.memory.pages import copy_bytes
 from kvtier.metrics import Metrics
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
-from kvtier.store.metrics import PoolMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.store.store import Store
 from kvtier.store.write_behind import WriteBehindSettings
 from kvtier.system.working_folder import working_folder
@@ -131,7 +131,7 @@ def _store(name: str, folder: Path, redis_url: str | None, room: int) -> Iterato
     settings = WriteBehindSettings(queue_bytes=room // 2)
     below = [LowerTier(tier, settings) for tier in tiers]
     hub = EventHub(max_streams=1, buffer=1)
-    store = Store(memory_bytes=room, below=below, hub=hub, metrics=PoolMetrics(registry))
+    store = Store(memory_bytes=room, below=below, hub=hub, metrics=StoreMetrics(registry))
     store.start()
     try:
         yield _Writing(store, registry, [tier.name for tier in tiers], name)

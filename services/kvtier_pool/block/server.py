@@ -10,12 +10,12 @@ from kvtier.net.stream import PlainStream
 from kvtier.net.tls import ServerTls, TlsStream
 from kvtier.protocol.block import VERSIONS, Result, encode_head
 from kvtier.protocol.block_socket import FrameSocket
-from kvtier.store.metrics import PoolMetrics
 from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.listener import Listener
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolSettings
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from kvtier.net.tls_errors import TlsError
 from kvtier.net.wrong_protocol import WrongProtocolError
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, Result, Verb, result_for
 from kvtier.protocol.block_socket import FrameSocket, require_no_payload
-from kvtier.store.metrics import PoolMetrics
 from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_scope import ClientScope
@@ -18,6 +17,7 @@ from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import ClientMemory, SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
 from kvtier_pool.block.verbs import BlockVerbs, Handler
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.wrong_protocol import answer_for
 

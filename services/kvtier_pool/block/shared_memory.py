@@ -11,11 +11,11 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.slab_layout import SLAB_STRIDE, SharedSlab
-from kvtier.store.metrics import PoolMetrics
 from kvtier.store.store import Store
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.pins import PinnedSlots
 from kvtier.tiers.host.slots import WriteSlot
+from kvtier_pool.metrics import PoolMetrics
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25

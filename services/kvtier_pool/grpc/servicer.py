@@ -17,11 +17,11 @@ from kvtier.protocol.frames import decode_frames, encode_blocks
 from kvtier.protocol.groups import windows
 from kvtier.protocol.status import code_for
 from kvtier.store.cold_reads import Block
-from kvtier.store.metrics import PoolMetrics
 from kvtier.store.store import Store
 from kvtier.tiers.base import Status
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.grpc.upload import Upload
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
 from kvtier_pool.settings import PoolLimits
 from kvtier_pool.subject_names import names_in

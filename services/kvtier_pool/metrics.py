@@ -1,0 +1,48 @@
+"""What the pool service counts of calls and connections. Its store counts blocks (`kvtier.store.metrics`)."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class PoolMetrics:
+    """Owns nothing but the counters; `registry` is the caller's. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._block_calls_by: dict[tuple[str, str], Counter] = {}
+        """Children of `block_calls`; changed by single operations only."""
+        self.calls = Counter(
+            "kvtier_pool_calls",
+            "Calls by verb and by the gRPC code they ended with.",
+            ["verb", "code"],
+            registry=registry,
+        )
+        self.block_calls = Counter(
+            "kvtier_pool_block_calls",
+            "Requests over the block protocol by verb and result; lost: the connection ended before the answer.",
+            ["verb", "result"],
+            registry=registry,
+        )
+        self.block_connections = Gauge(
+            "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
+        )
+        self.block_connections_refused = Counter(
+            "kvtier_pool_block_connections_refused",
+            "Connections turned away because max_connections were open.",
+            registry=registry,
+        )
+        self.shared_bytes = Gauge(
+            "kvtier_pool_shared_held_bytes",
+            "Payload bytes that clients hold in shared memory: leases and write slots.",
+            registry=registry,
+        )
+        self.expired_leases = Counter(
+            "kvtier_pool_expired_leases",
+            "Leases that ended by their deadline, not by their client.",
+            registry=registry,
+        )
+
+    def count_block_call(self, verb: str, result: str) -> None:
+        """`block_calls`, at a third of the price: a message of shared memory takes no longer than its counting."""
+        child = self._block_calls_by.get((verb, result))
+        if child is None:
+            child = self._block_calls_by[verb, result] = self.block_calls.labels(verb, result)
+        child.inc()
