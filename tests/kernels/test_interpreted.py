@@ -1,4 +1,4 @@
-"""Runs the tests of `tests/interpreted` in other processes: Triton's interpreter is chosen before its import."""
+"""Runs `tests/kernels/interpreted` in other processes: Triton's interpreter is chosen before its import."""
 
 import os
 import subprocess

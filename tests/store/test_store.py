@@ -1,4 +1,4 @@
-"""PoolCore: memory over disk, without a transport."""
+"""The store: memory over disk, without a transport."""
 
 import errno
 import threading

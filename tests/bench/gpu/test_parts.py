@@ -1,6 +1,6 @@
 """`make gpu` as far as it goes without a GPU: figures, comparisons, time. Parts run in tiny size.
 
-Those whose kernels the interpreter can do are in `tests/interpreted`.
+Those whose kernels the interpreter can do are in `tests/kernels/interpreted`.
 """
 
 import contextlib

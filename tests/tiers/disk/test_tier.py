@@ -158,7 +158,7 @@ def test_sealed_blocks_are_not_there(open_disk: Open, monkeypatch: pytest.Monkey
     tier = open_disk()
     assert tier.write([plain]) == [WriteStatus.STORED]
     with monkeypatch.context() as patch:
-        patch.setattr("kvtier.tiers.common.codec_choice.encode", seal)
+        patch.setattr("kvtier.tiers.common.packer.encode", seal)
         assert tier.write([sealed]) == [WriteStatus.STORED]
     tier = open_disk()
     assert tier.lookup([sealed[0], plain[0]]) == [Status.MISS, Status.HIT]
