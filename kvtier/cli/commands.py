@@ -33,7 +33,7 @@ class LazyGroup(TyperGroup):
         )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As every group does; here the module of the command is imported.
+        """Finds the command and the arguments that are left, and imports the module of the command.
 
         :raises ModuleNotFoundError: the command needs something that is not installed.
         """
@@ -86,7 +86,7 @@ def help_line(entry: EntryPoint) -> str:
 
 
 def _help_argument(value: ast.expr) -> str:
-    """Of `typer.Typer(help="...")`."""
+    """The text of `help` in a call `typer.Typer(help="...")`; empty if `value` is no such call."""
     keywords = value.keywords if isinstance(value, ast.Call) else []
     texts = [keyword.value for keyword in keywords if keyword.arg == "help"]
     return str(texts[0].value) if texts and isinstance(texts[0], ast.Constant) else ""

@@ -32,30 +32,32 @@ class PoolServiceConfig(Section):
     listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7600"])
     """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
     grpc_listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
-    """Addresses of the gRPC API, likewise."""
+    """Addresses of the gRPC API: `host:port` or `unix:/path`; port 0 takes a free one."""
     http_listen: HttpAddress = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
     files count from the next connection on."""
     tls_key: Path | None = None
-    """Of that certificate, not encrypted."""
+    """The private key of `tls_certificate`, in PEM and not encrypted."""
     tls_client_ca: Path | None = None
-    """CAs, in PEM, of clients' certificates: who has none is refused, but by `http_listen`, since probes have none."""
+    """CAs, in PEM, of clients' certificates. A client without a certificate is refused, but by `http_listen`, since
+    probes have none."""
     shared_memory: bool = True
     """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
     socket_mode: SocketMode = 0o600
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
-    """Of the block protocol, one thread each, and as many of gRPC per address. An engine needs `load_threads` and two
-    or three more. Those that have not said who they are make way, and of gRPC those without a call for a minute."""
+    """Connections of the block protocol, one thread each, and as many of gRPC per address. An engine needs
+    `load_threads` and two or three more. Connections whose clients have not said who they are make way, and of gRPC
+    those without a call for a minute."""
     memory_bytes: Bytes = ByteSize(2**30)
     """Memory tier; the process needs about 100 MB besides."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """So long a block stays in memory at least: writers hear FULL rather than that others lose what they have just been
-    told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at most, so
-    large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what memory
-    evicts."""
+    """A block stays in memory for at least this time: writers hear FULL rather than that others lose what they have
+    just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at
+    most, so large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what
+    memory evicts."""
     disk_dir: Path | None = None
     """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
     disk_bytes: Bytes = ByteSize(10 * 2**30)
@@ -94,7 +96,7 @@ class PoolServiceConfig(Section):
     are mostly read (`kvtier bench codec`). `planes-zstd` saves three tenths, at a fourth of the speed. Pools of
     a release that does not know a codec find no such block, and remove it."""
     selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
-    """At which use `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
+    """The use at which `write_through_selective` copies a block; writing it is the first. 1 is `write_through`."""
     max_pin_s: Annotated[float, Field(ge=0, le=31_536_000)] = 86_400.0
     """The longest time for which a tenant may pin blocks in memory; more is cut to it. Small makes those who pin ask
     again and again, large keeps what everybody has forgotten about, until a restart. 0: there are no pins."""

@@ -110,7 +110,7 @@ class Stored:
 
     batch_id: int
     refused: dict[str, list[bytes]] = field(default_factory=dict)
-    """By tier, the keys of those blocks that it did not take."""
+    """For each tier, by name, the keys of the blocks that it did not take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class _Held:
     num_blocks: int = 0
     payload_bytes: int = 0
     slab_bytes: int = 0
-    """Of slabs with pins, which cannot go to others."""
+    """Memory of the slabs in which blocks are pinned, which cannot be given to others."""
 
     def add(self, pin: SlabPin, slab_bytes: int, sign: int) -> None:
         self.num_blocks += sign
@@ -62,7 +62,7 @@ class _Held:
 
 
 class Retention:
-    """Which blocks stay in memory, and until when: at most one pin per block, whoever of its tenant asked for it.
+    """Which blocks stay in memory, and until when: at most one pin per block, whichever client of its tenant asked.
 
     A pin ends by its time, by `unpin`, with its block's discard, and with the process. What counts is the memory of
     whole slabs, since one with a single pin can be dropped for nobody, and the number of blocks. Where there are
@@ -87,10 +87,10 @@ class Retention:
         """A heap with an entry for every pin, at its end or before it, and some of pins that are over. Guarded by
         _lock."""
         self._num_in_slab: Counter[int] = Counter()
-        """Pins by number of their slab; none of them 0. Guarded by _lock."""
+        """The number of pins in each slab, by the slab's number; no number is 0. Guarded by _lock."""
         self._all = _Held()
         self._of_tenant: defaultdict[TenantId, _Held] = defaultdict(_Held)
-        """Of those that have pins. Guarded by _lock."""
+        """What pins hold of each tenant; tenants without pins are not in it. Guarded by _lock."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-pins", daemon=True)
         metrics.pinned_blocks.set_function(lambda: self._all.num_blocks)

@@ -34,17 +34,17 @@ class TierShare:
     tier: str
     num_blocks: int
     used_bytes: int
-    """Of the tenant, as the tier counts them."""
+    """Bytes that the tenant's blocks take in the tier, as the tier counts them."""
     capacity_bytes: int
     used_percent: int
-    """Of the capacity, by all tenants."""
+    """How full the tier is with the blocks of all tenants, in percent of its capacity."""
     state: TierState
 
 
 class Store:
     """Blocks in memory, and below it in as many tiers as there are: on disk, in Redis.
 
-    A store key names its tenant, so whoever builds keys from the authenticated tenant and from nothing
+    A store key names its tenant, so code that builds keys from the authenticated tenant and from nothing
     else can reach that tenant's blocks only. A write is acknowledged when memory has the block, and goes
     down in the background as each tier's policy says. A read finds it in memory, or in the first tier
     that has it and then in memory; tiers that did not have it are offered it as if it were new.
@@ -142,7 +142,7 @@ class Store:
 
         FAILED when the key names another tenant than the one who sends it.
 
-        :param writer: who will fill it: this process, or a client that maps the memory, in one of its own slabs.
+        :param writer: what will fill the room: this process, or a client that maps the memory, in one of its own slabs.
         """
         outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
         if key.startswith(tenant):
@@ -163,7 +163,7 @@ class Store:
         """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED.
 
         Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
-        shared memory. Whoever reads them holds them against the checksum again. THROTTLED what was evicted again in the
+        shared memory. Every reader holds them against the checksum again. THROTTLED what was evicted again in the
         same moment, before a tier that should keep it could have it.
         """
         self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
@@ -192,11 +192,11 @@ class Store:
         self._memory.release_places(held)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
-        """See `HostTier.open_slab`."""
+        """A descriptor of a slab of the tenant's memory, for `writer`; the caller closes it. None: no such slab."""
         return self._memory.open_slab(tenant, number, writer)
 
     def retire_writer(self, writer: int) -> None:
-        """See `HostTier.retire_writer`."""
+        """Nobody will write to this writer's slabs in memory again; their blocks can be read until they are evicted."""
         self._memory.retire_writer(writer)
 
     @property
@@ -213,7 +213,8 @@ class Store:
         return self._pins.pin(tenant, keys, ttl_s)
 
     def unpin(self, keys: Sequence[StoreKey]) -> int:
-        """Ends pins, whoever of the tenant made them; returns how many there were. The blocks stay until evicted."""
+        """Ends pins of the tenant, whichever client made them; returns how many there were. The blocks stay until
+        evicted."""
         return self._pins.unpin(keys)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
@@ -229,7 +230,7 @@ class Store:
         return [_share(tier, tenant) for tier in self._local_tiers()]
 
     def local_usages(self) -> dict[str, Callable[[], Usage]]:
-        """By name of each tier on this machine, what asks it how full it is."""
+        """For each tier on this machine, by name, the function that asks it how full it is."""
         return {tier.name: tier.usage for tier in self._local_tiers()}
 
     def subscribe(self, tenant: TenantId) -> Subscription:
@@ -270,7 +271,7 @@ class Store:
             self._below.removed(event.keys)
 
     def _local_tiers(self) -> list[HostTier | DiskTier]:
-        """Those on this machine, which count by tenant."""
+        """The tiers on this machine (memory and disk), which count by tenant."""
         return [tier for tier in (self._memory, *self._below.tiers) if isinstance(tier, (HostTier, DiskTier))]
 
     def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:

@@ -31,21 +31,21 @@ class WriteQueue:
         self._queued: dict[StoreKey, ReadPin] = {}
         """Oldest first."""
         self._owed: dict[StoreKey, None] = {}
-        """Written when memory is about to evict them, or at the end. Oldest first."""
+        """Blocks to be written when memory is about to evict them, or at the end. Oldest first."""
         self._writing: dict[StoreKey, ReadPin | None] = {}
-        """With a writer; None until it has its lease."""
+        """Blocks that are with a writer; None until the writer has its lease."""
         self._put_off: dict[StoreKey, None] = {}
-        """In memory only: refused or crowded out, and worth another try. Oldest first."""
+        """Blocks in memory only, refused or crowded out, and worth another try. Oldest first."""
         self._left_out: set[StoreKey] = set()
-        """In memory only, for good: came too late."""
+        """Blocks in memory only, for good, since they came too late."""
         self._barred: Counter[StoreKey] = Counter()
-        """Being discarded."""
+        """Keys that are being discarded."""
         self.pinned_bytes = 0
         """Payload bytes that cannot be evicted, queued and with writers. Only this class writes it."""
 
     @property
     def num_waiting(self) -> int:
-        """Queued or owed."""
+        """Number of blocks that are queued or owed."""
         return len(self._queued) + len(self._owed)
 
     @property
@@ -58,7 +58,7 @@ class WriteQueue:
 
     @property
     def num_memory_only(self) -> int:
-        """Put off or left out."""
+        """Number of blocks that were put off or left out."""
         return len(self._put_off) + len(self._left_out)
 
     @property
@@ -154,7 +154,7 @@ class WriteQueue:
         return not keys.isdisjoint(self._writing)
 
     def unpinned(self, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        """Those of `keys` that the tier should have and that nothing holds in memory."""
+        """The keys among `keys` whose blocks the tier should have, and which the queue does not pin in memory."""
         return [key for key in keys if key in self._put_off or key in self._left_out or key in self._owed]
 
     def forget(self, keys: Iterable[StoreKey]) -> None:

@@ -14,7 +14,7 @@ from kvtier.tiers.host.tier import HostTier
 _log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 16
 _NUM_THREADS = 2
-"""Of one tier."""
+"""Threads that write to each tier."""
 _WRITE_BACK_SHARE = 1 / 16
 """The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
 _RETRY_S = 5.0
@@ -71,7 +71,7 @@ class WriteWorkers:
             leases = {key: lease for key, lease in batch.items() if lease is not None}
             answers: _Answers
             try:
-                # With the checksums of their writers: what was changed since is a miss to whoever reads it there.
+                # With the checksums of their writers: what was changed since is a miss to its readers there.
                 items = [(key, lease.view, lease.checksum) for key, lease in leases.items()]
                 answers = dict(zip(leases, self._tier.write(items), strict=True)) if items else {}
             except Exception:
@@ -117,7 +117,7 @@ class WriteWorkers:
     def _finish(self, batch: Mapping[StoreKey, ReadPin | None], answers: _Answers) -> None:
         """:param answers: for all of `batch` that memory still had."""
         waiting = self._waiting
-        # Before anybody hears that they are done: who has waited for a drain finds them counted.
+        # Before anybody hears that they are done: a thread that has waited for a drain finds them counted.
         self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
         for each in answers.values():
             self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[each]).inc()

@@ -1,6 +1,6 @@
 """Blocks that a tier lends: they are read where they lie, by a process that maps the tier's memory.
 
-Who borrows maps memory first (`SlotMemory`), which takes time, and says which of it is ready. A loan names places in
+A borrower maps memory first (`SlotMemory`), which takes time, and says which of it is ready. A loan names places in
 that memory alone. While it lasts the places keep their blocks; should they not, their generations say so. So what is
 made of a block counts only if its place had the same generation afterwards, and the loan was not over.
 """
@@ -17,10 +17,10 @@ class MappableSlab(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Nothing in it holds any more, and memory that stays mapped is lost to the tier."""
+        """Whether nothing in the slab holds any more; memory that stays mapped is lost to the tier."""
 
     def share(self, timeout_s: float) -> SharedSlab | None:
-        """For a process that is to map it; the descriptor is the caller's to close. None: it has ended.
+        """A descriptor of the slab, for a process that is to map it; the caller closes it. None: the slab has ended.
 
         `OSError` or `KvtierError`: not to be had within the time.
         """
@@ -30,11 +30,11 @@ class SlotRef(NamedTuple):
     """Where a block lies."""
 
     serial: int
-    """Of its slab."""
+    """The serial number of the slab that the block lies in."""
     slot: int
-    """In the slab."""
+    """The number of the block's slot in its slab."""
     generation: int
-    """Of what the slot holds: it changes before anybody may write there."""
+    """The generation of what the slot holds; it changes before anybody may write to the slot."""
 
 
 class Lease(Protocol):
@@ -42,15 +42,15 @@ class Lease(Protocol):
 
     @property
     def places(self) -> Sequence[SlotRef | None]:
-        """Of each block; None for those not lent. Verified against their keys."""
+        """The place of each block, in order; None for blocks not lent. Places are verified against their keys."""
 
     @property
     def held_until_s(self) -> float:
-        """By the monotonic clock. What is read later counts for nothing."""
+        """When the loan ends, in seconds of the monotonic clock. What is read later counts for nothing."""
 
     @property
     def not_ready(self) -> Mapping[int, MappableSlab]:
-        """By serial: slabs that are worth mapping, none of those that were said to be ready."""
+        """Slabs that are worth mapping, by their serial numbers; none of those that the borrower said were ready."""
 
     def release(self) -> None:
         """Ends the loan, once."""
@@ -61,7 +61,7 @@ class LeasingTier(Protocol):
     """A tier that lends. Any thread."""
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
-        """What it has of these blocks in memory. None: it lends nothing now, for whatever reason; `read` them.
+        """Lends what the tier has of these blocks in memory. None: it lends nothing now, for any reason; `read` them.
 
         :param nbytes: of each payload; others are not lent.
         :param ready: serials of slabs that the caller has mapped. With none, it is told what it might map.

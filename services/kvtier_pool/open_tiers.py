@@ -18,15 +18,15 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier_pool.settings import PoolSettings, RedisSettings
 
 _WRITE_DOWN_SHARE = 1 / 4
-"""Of memory, what may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk that
-keeps what is acknowledged, and bursts do not get to another tier. More: memory has room for little else while it
+"""The share of memory that may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk
+that keeps what is acknowledged, and bursts do not get to another tier. More: memory has room for little else while it
 catches up."""
 _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 """Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
 
 
 def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
-    """From the fastest to the slowest; the caller closes them.
+    """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
     :raises ConfigError: the disk folder cannot be used, or the Redis address is none. A Redis that does not
         answer is no error: it misses until it does.

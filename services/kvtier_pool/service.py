@@ -25,7 +25,7 @@ from kvtier_pool.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
-"""Of a stop's time, how much calls in flight may take; the disk gets what is left."""
+"""The part of a stop's time that calls in flight may take; the disk gets what is left."""
 
 
 @dataclass(frozen=True, slots=True)

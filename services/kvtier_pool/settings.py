@@ -81,7 +81,7 @@ class PoolSettings:
     listen: tuple[str, ...] = ("127.0.0.1:7600",)
     """Addresses of the block protocol, `host:port` or `unix:/path`; port 0 takes a free one."""
     grpc_listen: tuple[str, ...] = ("127.0.0.1:7601",)
-    """gRPC addresses, likewise."""
+    """Addresses where clients connect by gRPC: `host:port` or `unix:/path`."""
     http_listen: str = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics; port 0 takes a free one."""
     disk_dir: Path | None = None
@@ -97,21 +97,21 @@ class PoolSettings:
     disk_segment_bytes: int = 64 << 20
     """Size of the disk tier's files."""
     disk_sync: str = "none"
-    """What of them outlives a loss of power: `none`, `sealed` or `batch`."""
+    """What of the disk tier's files outlives a loss of power: `none`, `sealed` or `batch`."""
     disk_direct_io: str = "auto"
-    """Whether they are read and written past the page cache: `auto`, `on` or `off`."""
+    """Whether the disk tier's files are read and written past the page cache: `auto`, `on` or `off`."""
     redis: RedisSettings | None = None
     """Redis below memory and disk; None: no such tier."""
     selective_uses: int = 2
-    """At which use `write_through_selective` copies a block; writing it is the first."""
+    """The use at which `write_through_selective` copies a block; writing it is the first."""
     shared_memory: bool = True
     """Clients on a Unix socket map the memory tier, where the system can do that (Linux)."""
     socket_mode: int = 0o600
     """Permissions of the block protocol's Unix socket: who may connect. A token is needed besides."""
     max_connections: int = 256
-    """Of the block protocol, one thread each; more are refused, those first that have not said who they are. An engine
-    needs one per transfer at a time. And as many of gRPC on each of its addresses, where those without a
-    call for a minute are closed."""
+    """Connections of the block protocol, one thread each; more are refused, first those whose clients have not said who
+    they are. An engine needs one per transfer at a time. As many of gRPC are allowed on each of its addresses, where
+    connections without a call for a minute are closed."""
     max_pin_s: float = 86_400.0
     """The longest time for which a tenant may pin blocks in memory; 0: there are no pins."""
     pin_share: float = 0.25

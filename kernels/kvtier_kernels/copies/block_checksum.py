@@ -118,7 +118,7 @@ def _load_words(part, word, part_elements, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit
 def _key(number):
-    """As in `checksums`."""
+    """The odd factor for the word of this number, computed as `kvtier_kernels.checksums` does."""
     key = (number + 1) * _KEY_STEP
     key = (key ^ (key >> _HALF)) * _KEY_FACTOR
     return (key ^ (key >> _HALF)) | 1

@@ -57,7 +57,8 @@ def common_unit(*numbers: int) -> int:
 
 
 def alignment(memory: Tensor) -> int:
-    """As `common_unit` takes it: what divides this divides the address and all strides but the last, in bytes."""
+    """A number for `common_unit`: what divides it divides the memory's address and all its strides but the last, in
+    bytes."""
     element = memory.element_size()
     # A view as wider integers counts from the start of the storage, the hardware from 0.
     together = memory.data_ptr() | int(memory.storage_offset()) * element

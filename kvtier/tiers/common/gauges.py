@@ -29,7 +29,7 @@ class TierGauges(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Implements `Collector`."""
+        """Yields the gauges of all tiers for one scrape, asking each tier how full it is."""
         held = GaugeMetricFamily("kvtier_tier_held_blocks", "Blocks that a tier holds", labels=["tier"])
         used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes that a tier's blocks take", labels=["tier"])
         capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes that a tier may take", labels=["tier"])
@@ -74,7 +74,7 @@ class MemoryGauges(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Implements `Collector`."""
+        """Yields the gauges of the rank's memory, and of the time that page-locking has taken, for one scrape."""
         use = self._memory_use()
         memory = GaugeMetricFamily(
             "kvtier_memory_bytes",

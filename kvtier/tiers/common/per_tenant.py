@@ -38,11 +38,11 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         return self._name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`."""
+        """Asks the tier of each key's tenant; a status per key, in order."""
         return self._each(keys, keys, lambda tier, theirs: tier.lookup(theirs))
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[TargetT_contra]) -> list[Status]:
-        """See `Tier.read`."""
+        """Reads each block from the tier of its key's tenant; a status per key, in order."""
         require_pairs(keys, into)
         pairs = list(zip(keys, into, strict=True))
         return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
@@ -54,7 +54,7 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         return tier.lease(keys, nbytes, ready) if isinstance(tier, LeasingTier) else None
 
     def write(self, items: Sequence[Item[PayloadT_contra]]) -> list[WriteStatus]:
-        """See `Tier.write`."""
+        """Writes each block to the tier of its key's tenant; a status per block, in order."""
         return self._each([key for key, _, _ in items], items, lambda tier, theirs: tier.write(theirs))
 
     def by_tenant(self, keys: Sequence[StoreKey]) -> dict[TenantId, list[StoreKey]]:
@@ -62,7 +62,7 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         return {tenant: [keys[i] for i in places] for tenant, places in self._split(keys).items()}
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`."""
+        """Forgets each key in the tier of its tenant; returns how many were there."""
         return sum(self._tiers[tenant].discard(theirs) for tenant, theirs in self.by_tenant(keys).items())
 
     def usage(self) -> Usage:
@@ -75,12 +75,12 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         )
 
     def check(self) -> None:
-        """See `Tier.check`."""
+        """Verifies the bookkeeping of every tenant's tier; raises `InvariantError`."""
         for tier in self._tiers.values():
             tier.check()
 
     def close(self) -> None:
-        """See `Tier.close`."""
+        """Closes the tiers of all tenants, also when closing one of them raises."""
         with contextlib.ExitStack() as stack:
             for tier in self._tiers.values():
                 stack.callback(tier.close)

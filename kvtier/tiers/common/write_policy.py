@@ -13,13 +13,13 @@ class WritePolicy(enum.Enum):
     """One per boundary between a tier and the one below it."""
 
     WRITE_THROUGH = "write_through"
-    """As soon as the upper tier has the block. Others share it at once, and nothing is lost at eviction."""
+    """A block is written as soon as the upper tier has it. Others share it at once, and nothing is lost at eviction."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """At its n-th use, so that what is used once costs the lower tier nothing. What never gets there is forgotten
-    when the upper tier evicts it."""
+    """A block is written at its n-th use, so that what is used once costs the lower tier nothing. What never gets there
+    is forgotten when the upper tier evicts it."""
     WRITE_BACK = "write_back"
-    """When it comes close to its eviction, and at a stop. Writes least, shares last; when writing falls behind,
-    a block is forgotten rather than waited for."""
+    """A block is written when it comes close to its eviction, and at a stop. This policy writes least and shares last;
+    when writing falls behind, a block is forgotten rather than waited for."""
 
 
 class UseCounts(Generic[K]):

@@ -53,7 +53,7 @@ class DiskTier:
     """Blocks in segments: append-only files, each of one tenant, with an index in memory that a start rebuilds.
 
     Every read is verified against the key that was asked for. What is acknowledged outlives the process, however it
-    ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process likewise.
+    ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process in the same way.
 
     Eviction takes the oldest segment of the tenant that has most, and writes blocks that were read since they were
     written once more, the most read first, within `write_amplification`.
@@ -89,7 +89,7 @@ class DiskTier:
         self._on_event = on_event
         self._reads = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
         self._writes = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
-        """Of its own: a read is not to wait behind all of a large batch that is being written."""
+        """Threads for writes alone: a read is not to wait behind all of a large batch that is being written."""
         self._guard = CallGuard(f"tier {name}")
         self._events = EventQueue(name, on_event)
         self._health = MediumHealth(name, metrics, self._events, logging.getLogger(__name__))
@@ -209,7 +209,7 @@ class DiskTier:
             return self._state.statuses(keys, tags)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`."""
+        """Copies the payload of `keys[i]` from disk over all of `into[i]`; a status per key, in order."""
         require_pairs(keys, into)
         with self._guard:
             statuses = self._read_path.read(keys, into, self._read_blocks)

@@ -33,7 +33,7 @@ class SlabPin:
     def __init__(self, entry: Entry[StoreKey], slab: Slab) -> None:
         self.key = entry.key
         self.nbytes = entry.nbytes
-        """Of the payload."""
+        """Length of the payload, in bytes."""
         self._slab = slab
         self._entry: Entry[StoreKey] | None = entry
         """None once unpinned. Guarded by the tier's lock."""
@@ -79,7 +79,8 @@ class Pins:
         self._slots = slots
 
     def acquire(self, keys: Sequence[StoreKey], *, touch: bool = True) -> list[ReadPin | None]:
-        """See `HostTier.acquire`."""
+        """Holds committed blocks in place, to be read without a copy; None where a read would miss. A use if
+        `touch`."""
         leases: list[ReadPin | None] = []
         with self._slots.lock:
             for key in reversed(keys):
@@ -95,7 +96,7 @@ class Pins:
         return leases
 
     def release(self, leases: Iterable[ReadPin | None]) -> None:
-        """See `HostTier.release`."""
+        """Gives leases back. Ignores None and what was released before."""
         with self._slots.lock:
             for lease in leases:
                 if lease is not None and lease._entry is not None:
@@ -103,7 +104,7 @@ class Pins:
                     lease._entry = None
 
     def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> PinnedSlots:
-        """See `HostTier.acquire_places`."""
+        """Holds committed blocks for a process that maps the slabs; other lengths are a MISS. Counts as a use."""
         every: list[tuple[WriterSlots, Entry[StoreKey]]] = []
         places: list[bytes] = []
         statuses = bytearray(len(keys))
@@ -120,14 +121,14 @@ class Pins:
         return PinnedSlots(every, bytes(statuses), b"".join(places))
 
     def release_places(self, places: PinnedSlots) -> None:
-        """See `HostTier.release_places`."""
+        """Gives back all blocks that are held. Idempotent."""
         with self._slots.lock:
             held, places._held = places._held, []
             for writer_slots, entry in held:
                 writer_slots.index.unpin(entry)
 
     def pin(self, keys: Sequence[StoreKey]) -> list[SlabPin | None]:
-        """See `HostTier.pin`."""
+        """Keeps committed blocks in memory until `unpin`; None where a read would miss. Counts as a use."""
         pins: list[SlabPin | None] = []
         with self._slots.lock:
             for key in reversed(keys):
@@ -143,7 +144,7 @@ class Pins:
         return pins
 
     def unpin(self, pins: Iterable[SlabPin]) -> None:
-        """See `HostTier.unpin`."""
+        """Ends pins. Ignores what was unpinned before."""
         with self._slots.lock:
             for pin in pins:
                 entry, pin._entry = pin._entry, None
@@ -158,6 +159,6 @@ class Pins:
         give_back(dropped)
 
     def are_findable(self, pins: Sequence[SlabPin]) -> list[bool]:
-        """See `HostTier.are_findable`."""
+        """Whether each pinned block is what lookups of its key find: not once it was discarded."""
         with self._slots.lock:
             return [p._entry is not None and p._slab.writer_slots.index.find(p.key) is p._entry for p in pins]

@@ -44,9 +44,11 @@ class Slab:
         self.num_pins = 0
         """Pins of its blocks (`HostTier.pin`): with any it stays, for hours perhaps."""
         self.descriptor = descriptor
-        """Of memory that other processes may map; None once given back, or where it is this process's alone."""
+        """Descriptor of memory that other processes may map; None once given back, or where it is this process's
+        alone."""
         self.words: memoryview | None = None
-        """See `words_of`; None in memory that is not shared. Never read here: its writer could change them, too."""
+        """The slab's words (`words_of`); None if memory is not shared. Never read here: its writer could change them,
+        too."""
         self._generations = array("Q", bytes(WORD_BYTES * num_slots)) if descriptor is not None else None
         """What `words` says of each slot's content."""
         if descriptor is not None:
@@ -68,7 +70,7 @@ class Slab:
         return self._generations[place]
 
     def share(self, writer: int) -> SharedSlab | None:
-        """For a process that is to map it: to write there, if `writer` is whose slab it is, and else to read.
+        """A descriptor for a process that is to map the slab: to write, if the slab is `writer`'s, and else to read.
 
         A descriptor of its own, which the caller closes; `OSError`: none to be had. None once given back, or where
         the memory is this process's alone.
@@ -134,9 +136,9 @@ class SizeClass:
         self.nbytes = 0
         """Memory of its slabs."""
         self._slabs: OrderedDict[int, Slab] = OrderedDict()
-        """By number, the one used longest ago first."""
+        """The slabs by number, the one used longest ago first."""
         self._writers: dict[int, WriterSlots] = {}
-        """Of writers that are there, by writer."""
+        """The lanes of the writers that are still there, by writer."""
 
     def writer_slots(self, writer: int) -> WriterSlots:
         """The writer's lane, made if need be."""
@@ -146,11 +148,11 @@ class SizeClass:
         return writer_slots
 
     def writers(self) -> list[WriterSlots]:
-        """Those that have memory, retired ones included. O(slabs)."""
+        """The lanes that have memory, those of retired writers included. O(slabs)."""
         return list({slab.writer_slots: None for slab in self._slabs.values()})
 
     def slabs(self) -> list[Slab]:
-        """The one used longest ago first."""
+        """All slabs, the one used longest ago first."""
         return list(self._slabs.values())
 
     def slab(self, number: int) -> Slab | None:
@@ -203,7 +205,7 @@ class SizeClass:
         return self._slabs[entry.slot // SLAB_STRIDE]
 
     def renew(self, entry: Entry[StoreKey]) -> None:
-        """Begins another generation in the entry's slot: whoever still copies the old content will notice."""
+        """Begins another generation in the entry's slot: a reader that still copies the old content will notice."""
         number, place = divmod(entry.slot, SLAB_STRIDE)
         entry.generation = self._slabs[number].renew(place)
 

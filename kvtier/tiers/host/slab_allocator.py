@@ -14,10 +14,10 @@ from kvtier.tiers.host.slab import OWN_PROCESS, SizeClass, Slab, WriterSlots, ma
 _SLABS_AT_LEAST = 8
 """A slab is at most this fraction of the capacity, so that several tenants and sizes fit beside each other."""
 _CLIENT_SLABS_AT_LEAST = 32
-"""Likewise of slabs that clients write to: each client has slabs of its own."""
+"""A slab that clients write to is at most this fraction of the capacity: each client has slabs of its own."""
 
 _MOST_SLOTS = 4096
-"""Of a slab: tiny blocks must not take memory by the dozens of MiB, nor bookkeeping by the million."""
+"""The most slots of a slab: tiny blocks must not take memory by the dozens of MiB, nor bookkeeping by the million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class SlabMemory:
         self._shared = shared
         self._prefault = prefault
         self._classes: dict[tuple[TenantId, int], SizeClass] = {}
-        """By tenant and slot size."""
+        """The size classes by tenant and slot size."""
         self._total_bytes = 0
         """Memory of all slabs, those being made included."""
         self._numbers = itertools.count(1)
         self._dropped: list[Slab] = []
-        """No longer part of anything, and to be given back."""
+        """Slabs that are no longer part of anything, and are to be given back."""
 
     def writer_slots(self, tenant: TenantId, slot_bytes: int, writer: int) -> WriterSlots:
         """The lane of this writer, made if need be."""
@@ -63,13 +63,13 @@ class SlabMemory:
         return size_class.writer_slots(writer)
 
     def writers(self, tenant: TenantId | None = None) -> Iterator[WriterSlots]:
-        """All that have memory, or all of one tenant."""
+        """All lanes that have memory, or only those of one tenant."""
         for size_class in self._classes.values():
             if tenant is None or size_class.tenant == tenant:
                 yield from size_class.writers()
 
     def full_lanes(self) -> Iterator[WriterSlots]:
-        """Those for which no further slab fits into what is left of the capacity."""
+        """The lanes for which no further slab fits into what is left of the capacity."""
         room_bytes = self.capacity_bytes - self._total_bytes
         return (writer_slots for writer_slots in self.writers() if self._slab_bytes(writer_slots, 1) > room_bytes)
 
@@ -162,7 +162,7 @@ class SlabMemory:
         """Drops one slab so that `writer_slots` gets its room; None when it has to make do with its own."""
         own = writer_slots.size_class
         wanted_bytes = self._slab_bytes(writer_slots, wanted)
-        if not writer_slots.index.num_slots:  # else whoever writes without a pause would keep all others out
+        if not writer_slots.index.num_slots:  # else a writer without a pause would keep all others out
             young_s = math.inf
         for other in sorted(self._classes.values(), key=lambda c: c.nbytes, reverse=True):
             uneven = other.nbytes - wanted_bytes >= own.nbytes + wanted_bytes

@@ -26,7 +26,7 @@ class Entry(Generic[K]):
         self.nbytes = 0
         self.checksum = 0
         self.generation = 0
-        """Of the slot's content, where the owner counts it."""
+        """The generation of the slot's content, where the owner of the index counts it."""
         self.since_s = 0.0
         """When it was committed, by the owner's clock."""
         self._visible = True
@@ -61,9 +61,9 @@ class SlotIndex(Generic[K]):
         self._free: dict[int, None] = dict.fromkeys(reversed(range(num_slots)))
         """Slots nobody holds. A dict, so that `remove_slots` finds them."""
         self._held: dict[int, Entry[K]] = {}
-        """By slot: every entry that holds one, visible or not."""
+        """Every entry that holds a slot, visible or not, by its slot."""
         self._entries: dict[K, Entry[K]] = {}
-        """By key: visible entries."""
+        """The visible entries by key."""
         self._num_ready = 0
         """Number of visible, ready entries."""
         self._ready_bytes = 0

@@ -34,7 +34,7 @@ class WriteSlot:
         self.slot = entry.slot
         """Which slab, and which place in it: `kvtier.memory.slab_layout.SLAB_STRIDE`."""
         self.slab_bytes = writer_slots.size_class.slab_of(entry).nbytes
-        """Of that slab, which cannot be dropped meanwhile."""
+        """The size in bytes of the slot's slab, which cannot be dropped until commit or abort."""
         self._entry: Entry[StoreKey] | None = entry
         """None once committed or aborted. Guarded by the tier's lock."""
         self._writer_slots = writer_slots
@@ -147,7 +147,7 @@ class HostSlots:
             self._abort(slot)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """How many could be read until now."""
+        """Forgets these keys; returns how many of them could be read until now."""
         with self.lock:
             found = [key for key in keys if self._forget(key)]
             self._events.post(EventKind.REMOVED, found)
@@ -156,27 +156,27 @@ class HostSlots:
         return len(found)
 
     def retire_writer(self, writer: int) -> None:
-        """See `HostTier.retire_writer`."""
+        """Nobody will write to this writer's slabs again; blocks in them can be read until they are evicted."""
         with self.lock:
             self.memory.retire(writer)
             dropped = self.memory.take_dropped()
         give_back(dropped)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
-        """See `HostTier.open_slab`."""
+        """A descriptor of one of the tenant's slabs, to be passed to `writer`; None: no such slab. `OSError`."""
         with self.lock:
             slab = self.memory.find(tenant, number)
             return slab.share(writer) if slab is not None else None
 
     def near_eviction(self, share: float) -> list[StoreKey]:
-        """See `HostTier.near_eviction`."""
+        """The blocks that are evicted next: of each lane that cannot grow, the coldest `share` of its slots."""
         with self.lock:
             full = [writer_slots.index for writer_slots in self.memory.full_lanes()]
             at_risk = [(index, math.ceil(index.num_slots * share) - index.num_free) for index in full]
             return [key for index, most in at_risk if most > 0 for key in index.coldest(most)]
 
     def usage(self, tenant: TenantId | None = None) -> Usage:
-        """Of all, or of one tenant; bytes are those of payloads that can be read."""
+        """Number and payload bytes of the blocks that can be read, of all tenants or of one; the tier's capacity."""
         with self.lock:
             indexes = [writer_slots.index for writer_slots in self.memory.writers(tenant)]
             capacity_bytes = self.memory.capacity_bytes
@@ -222,7 +222,7 @@ class HostSlots:
         return WriteSlot(key, writer_slots.size_class.view(outcome.entry, nbytes), outcome.entry, writer_slots)
 
     def _note_evicted(self, keys: Sequence[StoreKey]) -> None:
-        """Their slots belong to others already. Locked."""
+        """Forgets evicted keys, whose slots belong to others already. Caller holds the lock."""
         for key in keys:
             del self._lane_of[key]
         self._num_evicted.inc(len(keys))
@@ -270,7 +270,7 @@ class HostSlots:
 
 
 def give_back(slabs: Iterable[Slab]) -> None:
-    """To the system. Hold no lock: it takes a while."""
+    """Gives the memory of slabs back to the system. Hold no lock: it takes a while."""
     for slab in slabs:
         try:
             slab.give_back()

@@ -55,7 +55,7 @@ class HostTier:
         :param prefault: touch new memory before use. Off only where start-up counts more than speed.
         :param shared: in memory that other processes may map; Linux only.
         :param min_residency_s: a block is not evicted before: writers hear FULL instead, unless they have no memory
-            at all yet; else whoever writes without a pause would keep all others out.
+            at all yet; else a client that writes without a pause would keep all others out.
         :param on_event: called from the threads that use the tier; must not call `close`.
         :param metrics: counts evictions.
         """
@@ -79,7 +79,7 @@ class HostTier:
         return self._name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`."""
+        """Looks keys up in memory; a status per key, in order. Does not count as a use for eviction."""
         with self._guard:
             return self._slots.lookup(keys)
 
@@ -135,7 +135,7 @@ class HostTier:
             return self._slots.near_eviction(share)
 
     def check(self) -> None:
-        """See `Tier.check`."""
+        """Verifies the bookkeeping of keys, slots and memory; raises `InvariantError`."""
         with self._guard:
             self._slots.check()
 

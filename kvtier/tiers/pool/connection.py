@@ -36,15 +36,15 @@ class PoolConnection:
         self.max_pin_s = 0.0
         """The longest time for which the pool pins blocks; 0 when it has no pins."""
         self._deadline = 0.0
-        """Of the answer that is being received, monotonic."""
+        """The deadline of the answer that is being received, by the monotonic clock."""
         self._request_id = 0
-        """Of the request that was sent last."""
+        """The id of the request that was sent last."""
         self._unanswered: deque[int] = deque()
         """Ids of the requests that were sent and not answered yet, in order."""
         self._answered_id = 0
-        """Of the request that was answered last."""
+        """The id of the request that was answered last."""
         self._unread_bytes = 0
-        """Payload of the last answer that nobody has received."""
+        """Payload bytes of the last answer that were not received yet."""
 
     @classmethod
     def open(
@@ -149,7 +149,7 @@ class PoolConnection:
 
     @property
     def num_descriptors(self) -> int:
-        """That have come and were not taken."""
+        """Number of descriptors that have come and were not taken."""
         return self._stream.num_descriptors if isinstance(self._stream, PlainStream) else 0
 
     def take_descriptor(self) -> int | None:

@@ -78,7 +78,7 @@ class GrpcTransport:
         self._usage: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Usage")
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
-        """See `PoolTransport.lookup`."""
+        """Asks for a status per key, in order, in one gRPC call."""
         request = pool_pb2.LookupRequest(groups=_groups(keys)).SerializeToString()
         with _translated():
             answer = self._lookup(request, timeout=timeout_s, metadata=self._metadata)
@@ -89,7 +89,7 @@ class GrpcTransport:
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`."""
+        """Yields the index of each block that arrived, with None once it is in `into`, or with what is wrong."""
         runs = groupby(zip(keys, into, strict=True), key=lambda item: (item[0][_NAMESPACE], len(item[1])))
         groups = [
             pool_pb2.ReadGroup(keys=_keys_of([key for key, _ in run]), payload_bytes=size) for (_, size), run in runs
@@ -112,7 +112,7 @@ class GrpcTransport:
         """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`."""
+        """Sends all blocks as a stream in one gRPC call; a status per block, in order."""
         # Runs on a thread of grpc, which may still be copying a block when the call has timed out. What it
         # copies then is sent to nobody.
         blocks = (
@@ -127,14 +127,14 @@ class GrpcTransport:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
-        """See `PoolTransport.discard`."""
+        """Forgets these keys, in one gRPC call; returns how many were there."""
         request = pool_pb2.DiscardRequest(groups=_groups(keys)).SerializeToString()
         with _translated():
             answer = self._discard(request, timeout=timeout_s, metadata=self._metadata)
             return pool_pb2.DiscardResponse.FromString(answer).num_discarded
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
-        """See `PoolTransport.pin`."""
+        """Pins blocks for `ttl_ms`; a status per key, in order. None when the pool has no pins, which is no failure."""
         request = pool_pb2.PinRequest(groups=_groups(keys), ttl_ms=ttl_ms).SerializeToString()
         with _translated():
             answer = self._ask_of_pins(self._pin, request, timeout_s)
@@ -145,14 +145,14 @@ class GrpcTransport:
         return statuses
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
-        """See `PoolTransport.unpin`."""
+        """Ends pins; returns how many there were, None when the pool has no pins."""
         request = pool_pb2.UnpinRequest(groups=_groups(keys)).SerializeToString()
         with _translated():
             answer = self._ask_of_pins(self._unpin, request, timeout_s)
             return None if answer is None else pool_pb2.UnpinResponse.FromString(answer).num_unpinned
 
     def usage(self, timeout_s: float) -> Usage:
-        """See `PoolTransport.usage`."""
+        """Blocks and bytes of this tenant in the tier of the pool that keeps most of them, and that tier's capacity."""
         with _translated():
             answer = self._usage(b"", timeout=timeout_s, metadata=self._metadata)
             tiers = pool_pb2.UsageResponse.FromString(answer).tiers

@@ -33,9 +33,9 @@ class LocalTransport:
         self._read_bytes = metrics.path_bytes.labels("shm", "read")
         self._written_bytes = metrics.path_bytes.labels("shm", "write")
         self._pause = Pause(clock)
-        """Of memory: until it is over the socket does it all."""
+        """The pause of the mapped memory: until it is over, the socket does everything."""
         self._lease_pause = Pause(clock)
-        """Of leases alone: a pool that hangs is waited for in `read`."""
+        """The pause of leases alone: while it lasts, a pool that hangs is waited for in `read` and not in `lease`."""
         self._failed = QuietLog(_log)
 
     @property
@@ -44,17 +44,18 @@ class LocalTransport:
         return self._memory
 
     def connect(self) -> None:
-        """See `SocketTransport.connect`."""
+        """Opens a connection of the socket ahead of the first call. Blocks until it is open; raises as the verbs do."""
         self._socket.connect()
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
-        """See `PoolTransport.lookup`."""
+        """Asks over the socket for a status per key, in order."""
         return self._socket.lookup(keys, timeout_s)
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`."""
+        """Yields the index of each block that arrived, and None or its error: from mapped memory, the rest over the
+        socket."""
         deadline = MONOTONIC() + timeout_s
         left = dict.fromkeys(range(len(keys)))
         corrupt: list[StoreKey] = []
@@ -83,7 +84,7 @@ class LocalTransport:
             yield from ((rest[j], error) for j, error in answers)
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
-        """See `PoolTransport.lease`."""
+        """Lends blocks in the pool's mapped memory; None where that fails, and during the pause after a failure."""
         if not (self._pause.is_over and self._lease_pause.is_over):
             return None
         try:
@@ -96,7 +97,7 @@ class LocalTransport:
         return None
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`."""
+        """Writes through mapped memory, and over the socket what failed there; a status per block, in order."""
         deadline = MONOTONIC() + timeout_s
         statuses = [WriteStatus.FAILED] * len(items)
         if self._pause.is_over:
@@ -116,23 +117,23 @@ class LocalTransport:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
-        """See `PoolTransport.discard`."""
+        """Forgets these keys, over the socket; returns how many were there."""
         return self._socket.discard(keys, timeout_s)
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
-        """See `PoolTransport.pin`."""
+        """Pins blocks, over the socket; a status per key, in order. None: the pool has no pins, which is no failure."""
         return self._socket.pin(keys, ttl_ms, timeout_s)
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
-        """See `PoolTransport.unpin`."""
+        """Ends pins, over the socket; returns how many there were, None when the pool has no pins."""
         return self._socket.unpin(keys, timeout_s)
 
     def usage(self, timeout_s: float) -> Usage:
-        """See `PoolTransport.usage`."""
+        """Asks over the socket how many blocks and bytes this tenant has in the pool's tier that keeps most of them."""
         return self._socket.usage(timeout_s)
 
     def close(self) -> None:
-        """See `PoolTransport.close`."""
+        """Unmaps the pool's memory and ends the connections. Idempotent."""
         self._memory.close()
         self._socket.close()
 

@@ -43,7 +43,7 @@ class PathsTransport:
         self._failed = QuietLog(_log)
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
-        """See `PoolTransport.lookup`."""
+        """A status per key, in order, from the first way that answers."""
         return self._first(timeout_s, lambda transport, left_s: transport.lookup(keys, left_s))
 
     def read(
@@ -68,27 +68,27 @@ class PathsTransport:
         return next((lease for lease in leases if lease is not None), None)
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`."""
+        """Writes blocks by the first way that answers; a status per block, in order."""
         return self._first(timeout_s, lambda transport, left_s: transport.write(items, left_s))
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
-        """See `PoolTransport.discard`."""
+        """Forgets keys by the first way that answers; returns how many were there."""
         return self._first(timeout_s, lambda transport, left_s: transport.discard(keys, left_s))
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
-        """See `PoolTransport.pin`."""
+        """Pins blocks by the first way that answers; a status per key, in order. None when the pool has no pins."""
         return self._first(timeout_s, lambda transport, left_s: transport.pin(keys, ttl_ms, left_s))
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
-        """See `PoolTransport.unpin`."""
+        """Ends pins by the first way that answers; returns how many there were. None when the pool has no pins."""
         return self._first(timeout_s, lambda transport, left_s: transport.unpin(keys, left_s))
 
     def usage(self, timeout_s: float) -> Usage:
-        """See `PoolTransport.usage`."""
+        """How full the pool is for this tenant, as the first way that answers says."""
         return self._first(timeout_s, lambda transport, left_s: transport.usage(left_s))
 
     def close(self) -> None:
-        """See `PoolTransport.close`."""
+        """Ends the connections of all ways. Idempotent."""
         for path in self._paths:
             path.transport.close()
 
@@ -109,5 +109,5 @@ class PathsTransport:
         raise failure
 
     def _usable(self) -> list[_Path]:
-        """Those that have not failed of late; all of them when there are none."""
+        """The ways that have not failed of late; all of them when there are none."""
         return [path for path in self._paths if path.pause.is_over] or self._paths

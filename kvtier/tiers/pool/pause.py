@@ -11,7 +11,7 @@ PAUSE_S = 10.0
 
 
 class Pause:
-    """Of one way. Any thread: it is a single number, written whole."""
+    """A pause in the use of one way to the pool. Any thread: it is a single number, written whole."""
 
     __slots__ = ("_clock", "_ends_at_s")
 

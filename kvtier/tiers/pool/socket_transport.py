@@ -85,7 +85,7 @@ class SocketTransport:
         self._give_back(connection)
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
-        """See `PoolTransport.lookup`."""
+        """Asks for a status per key, in order, in one request."""
         grouped = group(keys)
         with self._call(Verb.LOOKUP, {"groups": grouped.fields}, MONOTONIC() + timeout_s) as (_, answer):
             return grouped.in_batch_order(answer.members("statuses", Status))
@@ -158,12 +158,12 @@ class SocketTransport:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
-        """See `PoolTransport.discard`."""
+        """Forgets these keys, in one request; returns how many were there."""
         with self._call(Verb.DISCARD, {"groups": group(keys).fields}, MONOTONIC() + timeout_s) as (_, answer):
             return answer.number("num_discarded")
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
-        """See `PoolTransport.pin`."""
+        """Pins blocks for `ttl_ms`; a status per key, in order. None when the pool has no pins, which is no failure."""
         grouped = group(keys)
 
         def statuses_of(answer: Fields) -> list[PinStatus]:
@@ -172,12 +172,12 @@ class SocketTransport:
         return self._ask_of_pins(Verb.PIN, {"groups": grouped.fields, "ttl_ms": ttl_ms}, timeout_s, statuses_of)
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
-        """See `PoolTransport.unpin`."""
+        """Ends pins; returns how many there were, None when the pool has no pins."""
         fields = {"groups": group(keys).fields}
         return self._ask_of_pins(Verb.UNPIN, fields, timeout_s, lambda answer: answer.number("num_unpinned"))
 
     def usage(self, timeout_s: float) -> Usage:
-        """See `PoolTransport.usage`."""
+        """Blocks and bytes of this tenant in the tier of the pool that keeps most of them, and that tier's capacity."""
         with self._call(Verb.USAGE, {}, MONOTONIC() + timeout_s) as (_, answer):
             tiers = [
                 Usage(tier.number("num_blocks"), tier.number("used_bytes"), tier.number("capacity_bytes"))

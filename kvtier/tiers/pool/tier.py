@@ -20,10 +20,10 @@ from kvtier.tiers.lease import Lease
 
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
-"""More is the same to any pool, and has to fit into the message."""
+"""The longest time of a pin that is asked for: more is the same to any pool, and has to fit into the message."""
 _LEND_SHARE = 0.5
-"""Of a call's time. A pool that hangs is waited for again, by whoever then reads. One that is late ends the connection,
-and with it all maps."""
+"""The part of a call's time that `lease` may take: a pool that hangs is waited for again by the read that follows. A
+late answer ends the connection, and with it all maps."""
 
 
 class PoolTransport(Protocol):
@@ -47,22 +47,22 @@ class PoolTransport(Protocol):
         """
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
-        """See `LeasingTier.lease`. Does not raise: what fails is found out by whoever reads."""
+        """See `LeasingTier.lease`. Does not raise: the read that follows finds out what fails."""
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
-        """How many were there."""
+        """Forgets these keys; returns how many were there."""
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
-        """A status per key, in order; None when the pool has no pins, which is no failure."""
+        """Pins blocks for `ttl_ms`; a status per key, in order. None when the pool has no pins, which is no failure."""
 
     def unpin(self, keys: Sequence[StoreKey], timeout_s: float) -> int | None:
-        """How many pins there were; None when the pool has none."""
+        """Ends pins; returns how many there were, None when the pool has no pins."""
 
     def usage(self, timeout_s: float) -> Usage:
-        """Of this tenant, in the tier of the pool that keeps most of it; capacity of that tier."""
+        """Blocks and bytes of this tenant in the tier of the pool that keeps most of them, and that tier's capacity."""
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""
@@ -98,7 +98,7 @@ class PoolTier:
         :param tenant: the tenant whose credentials the transport has. Keys of another raise `InvalidInputError`.
         :param call_timeout_s: seconds, of each call of a verb.
         :param max_batch_bytes: payload bytes in one request; larger batches are split. At most the pool's limit.
-        :param max_batch_blocks: blocks in one request, likewise.
+        :param max_batch_blocks: blocks in one request; larger batches are split. At most the pool's limit.
         """
         self._transport = transport
         self._tenant = tenant
@@ -118,14 +118,14 @@ class PoolTier:
         self._guard = CallGuard(f"tier {name}")
         self._dropped = QuietLog(_log)
         self._said_without_pins = False
-        """It was logged. Written whole: any thread."""
+        """Whether it was logged that the pool has no pins. Written whole: any thread."""
 
     @property
     def name(self) -> str:
         return self._name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`."""
+        """Asks the pool for a status per key, in order; MISS where no answer came in time."""
         self._require_own(keys)
         statuses = [Status.MISS] * len(keys)
 
@@ -137,7 +137,8 @@ class PoolTier:
         return statuses
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[Target]) -> list[Status]:
-        """See `Tier.read`."""
+        """Fills `into[i]` with the payload of `keys[i]`, verified; a status per key, MISS for what did not come in
+        time."""
         require_pairs(keys, into)
         self._require_own(keys)
         statuses = [Status.MISS] * len(keys)
@@ -215,7 +216,8 @@ class PoolTier:
         return num_pinned
 
     def unpin(self, keys: Sequence[StoreKey]) -> int:
-        """Ends pins, whoever of the tenant asked for them; returns how many there were. Best effort, as `pin`."""
+        """Ends pins of the tenant, whichever engine asked for them; returns how many there were. Best effort, as
+        `pin`."""
         self._require_own(keys)
         counts: list[int] = []
 

@@ -24,7 +24,7 @@ _YES_NO = {"yes": True, "no": False}
 
 
 class Kind(enum.Enum):
-    """Who knows where the data is."""
+    """The kind of a Redis: a single server, one that Sentinels know, or a Cluster."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"

@@ -138,7 +138,8 @@ class RedisTier:
         return self._name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`."""
+        """Answers HIT for each key whose block its server has, and MISS for all others and for servers that do not
+        answer."""
         statuses = [Status.MISS] * len(keys)
         names = [key_name(key) for key in keys]
 

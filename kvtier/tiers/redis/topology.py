@@ -51,10 +51,10 @@ class Topology:
         self._map: NodesManager | None = None
         """None until it was found out. Guarded by _lock."""
         self._search: Future[None] | None = None
-        """The latest one. Guarded by _lock."""
+        """The latest search for the Cluster's map; None before the first one. Guarded by _lock."""
         self._scouts = ThreadPoolExecutor(1, thread_name_prefix="kvtier-redis-map")
         self._servers: dict[str, Server] = {}
-        """Those of a Cluster that were needed, by host and port. Guarded by _lock."""
+        """The servers of a Cluster that were needed so far, by host and port. Guarded by _lock."""
 
     @property
     def is_known(self) -> bool:

@@ -250,7 +250,7 @@ class DirectReads:
                 self._process.call(Verb.RELEASE, {"leases": pack_numbers(settled)})
 
     def _map_some(self, wanted: Sequence[int]) -> None:
-        """As many as can be mapped before the tier should hear of them."""
+        """Maps wanted slabs, as many as can be mapped before the tier should hear of loans that are over."""
         tell_at_s = MONOTONIC() + _TICK_S
         for serial in wanted:
             if not self._is_full():

@@ -37,7 +37,7 @@ class EventSender:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._counted_at: float | None = None
         self._number = 0
-        """Of the news taken last; the first are 1."""
+        """The number of the news taken last; the first news have number 1."""
 
     def on_event(self, event: Event) -> None:
         """Notes a change of a tier's content."""
@@ -58,7 +58,7 @@ class EventSender:
             return self._number, packed
 
     def _some_events(self) -> list[tuple[str, str, bytes]]:
-        """The oldest ones. Caller holds _lock."""
+        """The oldest events, packed. Caller holds _lock."""
         taken: list[tuple[str, str, bytes]] = []
         num_keys = 0
         while self._events and num_keys < MAX_BLOCKS:
@@ -100,9 +100,9 @@ class EventReceiver:
         """News that came before others with a lower number. Guarded by _lock, like the rest."""
         self._next = 1
         self._tiers: set[str] = set()
-        """Those that had events."""
+        """Names of the tiers that had events."""
         self._degraded: set[str] = set()
-        """Those that cannot do everything."""
+        """Names of the tiers that cannot do everything now."""
         self._over = False
 
     def take(self, number: int, packed: bytes) -> None:
@@ -149,7 +149,8 @@ NOT_RELAYED = frozenset({"kvtier_tier_batch_seconds", "kvtier_tier_state"})
 
 
 def _counters(metrics: Metrics) -> dict[str, Counter]:
-    """By name. What is neither a counter nor in `NOT_RELAYED` would stay silent in a process of its own."""
+    """The counters of `metrics` by name. What is neither a counter nor in `NOT_RELAYED` would stay silent in a process
+    of its own."""
     return {
         family.name: counter
         for counter in vars(metrics).values()

@@ -20,7 +20,7 @@ NO_LEASE = 0
 _NOTHING = {"lease": NO_LEASE, "not_ready": b""}
 _NOWHERE = SlotRef(NO_SLAB, 0, 0)
 _SHARE_S = 1.0
-"""For a descriptor of a slab."""
+"""Seconds that a descriptor of a slab may take to be had."""
 
 
 class LeaseTable:
@@ -31,11 +31,11 @@ class LeaseTable:
         self._ids = itertools.count(NO_LEASE + 1 + secrets.randbits(62))
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
-        """By id. Guarded by _lock."""
+        """The loans by id. Guarded by _lock."""
         self._slabs: dict[int, MappableSlab] = {}
-        """By serial: those that the engine was told of. Guarded by _lock."""
+        """The slabs that the engine was told of, by serial number. Guarded by _lock."""
         self._ready: set[int] = set()
-        """Serials of those that the engine has mapped. Replaced under _lock, not changed."""
+        """Serial numbers of the slabs that the engine has mapped. Replaced under _lock, not changed."""
 
     def lease(self, tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> Mapping[str, object]:
         """Id of the loan, the place of each block, until when it holds, and slabs that are worth mapping."""
@@ -75,7 +75,7 @@ class LeaseTable:
         try:
             return slab.share(_SHARE_S) if slab is not None else None
         except (OSError, KvtierError):
-            return None  # asked for again by whoever wants a block of it
+            return None  # asked for again by the next reader that wants a block of it
 
     def note_mapped(self, serials: Sequence[int]) -> list[int]:
         """Takes these for the slabs that the engine has mapped; returns those of them that it should unmap.

@@ -55,7 +55,7 @@ class OpeningInventory:
     def __init__(self, on_event: EventSink) -> None:
         self._on_event = on_event
         self.keys: dict[str, dict[StoreKey, None]] = {}
-        """By tier, in the order of the events; kept until `end`."""
+        """The keys of each tier, in the order of the events; kept until `end`."""
         self.told = False
         self._ended = False
 

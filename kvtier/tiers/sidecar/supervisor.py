@@ -34,14 +34,14 @@ class ProcessSettings:
     factory: str
     """`module:function` of a `kvtier.tiers.sidecar.process.MakeTiers`."""
     settings: str
-    """Its argument. Goes over a socket: it may hold secrets."""
+    """The argument of `factory`. It goes over a socket, since it may hold secrets."""
     call_timeout_s: float = 10.0
     """A call that takes longer ends the process. Above the deadlines that its tiers have themselves, or a slow
     neighbour looks like a hung process."""
     start_timeout_s: float = 120.0
-    """For opening the tiers; a large folder on disk takes seconds."""
+    """How long a process may take to open its tiers; a large folder on disk takes seconds."""
     close_timeout_s: float = 20.0
-    """For closing them, after which writes that are not over are lost."""
+    """How long a process may take to close its tiers; after that, writes that are not over are lost."""
     hidden_environ: Collection[str] = ()
     """Variables of the engine's environment that the process does not inherit: they hold secrets."""
 
@@ -79,9 +79,9 @@ class TierProcess:
         )
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
-        """The one that serves; all that its tiers held at its start has been told. Guarded by _lock."""
+        """The process that serves; all that its tiers held at its start has been told. Guarded by _lock."""
         self._owed = PendingDiscards()
-        """To be forgotten by the next process before it serves. Guarded by _lock."""
+        """Keys that the next process is to forget before it serves. Guarded by _lock."""
         self._closing = threading.Event()
         self._closed = False
         """Guarded by _lock."""
@@ -106,7 +106,7 @@ class TierProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that serves; None while there is none."""
+        """Id of the process that serves; None while there is none."""
         with self._lock:
             return self._child.pid if self._child is not None else None
 
@@ -116,7 +116,8 @@ class TierProcess:
         return child.call(verb, fields, MONOTONIC() + self._settings.call_timeout_s, uses_memory=uses_memory)
 
     def fetch_slab(self, serial: int) -> SharedSlab | None:
-        """See `ChildProcess.fetch_slab`."""
+        """A slab that blocks are lent from; the caller closes its descriptor. None: not to be had now. Raises as
+        `call`."""
         return self._serving().fetch_slab(serial, MONOTONIC() + self._settings.call_timeout_s)
 
     def discard(self, tier: str, keys: Sequence[StoreKey]) -> int:
@@ -187,7 +188,7 @@ class TierProcess:
             status = child.wait()
             with self._lock:
                 self._child = None
-            child.end_news()  # not before: whoever hears of it finds no process
+            child.end_news()  # not before: a listener that hears of it finds no process
             if self._closing.is_set():
                 return
             self._restarts.inc()

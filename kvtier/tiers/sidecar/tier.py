@@ -37,7 +37,7 @@ class SidecarTier:
         return self._name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`."""
+        """Asks the tier's process for a status per key, in order; MISS where it does not answer."""
         statuses: list[Status] = []
         with self._guard:
             for batch in _batches(len(keys)):
@@ -46,7 +46,8 @@ class SidecarTier:
         return statuses
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`."""
+        """Has the tier's process fill `into[i]` with the payload of `keys[i]`; a status per key, MISS where it does not
+        answer."""
         require_pairs(keys, into)
         statuses: list[Status] = []
         with self._guard:
@@ -58,7 +59,7 @@ class SidecarTier:
         return statuses
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
-        """See `Tier.write`."""
+        """Has the tier's process store payloads; a status per block, in order, FAILED where it does not answer."""
         keys = [key for key, _, _ in items]
         statuses: list[WriteStatus] = []
         with self._guard:

@@ -23,7 +23,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """So many bytes in whole pages, one at least; they hold anything. `OSError` when there is no memory."""
+        """Lends `nbytes` in whole pages, one at least; they hold anything. `OSError` when there is no memory."""
         needed = max(1, pages_of(nbytes)) * PAGE
         with self._lock:
             found = next((i for i, buffer in enumerate(self._kept) if len(buffer) >= needed), None)
@@ -41,7 +41,8 @@ class Buffers:
 
 
 def address_of(buffer: ReadableBuffer) -> int:
-    """Of its first byte. `BufferError` or `ValueError` for one that is not contiguous bytes."""
+    """Address of a buffer's first byte, 0 if it is empty. `BufferError` or `ValueError` unless it is contiguous
+    bytes."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
 
 

@@ -24,17 +24,17 @@ from kvtier.identity.keys import STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey, Ten
 PAGE = 4096
 """The unit of the format, whatever pages the machine has: what O_DIRECT asks of offsets and lengths."""
 VERSION = 2
-"""1 was a file per block."""
+"""The version of the format; version 1 was a file per block."""
 NONCE_BYTES = 16
 MAX_NUMBER = 2**32 - 1
-"""Of a segment."""
+"""The largest number that a segment may have."""
 MAX_PAGES = 2**32 - 1
-"""Of a segment."""
+"""The most pages that a segment may have."""
 MAX_STORED_BYTES = 2**32 - 1
-"""Of a payload."""
+"""The most bytes that a payload may have as stored."""
 
 _EPOCHS_END = 2**63
-"""No folder lives so long, and there must be larger ones for what comes next."""
+"""Epochs are below this. No folder lives so long, and there must be larger ones for what comes next."""
 _SEGMENT_MAGIC = b"KVTSEGMT"
 _EXTENT_MAGIC = b"KVTEXTNT"
 _FOOTER_MAGIC = b"KVTINDEX"
@@ -71,7 +71,7 @@ class SegmentId:
     """What every part of a segment says of itself."""
 
     number: int
-    """From 1, larger than that of any segment before it in the folder."""
+    """The segment's number, from 1: larger than that of any segment before it in the folder."""
     tenant: TenantId
     nonce: bytes
     """Random. A payload that looks like an extent does not know it."""
@@ -125,7 +125,7 @@ def has_magic(pages: memoryview) -> bool:
 def make_entries(
     headers: Sequence[bytes], epochs: Sequence[int], pages: Sequence[int], kinds: Sequence[Kind]
 ) -> Entries:
-    """From stored-form headers and where their payloads will be."""
+    """Entries made from stored-form headers and from where their payloads will be."""
     entries = np.zeros(len(headers), ENTRY)
     entries["header"] = np.frombuffer(b"".join(headers), HEADER_DTYPE)
     entries["epoch"], entries["page"], entries["kind"] = epochs, pages, kinds

@@ -33,9 +33,9 @@ from kvtier.tiers.disk.medium.files import FileLayer
 from kvtier.tiers.disk.medium.health import NOT_ALLOWED_ERRNOS, is_passing
 
 _WINDOW_PAGES = 256
-"""Looked at together where an extent's head should be and is not."""
+"""Pages that are looked at together where an extent's head should be and is not."""
 _MOST_FAILED = 32
-"""Reads of one file: a drive may try for seconds before it says that it cannot."""
+"""The most reads of one file that may fail: a drive may try for seconds before it says that it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,10 @@ class Found:
     segment: SegmentId
     entries: Entries
     sealed: bool
-    """By a footer; else `entries` are records whose payloads were verified, and tombstones."""
+    """The segment has a footer, which lists `entries`. Else `entries` are records whose payloads were verified, and
+    tombstones."""
     end_page: int
-    """Behind the last sound extent, whose end may be missing, or the whole file when sealed."""
+    """The page behind the last sound extent, whose end may be missing, or behind the whole file when it is sealed."""
     file_pages: int
     num_torn: int = 0
     """Records whose payloads are not what their heads say: in a segment without a footer."""
@@ -94,7 +95,7 @@ class SegmentReader:
         return found.entries if len(found.entries) else None
 
     def verified(self, path: str, entries: Entries) -> Entries:
-        """Of some entries of a segment, those whose payloads are what was stored."""
+        """The entries among `entries`, all of one segment, whose payloads are what was stored."""
         with self._open(path, False) as fd:
             return _Pages(self._files, self._buffers, fd, 0).verified(entries)
 
@@ -139,7 +140,8 @@ class _Pages:
         """Why a page could not be read, the last time."""
 
     def header(self) -> tuple[SegmentId | None, bool, bool]:
-        """Whose it is; without that, whether it begins like ours, and whether its first page is all zeros."""
+        """The segment that the file says it is; without that, whether it begins like ours, and whether its first page
+        is all zeros."""
         with self._buffers.lend(PAGE) as page:
             if not self._has(page, 0):
                 return None, True, False

@@ -9,11 +9,11 @@ import numpy as np
 from kvtier.tiers.disk.log.format import MAX_PAGES, NO_ENTRIES, PAGE, Entries, SegmentId, footer_pages, head_pages
 
 NO_EPOCH = 2**64 - 1
-"""Later than any."""
+"""An epoch that is later than any."""
 SEGMENTS_AT_LEAST = 16
-"""Of a tenant that has its fair share: they are what eviction takes away at once."""
+"""The fewest segments of a tenant that has its fair share; eviction takes away a whole segment at once."""
 _SMALL_BYTES = 64 << 10
-"""Of a segment of one of many tenants."""
+"""The size in bytes of a segment of one of many tenants, unless the capacity is too small for all of them."""
 
 
 class Segment:
@@ -46,7 +46,7 @@ class Segment:
         self.next_page = 1
         """The first that nobody has taken."""
         self.num_entries = 0
-        """In all extents taken."""
+        """Entries in all extents taken."""
         self.in_flight = 0
         """Extents taken and not yet given back, and seals under way."""
         self.landed: list[Entries] = []
@@ -56,19 +56,19 @@ class Segment:
         self.last_forget = 0
         """The largest epoch of a tombstone here; 0 without one."""
         self.min_epoch = NO_EPOCH
-        """Of all records here, dead ones included."""
+        """The smallest epoch of all records in the segment, dead ones included; `NO_EPOCH` without a record."""
         self.retired = False
-        """Takes no more extents."""
+        """The segment takes no more extents."""
         self.sealed = False
-        """Has its footer, and never changes again."""
+        """The segment has its footer, and never changes again."""
         self.evicting = False
         """Somebody is about to remove it."""
         self.compacted = False
         """It has tombstones and nothing else, in as few pages as can be."""
         self.doomed = False
-        """It holds what must not come back: whoever is the last to write to it removes it."""
+        """The segment holds what must not come back; the last one to write to it removes it."""
         self.removed: threading.Event | None = None
-        """Of a doomed one: set when it was removed, or could not be."""
+        """The event that is set when a doomed segment was removed, or could not be. None before and after that."""
         self.owing = False
         """Its file may have records that the index does not, and no tombstone says so: of a write that failed, of a
         drop, or all of them, as it is being removed."""
@@ -128,7 +128,7 @@ def segment_pages(wanted_bytes: int, num_entries: int, payload_pages: int) -> in
 
 
 def share_bytes(capacity_bytes: int, num_tenants: int) -> int:
-    """Of a segment, where so many tenants share a capacity: all open ones together have a sixteenth of it.
+    """The bytes of a segment where so many tenants share a capacity: all open ones together have a sixteenth of it.
 
     Or a quarter, before they get so small that hardly more than a block is in each file.
     """

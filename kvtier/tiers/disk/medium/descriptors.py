@@ -31,7 +31,7 @@ class Descriptors:
         self._most = most
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
-        """By number, the one used longest ago first. Guarded by _lock."""
+        """Open descriptors by number of their segment, the one used longest ago first. Guarded by _lock."""
 
     def add(self, number: int, fd: int) -> None:
         """Takes over the descriptor of a file that was just made."""
@@ -87,7 +87,7 @@ class Descriptors:
         return entry
 
     def _surplus(self) -> list[int]:
-        """Under _lock: takes out what is too much; what to close."""
+        """Takes out the descriptors that are too many; returns what to close. Caller holds _lock."""
         closing: list[int] = []
         while len(self._open) > self._most:
             closing += self._doom(self._open.pop(next(iter(self._open))))

@@ -29,7 +29,7 @@ class Listing:
     """What is in a folder."""
 
     numbers: list[int]
-    """Of segments, by their names, in order."""
+    """Numbers of the segments, by their files' names, in order."""
     foreign: list[str]
     """Names of files that kvtier did not make."""
 

@@ -32,15 +32,15 @@ class SegmentLog:
         self.segment_bytes = max(
             SMALLEST_SEGMENT_BYTES, min(segment_bytes // PAGE * PAGE, share_bytes(capacity_bytes, 1))
         )
-        """Of the largest, but for those that one extent makes larger."""
+        """The size of the largest segments, but for those that one extent makes larger."""
         self._capacity_bytes = capacity_bytes
         self._opening: dict[TenantId, Future[bool]] = {}
-        """Who makes a segment for a tenant; others wait for it. Guarded by the books' lock."""
+        """Segments being made, by tenant; True once made. Other threads wait. Guarded by the books' lock."""
 
     def reserve(self, tenant: TenantId, num_entries: int, payload_pages: int, epoch: int) -> Extent | None:
         """Room at the end of the tenant's log; None when there is none. `OSError`.
 
-        Whoever gets an extent writes it and gives it back, by `settle` or `abandon`.
+        The caller writes the extent and gives it back, by `settle` or `abandon`.
         """
         while True:
             with self._state.lock:

@@ -32,7 +32,8 @@ class ReadPath:
         self._health = health
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview], read_blocks: ReadBlocks) -> list[Status]:
-        """See `Tier.read`."""
+        """Fills `into[i]` with the payload of `keys[i]`; a status per key, in order. Blocks moved meanwhile are read
+        again."""
         statuses = [Status.MISS] * len(keys)
         left: Sequence[int] = range(len(keys))
         for _ in range(_ROUNDS):

@@ -155,7 +155,7 @@ def decide(gathered: list[Gathered], state: LogState) -> list[tuple[Entries, npt
 
 
 def _purges(gathered: list[Gathered]) -> dict[TenantId, int]:
-    """By tenant, the epoch of its latest purge."""
+    """The epoch of the latest purge of each tenant that has one."""
     purged: dict[TenantId, int] = {}
     for g in gathered:
         epochs = g.entries["epoch"][g.entries["kind"] == Kind.PURGE]

@@ -29,11 +29,11 @@ class SegmentReport:
     `gone`: removed meanwhile."""
     file_bytes: int
     tenant: str = ""
-    """Its id, hexadecimal."""
+    """Id of the segment's tenant, hexadecimal."""
     num_live: int = 0
     """Records that a read would find."""
     live_bytes: int = 0
-    """Of their payloads as stored."""
+    """Bytes of the live records' payloads, as stored."""
     num_dead: int = 0
     """Records that were discarded, replaced or moved."""
     num_tombstones: int = 0
@@ -131,7 +131,7 @@ def _look(reader: SegmentReader, folder: Path, number: int) -> tuple[SegmentRepo
 
 
 def _bad(reader: SegmentReader, report: SegmentReport, live: Entries) -> list[StoreKey]:
-    """Those that are not what was stored; all, where reads fail so often that no more are tried."""
+    """Keys of live records that are not what was stored; all, where reads fail so often that no more are tried."""
     try:
         whole = set(keys_of(reader.verified(str(report.path), live)))
     except OSError as error:

@@ -134,7 +134,8 @@ class Compactor:
         return full
 
     def _copy(self, segment: Segment, records: Entries, tags: Tags) -> Segment | None:
-        """Those that could be copied are found in their new place afterwards."""
+        """Copies what records it can, to be found in their new place from then on; returns a segment to be sealed
+        now."""
         state, tenant = self._state, segment.id.tenant
         num_pages = sum(map(pages_of, _lengths(records)))
         with self._buffers.lend(num_pages * PAGE) as memory:
@@ -190,7 +191,7 @@ class Compactor:
 
 
 def _parts(records: Entries) -> Iterator[Entries]:
-    """Cut so that each is moved in one write."""
+    """Cuts records into parts, each of which is moved in one write."""
     start = nbytes = 0
     for index, length in enumerate(_lengths(records)):
         if index > start and (nbytes + length > _MOVE_BYTES or index - start == _MOVE_ENTRIES):
@@ -202,5 +203,5 @@ def _parts(records: Entries) -> Iterator[Entries]:
 
 
 def _lengths(records: Entries) -> list[int]:
-    """Of the payloads as stored."""
+    """The lengths of the records' payloads as stored, in bytes."""
     return [int(length) for length in records["header"]["stored_length"]]

@@ -45,7 +45,7 @@ class SpaceManager:
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
-        """Of the capacity, for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
+        """Bytes for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
     def set_aside(self, num_pages: int) -> bool:
         """Room for a file, evicting what must go; False when there is not enough. `OSError`."""
@@ -69,7 +69,7 @@ class SpaceManager:
         raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
 
     def set_aside_for_forgets(self, num_pages: int) -> bool:
-        """Likewise, without evicting anything: there is always some room that only tombstones may take."""
+        """Takes room for a file of tombstones without evicting: some is theirs alone. False if there is too little."""
         with self._state.lock:
             if self._state.segments.used_bytes + num_pages * PAGE > self._capacity_bytes:
                 return False

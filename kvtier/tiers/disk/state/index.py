@@ -13,7 +13,7 @@ from kvtier.errors import InvariantError
 from kvtier.tiers.disk.state.tag_table import Rows, Tags, TagTable
 
 Records = npt.NDArray[np.void]
-"""Of `RECORD`."""
+"""An array of records of type `RECORD`."""
 
 RECORD = np.dtype(
     [
@@ -37,7 +37,7 @@ _ROW_GROWTH, _MOST_GROWTH = 10, 1 << 16
 """A tenth more rows at a time, and no more than 3 MiB of them."""
 _MOST_USES = 255
 _NO_SEGMENT = 0
-"""In rows that are free."""
+"""The segment number in rows that are free."""
 
 
 def tags_of(keys: Sequence[bytes], seed: int) -> Tags:
@@ -111,7 +111,7 @@ class RecordIndex:
 
     @property
     def num_rows(self) -> int:
-        """Those in use have smaller numbers. A record keeps its row."""
+        """A number above those of all rows that are in use. A record keeps its row."""
         return self._num_rows
 
     def live_between(self, start: int, stop: int) -> Rows:

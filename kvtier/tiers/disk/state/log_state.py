@@ -48,25 +48,26 @@ class LogState:
         self.claims: set[Claim] = set()
         """All writes under way, discarded ones too."""
         self._claimed: dict[TenantId, Counter[int]] = {}
-        """Their number by tenant and epoch: an epoch for each batch. None is 0, no tenant is without one."""
+        """Number of writes under way by tenant and epoch, an epoch for each batch. None is 0, no tenant is without
+        one."""
         self.purged: dict[TenantId, int] = {}
         """Epoch of each tenant's last purge. Records with smaller ones are not there, nor will be."""
         self.purges_written: dict[TenantId, int] = {}
-        """The same, once its tombstone is on disk: it stands for all tombstones before it."""
+        """Epoch of each tenant's last purge whose tombstone is on disk: it stands for all tombstones before it."""
         self.purging: Counter[TenantId] = Counter()
         """Purges whose tombstone is not yet written. No record is moved meanwhile, since a copy is later than they."""
         self.forgetting: Counter[StoreKey] = Counter()
         """Keys whose tombstones are being written: they are no longer in the index, but still on disk."""
         self.epoch = 0
-        """The last one given. What has a larger one is later, in this life of the folder or another."""
+        """The last epoch that was given. What has a larger one is later, in this life of the folder or another."""
         self.new_bytes = 0
-        """Of records that were written because somebody asked for it."""
+        """Bytes of records that were written because somebody asked for it."""
         self.moved_bytes = 0
-        """Of records that were written again, to be kept."""
+        """Bytes of records that were written again, to be kept."""
         self.off = False
         """Nothing is found any more."""
         self.untold = False
-        """Records have gone whose keys nobody could read: who reads one of those hears then that it is not there."""
+        """Records have gone whose keys nobody could read: a reader of one of those then hears that it is not there."""
 
     def tags(self, keys: Sequence[StoreKey]) -> Tags:
         """Digests of keys. No lock needed."""
@@ -164,7 +165,7 @@ class LogState:
         self.index.remove(rows)
 
     def rows_of(self, tenant: TenantId, before: tuple[int, int], start: int, stop: int) -> Rows:
-        """Those among the index's rows from `start` to `stop` that are the tenant's.
+        """The rows of the tenant's records among the index's rows from `start` to `stop`.
 
         :param before: `SegmentSet.end_of` of a moment ago: what is written since is not meant.
         """

@@ -174,12 +174,12 @@ class SegmentFiles:
         return num_pages
 
     def read(self, number: int, pieces: Sequence[memoryview], page: int) -> int:
-        """See `FileLayer.read`."""
+        """Fills `pieces` from this page of the segment on, until its file ends; returns the bytes read. `OSError`."""
         with self.descriptors.use(number, self._folder.segment_path(number)) as fd:
             return self._files.read(fd, pieces, page * PAGE)
 
     def remove(self, segment: Segment) -> bool:
-        """False when the file is still there, with nothing in it. Nobody writes to it; who reads it misses.
+        """False when the file is still there, with nothing in it. Nobody writes to it; its readers miss.
 
         The file is cut before it is unlinked: its space is free although somebody may have it open. `OSError` when
         neither works; failures are counted and logged.

@@ -28,12 +28,12 @@ class SegmentSet:
         self._segments: dict[int, Segment] = {}
         self._of: dict[TenantId, TenantSegments] = {}
         self._fullest: Lowest[TenantId] = Lowest()
-        """Pages taken, negative."""
+        """Pages that each tenant has taken, negative."""
         self._roomiest: Lowest[int] = Lowest()
         """`spare_pages` of open segments, negative."""
         self._file_bytes = 0
         self._set_aside_bytes = 0
-        """For files about to be made, and of files that cannot be read."""
+        """Disk space of files that are about to be made, and of files that cannot be read."""
         self._next_number = 1
 
     @property
@@ -67,7 +67,7 @@ class SegmentSet:
         return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
 
     def next_number(self) -> int:
-        """For a new segment. Never given again."""
+        """A number for a new segment, never given again. `OSError` when numbers are used up."""
         number = self._next_number
         if number > MAX_NUMBER:
             raise OSError(f"segment numbers are used up at {MAX_NUMBER}: empty the folder")
@@ -124,7 +124,7 @@ class SegmentSet:
         return extent
 
     def count(self, segment: Segment, change: int) -> None:
-        """So many records more are found in it."""
+        """The index has `change` more records in the segment, or fewer if it is negative."""
         of = self._of[segment.id.tenant]
         segment.num_live += change
         of.num_live += change
@@ -142,7 +142,8 @@ class SegmentSet:
         return found if found is not None else (NO_EPOCH, 0)
 
     def first_empty(self, tenant: TenantId, *, open_too: bool) -> Segment | None:
-        """Of those without a live record that nobody writes to or removes: the one whose tombstones are the oldest.
+        """The tenant's segment with the oldest tombstones among those without a live record that nobody writes to or
+        removes.
 
         :param open_too: the one that takes extents counts.
         """
@@ -163,7 +164,7 @@ class SegmentSet:
         return segment
 
     def shrink(self, segment: Segment, num_pages: int) -> None:
-        """Its file was cut behind the last page that counts."""
+        """The segment's file was cut to `num_pages`, behind the last page that counts."""
         nbytes = (segment.num_pages - num_pages) * PAGE
         self._of[segment.id.tenant].nbytes -= nbytes
         self._file_bytes -= nbytes
@@ -171,7 +172,8 @@ class SegmentSet:
         segment.next_page = segment.num_pages = num_pages
 
     def wanted_bytes(self, tenant: TenantId, capacity_bytes: int) -> int:
-        """Of the tenant's next segment: its part of a fair share, or as large a part of what it has if that is more."""
+        """Size of the tenant's next segment: its part of a fair share, or as large a part of what it has if that is
+        more."""
         of = self._of.get(tenant)
         num_pages = of.num_pages // SEGMENTS_AT_LEAST if of is not None else 0
         return max(share_bytes(capacity_bytes, len(self._of) + (of is None)), num_pages * PAGE)
@@ -200,11 +202,11 @@ class SegmentSet:
         return tenant in self._of and self._of[tenant].num_owing > 0
 
     def owe(self, segment: Segment) -> None:
-        """Its file may have records that the index does not: who discards them later is to write a tombstone."""
+        """The segment's file may have records that the index does not: discarding them later takes a tombstone."""
         self._set_owing(segment, owing=True)
 
     def sealed(self, segment: Segment, num_pages: int) -> None:
-        """Its footer says what it has, and its file is cut behind that."""
+        """The segment's footer says what it has, and its file is cut behind that."""
         self.shrink(segment, num_pages)
         segment.sealed, segment.landed = True, []
 
@@ -254,7 +256,7 @@ class SegmentSet:
         self._tell(segment)
 
     def gone(self, segment: Segment) -> None:
-        """Its file is no longer there."""
+        """The segment's file is no longer there."""
         of = self._of[segment.id.tenant]
         of.nbytes -= segment.num_pages * PAGE
         self._file_bytes -= segment.num_pages * PAGE
@@ -290,14 +292,14 @@ class SegmentSet:
         segment.owing = owing
 
     def _took(self, segment: Segment, num_pages: int) -> None:
-        """So many pages more are taken of its tenant's share."""
+        """Counts `num_pages` more as taken of the share of the segment's tenant."""
         of = self._of[segment.id.tenant]
         of.num_pages += num_pages
         self._fullest.put(segment.id.tenant, -of.num_pages)
 
     @staticmethod
     def _tell(segment: Segment) -> None:
-        """Those who wait for it to go."""
+        """Wakes the threads that wait for the segment to go."""
         if segment.removed is not None:
             segment.removed.set()
             segment.removed = None

@@ -34,12 +34,12 @@ class TagTable:
     def __init__(self) -> None:
         self._slots: _Slots = np.zeros(_FEWEST, np.uint32)
         self._num_deleted = 0
-        """Of `_slots` that are passed over."""
+        """Slots of `_slots` whose rows were removed, and which a search passes over."""
         self._num_rows = 0
         self._old: _Slots | None = None
-        """The array before, as long as it has rows."""
+        """The array that was in use before, as long as it has rows."""
         self._num_emptied = 0
-        """Slots of `_old`, from the first on, that have none."""
+        """Slots of `_old`, from the first on, that have no rows any more."""
 
     def __len__(self) -> int:
         return self._num_rows
@@ -79,7 +79,7 @@ class TagTable:
         return rows if self._old is None else np.concatenate([rows, _rows_in(self._old)])
 
     def num_deleted_is_right(self) -> bool:
-        """For a check. O(slots)."""
+        """Whether deleted slots are counted right, for a check. O(slots)."""
         return int((self._slots == _DELETED).sum()) == self._num_deleted
 
     def _make_room(self, number: int, known: Tags) -> None:

@@ -13,19 +13,19 @@ class TenantSegments:
     """At least one segment, and sums over all. Not thread-safe: the tier's lock guards all of it."""
 
     segments: dict[int, Segment] = field(default_factory=dict)
-    """By number, oldest first."""
+    """The tenant's segments by number, oldest first."""
     open: Segment | None = None
-    """The one that takes extents."""
+    """The segment that takes extents."""
     nbytes: int = 0
-    """Disk space of the files."""
+    """Disk space of the segments' files."""
     num_pages: int = 0
-    """That were taken: what is preallocated and not yet used is not the tenant's share."""
+    """Pages that were taken: what is preallocated and not yet used is not the tenant's share."""
     num_live: int = 0
     num_owing: int = 0
     epochs: Lowest[int] = field(default_factory=Lowest)
-    """`min_epoch` of those that have records."""
+    """`min_epoch` of the segments that have records, by number."""
     empty: Lowest[int] = field(default_factory=Lowest)
-    """`last_forget` of those that have no live record."""
+    """`last_forget` of the segments that have no live record, by number."""
 
     def note(self, segment: Segment) -> None:
         """Keeps `epochs` and `empty` up to date after a change of this segment."""
@@ -47,12 +47,12 @@ class TenantSegments:
         return self.epochs.first(lambda number: but is not None and number == but.number)
 
     def first_empty(self, now_s: float, *, open_too: bool) -> Segment | None:
-        """Of those that are unused: the one whose tombstones are the oldest."""
+        """The unused segment whose tombstones are the oldest; None when no segment is unused."""
         found = self.empty.first(lambda number: not self.segments[number].is_unused(now_s, open_too=open_too))
         return self.segments[found[1]] if found is not None else None
 
     def oldest(self, now_s: float) -> Segment | None:
-        """Of those that may go and have more than tombstones."""
+        """The oldest segment that may go and has more than tombstones; None when there is none."""
         return next((s for s in self.segments.values() if s.may_go(now_s) and not s.compacted), None)
 
     def check(self) -> None:

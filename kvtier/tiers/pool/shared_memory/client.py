@@ -119,7 +119,7 @@ class PoolMemory:
                 yield begun + start, begun + stop
 
     def _most_bytes(self, link: MemoryLink, deadline: float) -> int:
-        """Of a part."""
+        """The most payload bytes of a part of a batch."""
         return min(link.session_by(deadline).connection.max_held_bytes // _SHARE, _PART_BYTES)
 
     def _windows(self, sizes: Sequence[int], most_bytes: int) -> Iterator[tuple[int, int]]:

@@ -19,10 +19,10 @@ class HeldBlock(NamedTuple):
     """A block in the pool's memory."""
 
     position: int
-    """Among those that were asked for."""
+    """The block's index among those that were asked for."""
     slab: MappedSlab
     slot: int
-    """Its id."""
+    """The id of the block's slot."""
     generation: int
     checksum: int
 
@@ -47,7 +47,7 @@ class PartHold:
         grouped = group(keys, sizes)
         self._order = grouped.order
         self._held_since = MONOTONIC()
-        """Not later than by the pool's clock."""
+        """When the hold was asked for: not later than when it begins by the pool's clock."""
         self._asked = link.send(Verb.ACQUIRE, {"groups": grouped.fields}, len(keys), deadline)
         self._session = self._asked.session
         self._places: list[tuple[int, tuple[int, int, int]]] = []
@@ -69,23 +69,23 @@ class PartHold:
         self._link.map(self._session, {slot // SLAB_STRIDE for slot, _, _ in places}, self._deadline)
 
     def blocks(self) -> list[HeldBlock]:
-        """Those held in slabs that are mapped."""
+        """The held blocks that lie in slabs that are mapped."""
         slabs = self._session.slabs
         mapped = ((i, place, slabs.get(place[0] // SLAB_STRIDE)) for i, place in self._places)
         return [HeldBlock(i, slab, *place) for i, place, slab in mapped if slab is not None]
 
     @property
     def session(self) -> Session:
-        """That holds them."""
+        """The session that holds the blocks."""
         return self._session
 
     @property
     def held_until_s(self) -> float:
-        """By the monotonic clock. From then on the pool may do with the blocks what it likes."""
+        """When the hold ends, by the monotonic clock. From then on the pool may do with the blocks what it likes."""
         return self._held_since + self._session.connection.lease_s
 
     def release(self) -> None:
-        """The pool may do with the blocks what it likes."""
+        """Ends the hold: the pool may do with the blocks what it likes."""
         if not self._is_answered:
             self._session.abandon(self._asked, self._deadline)
         elif self._lease:

@@ -27,7 +27,8 @@ class PoolSlab:
         return self._session.has_ended or slab is None or not slab.in_use
 
     def share(self, timeout_s: float) -> SharedSlab | None:
-        """See `MappableSlab.share`."""
+        """A descriptor of the slab, for a process that is to map it; the caller closes it. None: the slab has ended.
+        `OSError` or `KvtierError`: it cannot be had within the time."""
         return None if self.has_ended else self._link.fetch(self._session, self._number, MONOTONIC() + timeout_s)
 
 
@@ -71,14 +72,14 @@ class PoolLease:
             raise
 
     def release(self) -> None:
-        """See `Lease.release`."""
+        """Ends the loan, once, and says how many bytes were lent."""
         self._release()
         self._on_end(self._nbytes * (len(self.places) - self.places.count(None)))
 
     def _lease(
         self, hold: PartHold, first: int, keys: Sequence[StoreKey], ready: Container[int], deadline: float
     ) -> None:
-        """What is not whole is not lent: whoever then reads it finds out, and has it dropped."""
+        """A block that is not whole is not lent: the read that follows finds out, and has it dropped."""
         for block in hold.blocks():
             if MONOTONIC() > deadline:
                 return

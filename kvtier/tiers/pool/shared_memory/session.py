@@ -1,6 +1,6 @@
 """A connection to a pool on this host that threads share: whose answer is whose, and what a failure means for others.
 
-Requests of several threads travel one after the other, each thread waits for its own answers, and whoever waits
+Requests of several threads travel one after the other, each thread waits for its own answers, and one that waits
 receives for all: nobody holds the connection while blocks are copied.
 """
 
@@ -42,7 +42,7 @@ class Request:
     descriptor: int | None = None
     """Came with the answer; closed by the thread that asked."""
     is_abandoned: bool = False
-    """The thread that asked has gone: whoever receives the answer gives back what it brings."""
+    """The thread that asked has gone: the thread that receives the answer gives back what it brings."""
 
 
 class Session:
@@ -57,16 +57,16 @@ class Session:
         """:param connection: owned from now on; `end` and then `close`."""
         self.connection = connection
         self.slabs: dict[int, MappedSlab] = {}
-        """By number. Changed by single operations only, which need no lock."""
+        """The mapped slabs by number. Changed by single operations only, which need no lock."""
         self.watcher: threading.Thread | None = None
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """Notified when somebody waits, and an answer has come, nobody receives any more, or there is an end."""
         self._unanswered: deque[Request] = deque()
-        """In the order in which they were sent. Guarded by _lock."""
+        """Requests without an answer, in the order in which they were sent. Guarded by _lock."""
         self._num_asked = 0
-        """Blocks of those. Guarded by _lock."""
+        """Blocks of all requests without an answer. Guarded by _lock."""
         self._num_waiting = 0
         """Threads that wait for _changed. Guarded by _lock."""
         self._receiving = False

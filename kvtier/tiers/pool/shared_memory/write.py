@@ -32,9 +32,9 @@ class WritePart:
         self._session = self._asked.session
         self._is_answered = False
         self._write = 0
-        """Its id, 0 while nothing is prepared, or nothing any more."""
+        """The id of the write; 0 while nothing is prepared, or nothing any more."""
         self._places: list[tuple[int, int]] = []
-        """Of each block that has room: place in the part, and slot id."""
+        """The place in the part, and the slot id, of each block that has room."""
         self._committed: Request | None = None
         self._statuses = [WriteStatus.FAILED] * len(items)
 
