@@ -73,7 +73,7 @@ class DirectRead:
 
 @dataclass(slots=True)
 class _Slab:
-    """A slab of the tier that is mapped here. Guarded by Borrower._lock."""
+    """A slab of the tier that is mapped here. Guarded by DirectReads._lock."""
 
     memory: MappedSlab
     direct_read_s: float
