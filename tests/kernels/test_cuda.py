@@ -9,7 +9,7 @@ from kvtier.device.batched_dma import BatchedDma
 from kvtier.device.kv import Blocks
 from kvtier.device.pinned_memory import pins_read_only
 from kvtier.memory.arena import Arena
-from kvtier_bench.gpu.measuring.host_copies import leased_by
+from kvtier_bench.gpu.measuring.host_copies import lent_by
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, weights_on
 from kvtier_engine.model.llama import Chunk, LlamaModel
@@ -84,7 +84,7 @@ def test_blocks_come_from_memory_that_is_mapped_for_reading(way: str) -> None:
         for seed in range(2):
             arena.rows[:] = np.random.default_rng(seed).integers(0, 256, arena.rows.shape, dtype=np.uint8)
             kv.byte_rows().zero_()
-            with leased_by(arena, mover_side) as leased:
+            with lent_by(arena, mover_side) as leased:
                 assert not leased.rows.flags.writeable
                 mover_side.scatter_all(
                     [Blocks(leased, slots[:2], SLOTS[:2]), Blocks(leased, slots[2:], SLOTS[2:])],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import Codec, encode
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_packable_payload, make_payload
@@ -21,15 +22,15 @@ def counted(metrics: Metrics, codec: Codec) -> list[float | None]:
 def test_blocks_are_packed_and_counted(codec: Codec) -> None:
     metrics, key, payload = Metrics(), make_key("block"), make_packable_payload("block", NBYTES)
     packer = BlockPacker(codec, tier="disk", metrics=metrics)
-    header, stored = packer.encode(key, payload)
-    assert (header, bytes(stored)) == encode(key, payload, codec)
-    assert packer.encode(key, payload) == (header, stored)
+    header, stored = packer.encode(key, payload, checksum(key, payload))
+    assert (header, bytes(stored)) == encode(key, payload, checksum(key, payload), codec)
+    assert packer.encode(key, payload, checksum(key, payload)) == (header, stored)
     assert counted(metrics, codec) == [2 * NBYTES, 2 * len(stored)]
 
 
 @pytest.mark.parametrize("codec", Codec)
 def test_blocks_that_do_not_pack_stay_raw(codec: Codec) -> None:
-    metrics, payload = Metrics(), make_payload("noise", NBYTES)
+    metrics, key, payload = Metrics(), make_key("noise"), make_payload("noise", NBYTES)
     packer = BlockPacker(codec, tier="disk", metrics=metrics)
-    assert packer.encode(make_key("noise"), payload)[1] is payload
+    assert packer.encode(key, payload, checksum(key, payload))[1] is payload
     assert counted(metrics, Codec.RAW) == [NBYTES, NBYTES]
