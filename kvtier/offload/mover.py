@@ -336,8 +336,13 @@ class Mover:
 
     def _hand_down(self, batch: SaveBatch | StoreBatch, tiers: Sequence[str]) -> None:
         """Sums the batch's blocks, and queues their arena slots for these tiers."""
-        blocks = zip(self._store_keys(batch.keys), map(self._view, batch.arena_slots), strict=True)
-        items = [(key, view, checksum(key, view)) for key, view in blocks]
+        try:
+            blocks = zip(self._store_keys(batch.keys), map(self._view, batch.arena_slots), strict=True)
+            items = [(key, view, checksum(key, view)) for key, view in blocks]
+        except Exception:  # the directory must hear of the end, or the slots are never given to others
+            _log.exception("summing %d blocks failed", len(batch.keys))
+            self._post(Stored(batch.batch_id, dict.fromkeys(tiers, batch.keys)))
+            return
         save = _Save(batch.batch_id, batch.keys, items, waiting=set(tiers))
         for name in tiers:
             self._writers[name].submit(self._write, name, save)

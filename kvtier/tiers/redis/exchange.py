@@ -82,16 +82,21 @@ class Exchange(Generic[T]):
     def result(self, deadline: float) -> T:
         """What `work` returns or raises; `TimeoutError` at the deadline (monotonic), when its connection is cut."""
         wait([self._future], timeout=max(0.0, deadline - MONOTONIC()))
-        if not self._future.done() and not self._future.cancel():
-            with self._lock:
-                self._cut_off = True
-                if (connection := self._connection) is not None:
-                    _shut_down(connection)
-            if connection is not None:  # it is sending, receiving or verifying, and ends now
-                wait([self._future])
+        self.close()
         if not self._future.done() or self._future.cancelled():
             raise TimeoutError("no answer in time")
         return self._future.result()
+
+    def close(self) -> None:
+        """Cuts the connection if `work` is not over. Afterwards it does not use the caller's memory any more."""
+        if self._future.done() or self._future.cancel():
+            return
+        with self._lock:
+            self._cut_off = True
+            if (connection := self._connection) is not None:
+                _shut_down(connection)
+        if connection is not None:  # it is sending, receiving or verifying, and ends now
+            wait([self._future])
 
     def _run(self, pool: redis.ConnectionPool, work: Callable[[Conversation], T], in_cluster: bool) -> T:
         connection: Any = pool.get_connection()

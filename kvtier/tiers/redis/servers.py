@@ -1,6 +1,7 @@
 """Asks the servers of a Redis, all that have some of the keys at once, and keeps the failure of one to its own keys."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
 
@@ -88,23 +89,27 @@ class Servers:
         """What those servers give that answer in time."""
         if MONOTONIC() >= deadline:  # no server is to blame but the one that was late, which was counted
             return []
-        running = [
-            (server, Exchange(server.threads, server.client.connection_pool, work, server.in_cluster))
-            for server, work in jobs
-            if server.health.allows(op)
-        ]
         answers: list[T] = []
-        for server, exchange in running:
-            try:
-                answers.append(exchange.result(deadline))
-            except FAILURES as error:
-                server.health.failed(op, self._clients.translated(error))
-                if server.in_cluster:
-                    self._topology.renew()
-            else:
-                server.health.worked()
-                self.have_answered = True
+        with ExitStack() as running:  # whatever is raised, nobody uses the caller's memory afterwards
+            exchanges = [
+                (server, running.enter_context(closing(self._begun(server, work))))
+                for server, work in jobs
+                if server.health.allows(op)
+            ]
+            for server, exchange in exchanges:
+                try:
+                    answers.append(exchange.result(deadline))
+                except FAILURES as error:
+                    server.health.failed(op, self._clients.translated(error))
+                    if server.in_cluster:
+                        self._topology.renew()
+                else:
+                    server.health.worked()
+                    self.have_answered = True
         return answers
+
+    def _begun(self, server: Server, work: Callable[[Conversation], T]) -> Exchange[T]:
+        return Exchange(server.threads, server.client.connection_pool, work, server.in_cluster)
 
     def _in_batches(self, work: Work, places: list[int], sizes: Sequence[int], talk: Conversation) -> list[int]:
         return [place for batch in self._batches(places, sizes) for place in work(talk, batch)]

@@ -10,6 +10,7 @@ from redis.cluster import ClusterNode, NodesManager
 from redis.crc import key_slot
 
 from kvtier.clock import MONOTONIC
+from kvtier.errors import UnavailableError
 from kvtier.tiers.redis.address import Kind, RedisAddress
 from kvtier.tiers.redis.clients import RedisClients
 from kvtier.tiers.redis.health import Health
@@ -122,6 +123,9 @@ class Topology:
                 known.initialize()  # asks the nodes that it knows
             else:
                 known = self._clients.cluster()
+        except LookupError as error:  # redis-py takes the first primary of a map that has none
+            known = None
+            raise UnavailableError("the Redis Cluster serves no hash slot yet: create it first") from error
         except BaseException:
             known = None  # none of them answers: the seeds are asked next
             raise

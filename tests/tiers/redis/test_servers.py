@@ -373,3 +373,15 @@ def running_sentinel(folder: Path, master_port: int) -> Iterator[int]:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(20)
+
+
+def test_a_cluster_that_serves_no_slot_yet_is_a_miss(tmp_path: Path) -> None:
+    with running_redis(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        metrics = Metrics()
+        tier = connect(cluster_url(node), metrics=metrics)
+        assert tier.lookup(KEYS[:2]) == [Status.MISS] * 2
+        assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == [None] * 2
+        assert tier.write(ITEMS[:2]) == [WriteStatus.FAILED] * 2
+        assert tier.discard(KEYS[:2]) == 0
+        assert all_errors(metrics)
+        tier.close()
