@@ -86,7 +86,7 @@ def bench_fetch(
             f"({min(speeds):.1%} .. {max(speeds):.1%}); {median(on_core):.1%} without the time in which it waited "
             "for a core, not for the interpreter."
         )
-    notes.append(f"lent: {fetches['direct'].share_lent():.0%} of the blocks of direct, from its first fetch on.")
+    notes.append(f"leased: {fetches['direct'].share_leased():.0%} of the blocks of direct, from its first fetch on.")
     kept = beside_copies[-rounds:]
     notes.append(
         f"copies: beside a process that only copies memory the loop keeps {median(kept):.1%} of its speed "
@@ -111,16 +111,16 @@ class _Fetch:
         """Leaves the blocks to the pool alone."""
         self.cache.hierarchy.reset()
 
-    def share_lent(self) -> float:
+    def share_leased(self) -> float:
         """The share of the blocks from the pool that were copied from where they lie."""
-        lent, read = (
+        leased, read = (
             self.registry.get_sample_value(
                 "kvtier_tier_blocks_total", {"tier": "pool", "op": op, "status": Status.HIT.name.lower()}
             )
             or 0.0
-            for op in ("lend", "read")
+            for op in ("lease", "read")
         )
-        return lent / read
+        return leased / read
 
     def idle(self) -> list[float]:
         """Fetches while this thread waits."""
