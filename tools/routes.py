@@ -6,7 +6,6 @@ answer. What a connector adds in front of the directory is not part of it.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import tempfile
@@ -22,13 +21,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvtier.build.engine_cache import EngineCache, engine_cache
-from kvtier.config import parse_config
+from kvtier.config import parse_config, token_sha256
 from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
 from kvtier.identity.namespace import Namespace
 from kvtier.offload import Hierarchy
 from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolSettings
 
 NUM_BLOCKS, BLOCK_BYTES = 8, 4096
 TOKEN = "token-of-a-measurement-of-routes"
@@ -78,15 +76,20 @@ class Watch:
 @contextmanager
 def pool(folder: Path) -> Iterator[str]:
     """A pool in this process; gives its Unix address."""
-    service = PoolService(
-        PoolSettings(
-            tenants={hashlib.sha256(TOKEN.encode()).hexdigest(): "red"},
-            memory_bytes=64 << 20,
-            listen=(f"unix:{folder}/pool.sock",),
-            grpc_listen=("127.0.0.1:0",),
-            http_listen="127.0.0.1:0",
-        )
+    config = parse_config(
+        {
+            "tenants": {"red": {"token_sha256": [token_sha256(TOKEN)]}},
+            "pool_service": {
+                "memory_bytes": "64MiB",
+                "listen": f"unix:{folder}/pool.sock",
+                "grpc_listen": "127.0.0.1:0",
+                "http_listen": "127.0.0.1:0",
+            },
+        },
+        source="routes",
+        environ={},
     )
+    service = PoolService(config)
     service.start()
     try:
         yield f"unix:{folder}/pool.sock"

@@ -146,8 +146,10 @@ class Config(Section):
         accepted: dict[str, str] = {}
         for tenant_name, tenant in self.tenants.items():
             for name in tenant.certificate_names:
+                key = f"tenants.{tenant_name}.certificate_names"
+                if self.pool_service.tls_client_ca is None:
+                    raise self._error(key, "nobody verifies certificates without pool_service.tls_client_ca; set it")
                 if accepted.setdefault(name, tenant_name) != tenant_name:
-                    key = f"tenants.{tenant_name}.certificate_names"
                     raise self._error(key, f"{name!r} is also of tenant {accepted[name]!r}: tenants must differ")
         return accepted
 
@@ -170,6 +172,10 @@ class Config(Section):
         service = self.pool_service
         if service.tls_certificate is None and service.tls_key is None and service.tls_client_ca is None:
             return None
+        if service.tls_certificate is None and service.tls_key is None:
+            raise self._error(
+                "pool_service.tls_client_ca", "a server needs a certificate, too: set tls_certificate and tls_key"
+            )
         return TlsFiles(
             certificate=self._resolved(service.tls_certificate),
             key=self._resolved(service.tls_key),

@@ -21,6 +21,7 @@ from kvtier.config.fields import (
     SegmentBytes,
     SocketMode,
     SyncName,
+    TierBytes,
     WritePolicyName,
     as_list,
 )
@@ -51,8 +52,8 @@ class PoolServiceConfig(Section):
     """Connections of the block protocol, one thread each, and as many of gRPC per address. An engine needs
     `load_threads` and two or three more. Connections whose clients have not said who they are make way, and of gRPC
     those without a call for a minute."""
-    memory_bytes: Bytes = ByteSize(2**30)
-    """Memory tier; the process needs about 100 MB besides."""
+    memory_bytes: TierBytes = ByteSize(2**30)
+    """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """A block stays in memory for at least this time: writers hear FULL rather than that others lose what they have
     just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at
@@ -60,8 +61,8 @@ class PoolServiceConfig(Section):
     memory evicts."""
     disk_dir: Path | None = None
     """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
-    disk_bytes: Bytes = ByteSize(10 * 2**30)
-    """Disk tier; never exceeded."""
+    disk_bytes: TierBytes = ByteSize(10 * 2**30)
+    """Disk tier, 1 MiB or more; never exceeded."""
     disk_reserve_bytes: Bytes = ByteSize(2**30)
     """Free space left to others on the file system; below it the disk tier shrinks."""
     disk_write_policy: WritePolicyName = "write_through"
@@ -104,7 +105,8 @@ class PoolServiceConfig(Section):
     """How much of memory pins may hold; of several tenants, each half of it at most. It counts whole slabs, of up to
     64 MiB or an eighth of memory: with several tenants and less than 512 MiB, less than 0.25 may leave no room for a
     single one. Large leaves little for what is not pinned: writers hear FULL. 0: there are no pins."""
-    num_threads: Annotated[int, Field(ge=1, le=1024)] = 16
-    """gRPC calls served at a time."""
+    num_threads: Annotated[int, Field(ge=5, le=1024)] = 16
+    """gRPC calls served at a time; more wait or are refused. Streams of events may keep four of them. More than 16
+    gain nothing below 10 Gbit/s."""
     shutdown_grace_s: Seconds = 30.0
     """How long a stop may take to write to disk what is queued. Keep the container's grace period above it."""

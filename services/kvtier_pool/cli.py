@@ -5,24 +5,18 @@ import logging
 import signal
 import sys
 import threading
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from pydantic import ByteSize
 
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
-from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolSettings, RedisSettings
 
-_PATHS = ("disk_dir", "tls_certificate", "tls_key", "tls_client_ca")
-"""Fields whose relative paths are relative to the file."""
 _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
@@ -85,12 +79,12 @@ def serve(
         "redis_url": redis_url,
         "shutdown_grace_s": shutdown_grace_s,
     }
-    settings = _settings(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])
+    merged = configured(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run(settings)
+    run(merged)
 
 
-def run(settings: PoolSettings) -> None:
+def run(config: Config) -> None:
     """Serves in this process's main thread until SIGTERM or SIGINT."""
     keep_freed_memory()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -104,7 +98,7 @@ def run(settings: PoolSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
-    service = PoolService(settings)
+    service = PoolService(config)
     addresses = service.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
@@ -115,54 +109,23 @@ def run(settings: PoolSettings) -> None:
     service.stop()
 
 
-def _settings(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> PoolSettings:
-    """File and flags, checked by the same rules."""
-    base = load_config(file) if file is not None else parse_config({}, source="environment")
-    section = base.pool_service.model_dump(exclude_unset=True) | flags
-    for name in _PATHS:
-        path = getattr(base.pool_service, name)
-        if path is not None and name not in flags:
-            section[name] = base.resolve_path(path)
-    merged = parse_config(
-        {"pool_service": section, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
-    )
-    of_tenants = merged if tenants else base
-    return settings_of(merged, of_tenants, base.redis_password())
+def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> Config:
+    """The configuration with the command line's values in place of those of the file and the environment.
 
-
-def settings_of(config: Config, of_tenants: Config, redis_password: str | None = None) -> PoolSettings:
-    """What `config` says of the pool service, and `of_tenants` of who may use it.
-
-    Fields go by their names; those of `RedisSettings` have `redis_` before them in the configuration.
+    :param flags: fields of `pool_service`. Relative paths are relative to the working directory, those of the file to
+        its folder.
+    :param tenants: `NAME=SHA256` each. If there are any, they replace all tenants of the file.
     """
-    section = config.pool_service
-    values = {name: getattr(section, name) for name in type(section).model_fields}
-    redis: RedisSettings | None = None
-    if section.redis_url:  # empty: none, so that an environment can take it away
-        redis = RedisSettings(**_fields_of(RedisSettings, values, prefix="redis_") | {"password": redis_password})
-    return PoolSettings(
-        tenants=of_tenants.accepted_tokens(),
-        certificate_names=of_tenants.accepted_certificates(),
-        tls=config.pool_service_tls(),
-        redis=redis,
-        **_fields_of(PoolSettings, values),
+    base = load_config(file) if file is not None else parse_config({}, source="environment")
+    given = {name: v.expanduser().absolute() if isinstance(v, Path) else v for name, v in flags.items()}
+    table = base.pool_service.model_dump(exclude_unset=True) | given
+    merged = parse_config(
+        {"pool_service": table, "tenants": _tenant_tables(tenants)}, source="command line", environ={}
     )
-
-
-def _fields_of(
-    kind: type[PoolSettings] | type[RedisSettings], values: dict[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """The values of the configuration that `kind` has a field for, in the types that it has."""
-    names = [field.name for field in fields(kind) if prefix + field.name in values]
-    return {name: _plain(name, values[prefix + name]) for name in names}
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name.endswith("write_policy"):
-        return WritePolicy(value)
-    if isinstance(value, ByteSize):
-        return int(value)
-    return tuple(value) if isinstance(value, list) else value
+    if not tenants:
+        return base.model_copy(update={"pool_service": merged.pool_service})
+    merged.accepted_tokens()  # what is wrong with them is said of the command line, not of the file
+    return base.model_copy(update={"pool_service": merged.pool_service, "tenants": merged.tenants})
 
 
 def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:

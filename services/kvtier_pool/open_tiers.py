@@ -1,8 +1,10 @@
-"""The tiers below the pool's memory, as the settings ask for them."""
+"""The tiers below the pool's memory, as configured."""
 
 from contextlib import ExitStack
 
 from kvtier.codec.stored_form import Codec
+from kvtier.config import Config
+from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.store.event_hub import EventHub
@@ -15,7 +17,6 @@ from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier_pool.settings import PoolSettings, RedisSettings
 
 _WRITE_DOWN_SHARE = 1 / 4
 """The share of memory that may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk
@@ -25,64 +26,67 @@ _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 """Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
 
 
-def open_lower_tiers(settings: PoolSettings, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
+def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
     """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
-    :raises ConfigError: the disk folder cannot be used, or the Redis address is none. A Redis that does not
-        answer is no error: it misses until it does.
+    :raises ConfigError: the disk folder cannot be used, the Redis address is none, or its password cannot be read. A
+        Redis that does not answer is no error: it misses until it does.
     """
+    table = config.pool_service
     below: list[LowerTier] = []
     with ExitStack() as undo:
-        if settings.disk_dir is not None:
+        if table.disk_dir is not None:
             disk = DiskTier.open(
-                settings.disk_dir,
-                settings.disk_bytes,
-                reserve_bytes=settings.disk_reserve_bytes,
+                config.resolve_path(table.disk_dir),
+                int(table.disk_bytes),
+                reserve_bytes=int(table.disk_reserve_bytes),
                 on_event=hub.publish,
                 metrics=metrics,
-                codec=Codec.parse(settings.disk_codec),
-                segment_bytes=settings.disk_segment_bytes,
-                sync=SyncPolicy(settings.disk_sync),
-                direct_io=DirectIo(settings.disk_direct_io),
+                codec=Codec.parse(table.disk_codec),
+                segment_bytes=int(table.disk_segment_bytes),
+                sync=SyncPolicy(table.disk_sync),
+                direct_io=DirectIo(table.disk_direct_io),
             )
             undo.callback(disk.close)
-            keeps = settings.disk_write_policy is WritePolicy.WRITE_THROUGH
-            below.append(_lower(disk, settings.disk_write_policy, settings, keeps_acknowledged=keeps))
-        if settings.redis is not None:
-            redis = Metered(_redis_tier(settings.redis, metrics), metrics)
-            below.append(_lower(redis, settings.redis.write_policy, settings, keeps_acknowledged=False))
+            policy = WritePolicy(table.disk_write_policy)
+            below.append(_lower(disk, policy, table, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH))
+        if table.redis_url:  # empty: none, so that an environment can take it away
+            redis = Metered(_redis_tier(table.redis_url, config, metrics), metrics)
+            below.append(_lower(redis, WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False))
         undo.pop_all()
     return below
 
 
-def _redis_tier(redis: RedisSettings, metrics: Metrics) -> Tier:
+def _redis_tier(url: str, config: Config, metrics: Metrics) -> Tier:
     # Imported here: a pool without Redis starts a tenth of a second sooner.
     from kvtier.tiers.redis import RedisTier
 
+    table = config.pool_service
+    password = config.redis_password()
     try:
         return RedisTier(
-            redis.url,
-            username=redis.username,
-            password=redis.password,
-            ttl_s=redis.ttl_s,
-            codec=Codec.parse(redis.codec),
+            url,
+            username=table.redis_username,
+            password=password,
+            ttl_s=table.redis_ttl_s,
+            codec=Codec.parse(table.redis_codec),
             metrics=metrics,
             breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S),
-            call_timeout_s=redis.timeout_s,
-            lookup_timeout_s=redis.lookup_timeout_s,
-            connect_timeout_s=min(1.0, redis.timeout_s),
+            call_timeout_s=table.redis_timeout_s,
+            lookup_timeout_s=table.redis_lookup_timeout_s,
+            connect_timeout_s=min(1.0, table.redis_timeout_s),
         )
     except ConfigError as error:
         raise ConfigError(f"redis_url: {error}") from error
 
 
-def _lower(tier: Tier, policy: WritePolicy, settings: PoolSettings, *, keeps_acknowledged: bool) -> LowerTier:
+def _lower(tier: Tier, policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledged: bool) -> LowerTier:
     return LowerTier(
         tier,
         WriteBehindSettings(
             policy=policy,
             keeps_acknowledged=keeps_acknowledged,
-            selective_uses=settings.selective_uses,
-            queue_bytes=int(settings.memory_bytes * _WRITE_DOWN_SHARE),
+            selective_uses=table.selective_uses,
+            queue_bytes=int(table.memory_bytes * _WRITE_DOWN_SHARE),
         ),
     )

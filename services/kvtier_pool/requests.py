@@ -14,7 +14,7 @@ from kvtier.identity.keys import (
     StoreKey,
     TenantId,
 )
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 
 
 def add_keys(keys: list[StoreKey], tenant: TenantId, namespace: bytes, hashes: bytes, limits: PoolLimits) -> None:

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
+from kvtier.config import Config
+from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.memory import memfd
 from kvtier.metrics import Metrics
+from kvtier.net.address import Address
 from kvtier.store.event_hub import EventHub
 from kvtier.store.metrics import StoreMetrics
+from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
@@ -19,9 +24,9 @@ from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
-from kvtier_pool.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
@@ -40,51 +45,62 @@ class Addresses:
 class PoolService:
     """Start, serve, stop; once each. One thread owns it."""
 
-    def __init__(self, settings: PoolSettings) -> None:
-        """Opens nothing yet: see `start`."""
-        self._settings = settings
+    def __init__(self, config: Config, limits: PoolLimits | None = None) -> None:
+        """Opens and reads nothing yet: see `start`.
+
+        :param limits: what one call may ask for; tests have smaller ones than the default.
+        """
+        self._config = config
+        self._limits = limits if limits is not None else PoolLimits()
         self._phase: str | None = "starting"
         """Why it does not serve; None while it does. Written by the owner, read by HTTP threads."""
 
     def start(self) -> Addresses:
-        """Opens the tiers, listens, serves. `ConfigError` when an address or the folder cannot be had."""
-        settings = self._settings
+        """Opens the tiers, listens, serves.
+
+        :raises ConfigError: no client could be let in, files for TLS or secrets are no good, or an address or the
+            folder cannot be had.
+        """
+        config, table, limits = self._config, self._config.pool_service, self._limits
+        tokens, names = config.accepted_tokens(), config.accepted_certificates()
+        authenticator = Authenticator(tokens, names)
+        tls = config.pool_service_tls()
+        shares_memory = _shares_memory(table)
         registry = CollectorRegistry()
         metrics, tier_metrics = PoolMetrics(registry), Metrics(registry)
-        hub = EventHub(max_streams=settings.limits.max_event_streams, buffer=settings.limits.event_buffer)
+        hub = EventHub(max_streams=limits.max_event_streams, buffer=limits.event_buffer)
         self._core = Store(
-            memory_bytes=settings.memory_bytes,
-            min_residency_s=settings.min_residency_s,
-            below=open_lower_tiers(settings, hub, tier_metrics),
+            memory_bytes=int(table.memory_bytes),
+            min_residency_s=table.min_residency_s,
+            below=open_lower_tiers(config, hub, tier_metrics),
             hub=hub,
             metrics=StoreMetrics(registry),
-            shared=settings.shares_memory,
-            pins=settings.retention_limits,
+            shared=shares_memory,
+            pins=retention_limits(table, num_tenants=len({*tokens.values(), *names.values()})),
             tier_metrics=tier_metrics,
         )
         TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
-        if settings.shares_memory:
+        if shares_memory:
             self._clients = SharedClients(
                 self._core,
                 metrics,
-                lease_s=settings.limits.lease_s,
-                max_held_bytes=settings.limits.max_held_bytes or settings.memory_bytes // 4,
+                lease_s=limits.lease_s,
+                max_held_bytes=limits.max_held_bytes or int(table.memory_bytes) // 4,
             )
-        authenticator = Authenticator(settings.tenants, settings.certificate_names)
-        servicer = PoolServicer(self._core, authenticator, settings.limits, metrics)
+        servicer = PoolServicer(self._core, authenticator, limits, metrics)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self._core.start()
             if self._clients is not None:
                 self._clients.start()
                 undo.callback(self._clients.stop)
-            self._http = StatusServer(settings.http_listen, registry, self._problem, settings.tls)
+            self._http = StatusServer(table.http_listen, registry, self._problem, tls)
             self._http.start()
             undo.callback(self._http.stop)
-            self._grpc = PoolServer(servicer, authenticator, settings)
+            self._grpc = PoolServer(servicer, authenticator, config)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, authenticator, settings, metrics, self._clients)
+            self._block = BlockServer(self._core, authenticator, config, limits, metrics, self._clients)
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
@@ -93,10 +109,11 @@ class PoolService:
 
     def stop(self) -> list[DrainReport]:
         """Ends calls, writes down what waits, within `shutdown_grace_s`; logs what stayed behind. A report per tier."""
-        deadline = MONOTONIC() + self._settings.shutdown_grace_s
+        grace_s = self._config.pool_service.shutdown_grace_s
+        deadline = MONOTONIC() + grace_s
         self._phase = "stopping"
         self._core.end_event_streams()
-        calls_deadline = MONOTONIC() + self._settings.shutdown_grace_s * _CALLS_SHARE_OF_GRACE
+        calls_deadline = MONOTONIC() + grace_s * _CALLS_SHARE_OF_GRACE
         self._block.stop(calls_deadline - MONOTONIC())
         self._grpc.stop(max(0.0, calls_deadline - MONOTONIC()))
         if self._clients is not None:
@@ -119,3 +136,18 @@ class PoolService:
         if self._clients is not None and not self._clients.alive:
             return self._phase or "the thread that ends leases is gone"
         return self._phase or self._core.problem() or self._block.problem()
+
+
+def _shares_memory(table: PoolServiceConfig) -> bool:
+    """Whether there is anybody to share memory with, and a way to do it."""
+    is_local = any(Address.parse(address).path for address in table.listen)
+    return table.shared_memory and is_local and memfd.available()
+
+
+def retention_limits(table: PoolServiceConfig, *, num_tenants: int) -> RetentionLimits:
+    """What the tenants may pin."""
+    return RetentionLimits(
+        max_s=table.max_pin_s,
+        most_bytes=int(table.memory_bytes * table.pin_share),
+        several_tenants=num_tenants > 1,
+    )

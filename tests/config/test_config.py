@@ -2,18 +2,13 @@
 
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvtier.config import Config, load_config, parse_config, token_sha256
 from kvtier.config.engine import CacheConfig
-from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
-from kvtier.tiers.common.write_policy import WritePolicy
-from kvtier_pool.cli import settings_of
-from kvtier_pool.settings import PoolSettings, RedisSettings
 
 FILE = """
 tenant = "red"
@@ -190,6 +185,8 @@ def test_the_password_of_the_redis_comes_from_elsewhere() -> None:
         ("pool_service", "listen", ["grpc:127.0.0.1:0"], "host:port or unix:/path"),
         ("pool_service", "disk_direct_io", "maybe", "'auto', 'on' or 'off'"),
         ("disk", "direct_io", True, "'auto', 'on' or 'off'"),
+        ("pool_service", "memory_bytes", "1MB", "pool_service.memory_bytes: .* equal to 1048576"),
+        ("pool_service", "disk_bytes", 0, "pool_service.disk_bytes: .* equal to 1048576"),
         ("pool_service", "max_pin_s", -1, "greater than or equal to 0"),
         ("pool_service", "pin_share", 1.1, "less than or equal to 1"),
         ("pool_service", "pin_share", "nan", "pool_service.pin_share"),
@@ -273,37 +270,3 @@ def test_loads_are_verified_on_cuda_alone() -> None:
         parsed("device", "int8_per_head").verifies_on_device("cuda")
     with pytest.raises(ConfigError, match=r"cache.verify_loads"):
         parsed("both")
-
-
-READ_BY_HAND = {"tls_certificate", "tls_key", "tls_client_ca", "redis_password"}
-"""Fields of the pool's table that are files or secrets, which the settings of the service hold in another form."""
-
-
-def test_every_field_of_the_pool_reaches_it() -> None:
-    of_redis = {f"redis_{field.name}" for field in fields(RedisSettings)}
-    for name in PoolServiceConfig.model_fields.keys() - READ_BY_HAND:
-        assert name in of_redis | {field.name for field in fields(PoolSettings)}, f"nobody hands over {name}"
-
-
-def test_values_of_the_pool_are_handed_over() -> None:
-    table = {
-        "listen": ["unix:/run/kvtier.sock", "127.0.0.1:0"],
-        "memory_bytes": "2MiB",
-        "disk_write_policy": "write_back",
-        "redis_url": "redis://127.0.0.1:6379/0",
-        "redis_password": "env:NOT_READ_HERE",
-        "redis_ttl_s": 60,
-        "redis_write_policy": "write_through_selective",
-        "pin_share": 0.5,
-    }
-    tenants = {"red": {"token_sha256": [token_sha256("red-token")]}}
-    config = parse_config({"pool_service": table, "tenants": tenants}, source="a test", environ={})
-    settings = settings_of(config, config, redis_password="resolved")
-    assert settings.listen == ("unix:/run/kvtier.sock", "127.0.0.1:0")
-    assert (type(settings.memory_bytes), settings.memory_bytes) == (int, 2 << 20)
-    assert settings.disk_write_policy is WritePolicy.WRITE_BACK
-    assert settings.pin_share == 0.5
-    redis = settings.redis
-    assert redis is not None
-    assert (redis.url, redis.password, redis.ttl_s) == ("redis://127.0.0.1:6379/0", "resolved", 60)
-    assert redis.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE

@@ -17,7 +17,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.pool import PoolTier
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import MIB, connect, held_bytes, running_pool, until
 
 NUM_LAYERS, NUM_PAGES, PIECE_BYTES = 6, 8, 40_000

@@ -15,7 +15,6 @@ from kvtier.net.certificates import Renewed, TlsFiles, client_context, server_co
 from kvtier.net.tls import ClientTls
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier_pool.cli import settings_of
 from pool_rig import TENANTS, TOKENS, running_pool
 
 DIGEST = next(iter(TENANTS))
@@ -61,12 +60,16 @@ def test_an_engine_s_half_of_a_configuration(tmp_path: Path, pool: dict[str, str
     ("service", "tenant", "message"),
     [
         ({"tls_certificate": "p.pem"}, {}, "tls_certificate without tls_key"),
-        ({"tls_client_ca": "ca.pem"}, {}, "tls_client_ca without tls_certificate"),
-        ({}, {"certificate_names": ["a.example"]}, "certificate_names without tls_client_ca"),
+        ({"tls_client_ca": "ca.pem"}, {}, "pool_service.tls_client_ca: .* set tls_certificate and tls_key"),
+        (
+            {},
+            {"certificate_names": ["a.example"]},
+            "red.certificate_names: .* without pool_service.tls_client_ca",
+        ),
         (
             {"tls_certificate": "p.pem", "tls_key": "p.key"},
             {"certificate_names": ["a.example"]},
-            "certificate_names without tls_client_ca",
+            "red.certificate_names: .* without pool_service.tls_client_ca",
         ),
     ],
 )
@@ -76,17 +79,18 @@ def test_a_pool_s_half_of_a_configuration(
     tenants = {"red": {"token_sha256": [DIGEST]} | tenant}
     config = parse(tmp_path, pool_service=service, tenants=tenants)
     with pytest.raises(ConfigError, match=message):
-        settings_of(config, config)
+        (config.pool_service_tls(), config.accepted_certificates())
 
 
 def test_names_in_certificates_are_one_tenant_s(tmp_path: Path) -> None:
     tenants = {"red": {"certificate_names": ["a.example", "spiffe://a"]}, "blue": {"certificate_names": ["b.example"]}}
-    config = parse(tmp_path, tenants=tenants)
+    service = {"tls_client_ca": "ca.pem"}
+    config = parse(tmp_path, tenants=tenants, pool_service=service)
     assert config.accepted_certificates() == {"a.example": "red", "spiffe://a": "red", "b.example": "blue"}
     assert config.accepted_tokens() == {}, "nobody needs one"
     tenants["blue"]["certificate_names"].append("a.example")
     with pytest.raises(ConfigError, match=r"'a\.example' is also of tenant 'red'"):
-        parse(tmp_path, tenants=tenants).accepted_certificates()
+        parse(tmp_path, tenants=tenants, pool_service=service).accepted_certificates()
 
 
 def encrypted(pem: bytes) -> bytes:

@@ -36,7 +36,7 @@ from kvtier.protocol.block_socket import FrameSocket
 from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.wrong_protocol import answer_for
 from pool_rig import MIB, RED, TOKENS, WAIT_S, CoreRig, core_rig
 

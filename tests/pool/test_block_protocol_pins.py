@@ -20,7 +20,7 @@ from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.tiers.pool.tier import PoolTier
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import MIB, RED, TOKENS, WAIT_S, CoreRig, core_rig
 
 HELLO = GOLDEN["hello"][0]

@@ -20,8 +20,8 @@ from kvtier.protocol.shared_memory import PLACE
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.settings import PoolLimits
 from pool_rig import MIB, RED, CoreRig, core_rig
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")

@@ -19,7 +19,7 @@ from kvtier.protocol import pool_pb2
 from kvtier.protocol.frames import encode_blocks
 from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_grpc_rig import PAYLOADS, connect, items, running
 from pool_rig import BLOCK_BYTES, BLUE, MIB, TOKENS, WAIT_S, until
 

@@ -20,13 +20,10 @@ from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.tiers.pool.tier import PoolTransport
 from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolSettings
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,
-    MIB,
     RED,
-    TENANTS,
     TOKENS,
     WAIT_S,
     connect,
@@ -35,6 +32,7 @@ from pool_rig import (
     items,
     keys,
     payloads,
+    pool_config,
     running_pool,
     until,
 )
@@ -160,10 +158,8 @@ def test_a_group_may_be_let_in(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_a_clear_error(address: str) -> None:
-    free = "127.0.0.1:0"
-    settings = PoolSettings(tenants=TENANTS, memory_bytes=MIB, listen=(address,), grpc_listen=(free,), http_listen=free)
     with pytest.raises(ConfigError, match=re.escape(address)):
-        PoolService(settings).start()
+        PoolService(pool_config(listen=[address])).start()
 
 
 def test_a_stop_waits_for_nobody_who_is_idle() -> None:

@@ -19,9 +19,19 @@ from kvtier.testing.blocks import make_key, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier_pool.service import PoolService
-from kvtier_pool.settings import PoolSettings
 from pool_grpc_rig import PAYLOADS, connect, items, running
-from pool_rig import BLOCK_BYTES, BLUE, MIB, TENANTS, WAIT_S, PoolProcess, failed_calls, pool_process, until
+from pool_rig import (
+    BLOCK_BYTES,
+    BLUE,
+    MIB,
+    TENANTS,
+    WAIT_S,
+    PoolProcess,
+    failed_calls,
+    pool_config,
+    pool_process,
+    until,
+)
 from suspending import suspended
 
 
@@ -146,12 +156,8 @@ def test_healthz_metrics_and_no_torch() -> None:
 
 
 def test_a_port_in_use_is_a_clear_error() -> None:
-    with running() as address:
-        settings = PoolSettings(
-            tenants=TENANTS, memory_bytes=MIB, listen=(), grpc_listen=(address,), http_listen="127.0.0.1:0"
-        )
-        with pytest.raises(ConfigError, match=re.escape(address)):
-            PoolService(settings).start()
+    with running() as address, pytest.raises(ConfigError, match=re.escape(address)):
+        PoolService(pool_config(listen=[], grpc_listen=[address])).start()
 
 
 def test_a_pool_does_not_take_the_grpc_socket_of_another(tmp_path: Path) -> None:

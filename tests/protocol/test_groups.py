@@ -8,8 +8,8 @@ from kvtier.errors import InvalidInputError, LimitExceededError
 from kvtier.identity.keys import NUMPY_PAYS_FROM, NamespaceId, StoreKey, tenant_id
 from kvtier.protocol.groups import group
 from kvtier.testing.blocks import make_key
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.requests import add_keys
-from kvtier_pool.settings import PoolLimits
 
 RED = tenant_id("red")
 COUNTS = [0, 1, 2, NUMPY_PAYS_FROM - 1, NUMPY_PAYS_FROM, NUMPY_PAYS_FROM + 1, 1000]

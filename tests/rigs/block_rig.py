@@ -18,8 +18,8 @@ from kvtier.testing.contract import make_key
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.settings import PoolLimits
 from pool_rig import TENANTS, WAIT_S, CoreRig
 
 KEY = make_key("golden")

@@ -22,7 +22,7 @@ def connect(address: str, tenant: str = "red", **options: Any) -> PoolTier:
 
 
 @contextlib.contextmanager
-def running(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[str]:
+def running(memory_bytes: int = 16 * MIB, **settings: Any) -> Iterator[str]:
     """A service in this process; its gRPC address."""
     with pool_rig.running_pool(memory_bytes, **settings) as addresses:
         yield addresses.grpc[0]

@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from free_port import free_port
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.stored_form import encode_header, parse_header
+from kvtier.config import Config, parse_config
 from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
+from kvtier.net.certificates import TlsFiles
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.metrics import StoreMetrics
@@ -37,8 +40,8 @@ from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses, PoolService
-from kvtier_pool.settings import PoolSettings
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -257,19 +260,43 @@ class PoolProcess:
         return self.process.returncode, log
 
 
-@contextlib.contextmanager
-def running_pool(memory_bytes: int = 16 * MIB, **settings: object) -> Iterator[Addresses]:
-    """A service in this process."""
+def pool_config(
+    memory_bytes: int = 16 * MIB,
+    *,
+    tls: TlsFiles | None = None,
+    certificate_names: Mapping[str, str] | None = None,
+    **table: object,
+) -> Config:
+    """A pool on free ports that `TENANTS` may use.
+
+    :param certificate_names: DNS name or URI of a client certificate -> tenant name.
+    :param table: fields of `pool_service`.
+    """
     free = "127.0.0.1:0"
-    defaults = {
-        "listen": (free,),
-        "grpc_listen": (free,),
+    defaults: dict[str, object] = {
+        "listen": [free],
+        "grpc_listen": [free],
         "http_listen": free,
         "min_residency_s": 0.0,
         "shutdown_grace_s": 10.0,
+        "memory_bytes": memory_bytes,
     }
-    arguments = defaults | settings
-    service = PoolService(PoolSettings(tenants=TENANTS, memory_bytes=memory_bytes, **arguments))  # type: ignore[arg-type]
+    if tls is not None:
+        defaults |= {"tls_certificate": tls.certificate, "tls_key": tls.key, "tls_client_ca": tls.ca}
+    tenants: dict[str, dict[str, list[str]]] = {}
+    for digest, name in TENANTS.items():
+        tenants[name] = {"token_sha256": [digest], "certificate_names": []}
+    for certified, name in (certificate_names or {}).items():
+        tenants[name]["certificate_names"].append(certified)
+    return parse_config({"pool_service": defaults | table, "tenants": tenants}, source="a test", environ={})
+
+
+@contextlib.contextmanager
+def running_pool(
+    memory_bytes: int = 16 * MIB, *, limits: PoolLimits | None = None, **settings: Any
+) -> Iterator[Addresses]:
+    """A service in this process. `settings` are those of `pool_config`."""
+    service = PoolService(pool_config(memory_bytes, **settings), limits)
     addresses = service.start()
     try:
         yield addresses

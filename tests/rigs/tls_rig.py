@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from certificates import Authority, Pair
 from kvtier.identity.keys import tenant_id
@@ -54,7 +55,7 @@ class Site:
         )
 
     @contextlib.contextmanager
-    def pool(self, server: Pair | None = None, *, mutual: bool = False, **settings: object) -> Iterator[Addresses]:
+    def pool(self, server: Pair | None = None, *, mutual: bool = False, **settings: Any) -> Iterator[Addresses]:
         """In this process. A mutual one knows `NAMES`."""
         names = NAMES if mutual else {}
         files = self.files(server, mutual=mutual)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,8 +24,8 @@ from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.pool.tier import PoolTier
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses
-from kvtier_pool.settings import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
     MIB,
@@ -53,7 +54,7 @@ remote = pytest.fixture(remote_tier)
 
 
 @contextlib.contextmanager
-def burst_pool(**settings: object) -> Iterator[Addresses]:
+def burst_pool(**settings: Any) -> Iterator[Addresses]:
     """A pool that every path leads to."""
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
         listen = ("127.0.0.1:0", f"unix:{folder}/pool.sock")

@@ -10,10 +10,8 @@ import pytest
 from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, read_blocks
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier_pool import open_tiers
-from kvtier_pool.settings import RedisSettings
 from pool_rig import BLOCK_BYTES, BLUE, WAIT_S, connect, keys, payloads, pool_process, running_pool, until
 from redis_rig import RedisServer, running_redis
 
@@ -31,14 +29,11 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def below(server: RedisServer, **settings: object) -> RedisSettings:
-    return RedisSettings(url=server.url, **({"timeout_s": WAIT_S} | settings))  # type: ignore[arg-type]
-
-
 @contextlib.contextmanager
 def pool(server: RedisServer, *, tenant: str = "red", **redis: object) -> Iterator[PoolTier]:
     """An engine's view of a fresh pool over the server."""
-    with running_pool(redis=below(server, **redis)) as addresses:
+    table = {f"redis_{name}": value for name, value in ({"url": server.url, "timeout_s": WAIT_S} | redis).items()}
+    with running_pool(**table) as addresses:
         tier = connect(addresses.block[0], tenant)
         try:
             yield tier
@@ -91,7 +86,7 @@ def test_a_site_outlives_each_of_its_pools(redis: RedisServer) -> None:
 
 
 def test_write_back_reaches_redis_at_the_stop(redis: RedisServer) -> None:
-    with pool(redis, write_policy=WritePolicy.WRITE_BACK) as one:
+    with pool(redis, write_policy="write_back") as one:
         store(one, range(10))
         with redis.client() as client:
             assert client.dbsize() == 0
@@ -108,15 +103,18 @@ def test_a_pool_starts_without_its_redis_and_finds_it_later(redis: RedisServer) 
 
 
 def test_a_wrong_password_costs_the_redis_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    right, wrong = (tmp_path / name for name in ("right", "wrong"))
+    right.write_text("the-right-one")
+    wrong.write_text("the-wrong-one")
     with running_redis(tmp_path, password="the-right-one") as server:
-        with pool(server, password="the-wrong-one") as tier:
+        with pool(server, password=f"file:{wrong}") as tier:
             assert store(tier, ["a"]) == [STORED]
             assert load(tier, ["a", "b"]) == [*payloads(["a"]), None]
             until(lambda: "refuses" in caplog.text)
         assert "the-wrong-one" not in caplog.text
-        with pool(server, password="the-right-one") as tier:
+        with pool(server, password=f"file:{right}") as tier:
             store(tier, ["a"])
-        with pool(server, password="the-right-one") as tier:
+        with pool(server, password=f"file:{right}") as tier:
             assert load(tier, ["a"]) == payloads(["a"])
 
 

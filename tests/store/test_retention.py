@@ -20,8 +20,8 @@ from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.pins import SlabPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
-from kvtier_pool.settings import PoolSettings
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, WAIT_S, CoreRig, core_rig, keys, until
+from kvtier_pool.service import retention_limits
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, core_rig, keys, pool_config, until
 
 SLAB_BYTES = MIB
 """Of a core with 8 MiB: an eighth, 16 blocks."""
@@ -314,14 +314,12 @@ def test_pins_and_discards_of_many_threads_leave_nothing_held() -> None:
         assert there(rig, range(40)) == 0
 
 
-def test_what_settings_say_of_pins() -> None:
-    def limits(**settings: object) -> RetentionLimits:
-        digests = {digest: name for digest, name in TENANTS.items() if name == "red"}
-        arguments = {"tenants": digests, "memory_bytes": 16 * MIB} | settings
-        return PoolSettings(**arguments).retention_limits  # type: ignore[arg-type]
+def test_what_the_configuration_says_of_pins() -> None:
+    def limits(num_tenants: int = 2, **table: object) -> RetentionLimits:
+        return retention_limits(pool_config(16 * MIB, **table).pool_service, num_tenants=num_tenants)
 
-    assert limits() == RetentionLimits(max_s=86_400.0, most_bytes=4 * MIB, several_tenants=False)
-    assert limits(tenants=TENANTS, pin_share=0.5) == RetentionLimits(max_s=86_400.0, most_bytes=8 * MIB)
+    assert limits(num_tenants=1) == RetentionLimits(max_s=86_400.0, most_bytes=4 * MIB, several_tenants=False)
+    assert limits(pin_share=0.5) == RetentionLimits(max_s=86_400.0, most_bytes=8 * MIB)
     assert limits(max_pin_s=0.0).max_s == 0
     for field, value in (("max_pin_s", -1.0), ("pin_share", 1.5), ("pin_share", float("nan"))):
         with pytest.raises(ConfigError, match="pin"):

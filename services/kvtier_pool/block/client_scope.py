@@ -6,8 +6,8 @@ from kvtier.codec.stored_form import HEADER_BYTES, Header, parse_header
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.protocol.block import Fields
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.requests import add_keys, require_blocks, require_bytes, require_room
-from kvtier_pool.settings import PoolLimits
 
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
 """The bytes of a store key that name its namespace."""

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 
+from kvtier.config import Config
 from kvtier.net.address import Address
 from kvtier.net.stream import PlainStream
 from kvtier.net.tls import ServerTls, TlsStream
@@ -14,9 +15,9 @@ from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.settings import PoolSettings
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -32,7 +33,8 @@ class BlockServer:
         self,
         core: Store,
         authenticator: Authenticator,
-        settings: PoolSettings,
+        config: Config,
+        limits: PoolLimits,
         metrics: PoolMetrics,
         clients: SharedClients | None = None,
     ) -> None:
@@ -42,10 +44,12 @@ class BlockServer:
         """
         self._core = core
         self._authenticator = authenticator
-        self._settings = settings
+        self._table = config.pool_service
+        self._limits = limits
         self._metrics = metrics
         self._clients = clients
-        self._tls = None if settings.tls is None else ServerTls(settings.tls)
+        tls = config.pool_service_tls()
+        self._tls = None if tls is None else ServerTls(tls)
         self._listeners: list[Listener] = []
         """Owner only."""
         self._accepting: list[threading.Thread] = []
@@ -66,8 +70,8 @@ class BlockServer:
         """
         if self._tls is not None:
             self._tls.check()
-        for text in self._settings.listen:
-            self._listeners.append(Listener(Address.parse(text), self._settings.socket_mode))
+        for text in self._table.listen:
+            self._listeners.append(Listener(Address.parse(text), self._table.socket_mode))
         for listener in self._listeners:
             thread = threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True)
             self._accepting.append(thread)
@@ -115,7 +119,7 @@ class BlockServer:
             FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local),
             self._core,
             self._authenticator,
-            self._settings.limits,
+            self._limits,
             self._metrics,
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
@@ -135,7 +139,7 @@ class BlockServer:
 
         A session that has not said who it is makes way first: a stranger must not keep out those that can.
         """
-        most = self._settings.max_connections
+        most = self._table.max_connections
         nameless = None
         with self._lock:
             if len(self._sessions) >= most:
@@ -174,7 +178,7 @@ class BlockServer:
     def _refuse(self, stream: PlainStream | TlsStream) -> None:
         """Says why and closes, without waiting for a peer that may never speak."""
         self._metrics.block_connections_refused.inc()
-        message = f"max_connections: {self._settings.max_connections} are open, and the pool takes no more"
+        message = f"max_connections: {self._table.max_connections} are open, and the pool takes no more"
         answer = {"id": 0, "result": Result.UNAVAILABLE, "message": message, "versions": list(VERSIONS)}
         with contextlib.closing(stream):
             if isinstance(stream, TlsStream):

@@ -17,8 +17,8 @@ from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import ClientMemory, SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
 from kvtier_pool.block.verbs import BlockVerbs, Handler
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
-from kvtier_pool.settings import PoolLimits
 from kvtier_pool.wrong_protocol import answer_for
 
 _log = logging.getLogger(__name__)

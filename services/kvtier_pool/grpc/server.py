@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.net.address import UNIX_PREFIX
 from kvtier.net.certificates import Renewed, TlsFiles, read_pem, server_context
@@ -16,7 +17,6 @@ from kvtier_pool.grpc.health import SERVICE as HEALTH_SERVICE
 from kvtier_pool.grpc.health import HealthServicer
 from kvtier_pool.grpc.servicer import SERVICE, PoolServicer, certificate_names_of
 from kvtier_pool.listener import require_nobody_there
-from kvtier_pool.settings import PoolSettings
 
 _MAX_MESSAGE_BYTES = 4 << 20
 _OPTIONS = (
@@ -38,25 +38,26 @@ _KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_lis
 class PoolServer:
     """Binds, serves and stops. One thread calls it."""
 
-    def __init__(self, servicer: PoolServicer, authenticator: Authenticator, settings: PoolSettings) -> None:
+    def __init__(self, servicer: PoolServicer, authenticator: Authenticator, config: Config) -> None:
         """Binds nothing yet: see `start`."""
+        table = config.pool_service
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kvtier-grpc"),
+            futures.ThreadPoolExecutor(table.num_threads, thread_name_prefix="kvtier-grpc"),
             interceptors=[_ReflectionGuard(authenticator)],
             options=(
                 *_OPTIONS,
                 # Each costs a descriptor, and nobody needs a token to open one.
-                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.max_allowed_incoming_connections", table.max_connections),
                 ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
             ),
-            maximum_concurrent_rpcs=4 * settings.num_threads,
+            maximum_concurrent_rpcs=4 * table.num_threads,
             compression=grpc.Compression.NoCompression,
         )
         reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
         self._server.add_generic_rpc_handlers((servicer.handler(), HealthServicer(SERVICE).handler()))
-        self._listen = settings.grpc_listen
-        self._tls = settings.tls
+        self._listen = table.grpc_listen
+        self._tls = config.pool_service_tls()
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""

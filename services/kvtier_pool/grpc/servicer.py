@@ -21,9 +21,9 @@ from kvtier.store.store import Store
 from kvtier.tiers.base import Status
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.grpc.upload import Upload
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
-from kvtier_pool.settings import PoolLimits
 from kvtier_pool.subject_names import names_in
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from kvtier.protocol.frames import Frame
 from kvtier.store.store import Store
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.host.slots import WriteSlot
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 
 
 class Upload:

@@ -22,7 +22,7 @@ from kvtier.tiers.pool.shared_memory import link as memory_link
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Session
 from kvtier.tiers.pool.tier import PoolTier
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,

@@ -34,7 +34,7 @@ from kvtier.testing.contract import (
 )
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,

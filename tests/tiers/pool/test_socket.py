@@ -27,7 +27,7 @@ from kvtier.testing.contract import (
 )
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,

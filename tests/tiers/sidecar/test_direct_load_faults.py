@@ -16,7 +16,7 @@ from kvtier.net.stream import PlainStream
 from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.sidecar import DirectReads
 from kvtier.tiers.sidecar import child as child_module
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import MIB, WAIT_S, connect, held_bytes, pool_process, running_pool, until
 from suspending import resume, suspend
 

@@ -14,7 +14,7 @@ from kvtier.identity.keys import BlockKey, rank_keys
 from kvtier.memory import memfd
 from kvtier.memory.slot_memory import SlotMemory
 from kvtier.tiers.sidecar import direct_reads as borrowing
-from kvtier_pool.settings import PoolLimits
+from kvtier_pool.limits import PoolLimits
 from pool_rig import MIB, WAIT_S, connect, held_bytes, running_pool, until
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")

@@ -14,8 +14,8 @@ from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.sidecar.lease_table import NO_LEASE, LeaseTable
 from kvtier.tiers.sidecar.messages import NO_SLAB, unpack_numbers
+from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses
-from kvtier_pool.settings import PoolLimits
 from pool_rig import (
     BLOCK_BYTES,
     MIB,
