@@ -59,23 +59,20 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
 
 def _redis_tier(url: str, config: Config, metrics: Metrics) -> Tier:
     # Imported here: a pool without Redis starts a tenth of a second sooner.
-    from kvtier.tiers.redis import RedisTier
+    from kvtier.tiers.redis import RedisSettings, RedisTier
 
     table = config.pool_service
-    password = config.redis_password()
+    settings = RedisSettings(
+        username=table.redis_username,
+        password=config.redis_password(),
+        ttl_s=table.redis_ttl_s,
+        codec=Codec.parse(table.redis_codec),
+        call_timeout_s=table.redis_timeout_s,
+        lookup_timeout_s=table.redis_lookup_timeout_s,
+        connect_timeout_s=min(1.0, table.redis_timeout_s),
+    )
     try:
-        return RedisTier(
-            url,
-            username=table.redis_username,
-            password=password,
-            ttl_s=table.redis_ttl_s,
-            codec=Codec.parse(table.redis_codec),
-            metrics=metrics,
-            breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S),
-            call_timeout_s=table.redis_timeout_s,
-            lookup_timeout_s=table.redis_lookup_timeout_s,
-            connect_timeout_s=min(1.0, table.redis_timeout_s),
-        )
+        return RedisTier(url, settings, metrics=metrics, breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S))
     except ConfigError as error:
         raise ConfigError(f"redis_url: {error}") from error
 

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from free_port import free_port
-from kvtier.codec.stored_form import Codec
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import Item
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis import RedisSettings, RedisTier
 from suspending import suspended
 
 MIB = 1 << 20
@@ -186,30 +186,12 @@ def corrupt(metrics: Metrics) -> float:
 
 
 def connect(
-    url: str,
-    *,
-    username: str | None = None,
-    password: str | None = None,
-    ttl_s: float = 0.0,
-    codec: Codec = Codec.RAW,
-    metrics: Metrics | None = None,
-    breaker: CircuitBreaker | None = None,
-    call_timeout_s: float = WAIT_S,
-    connect_timeout_s: float = WAIT_S,
-    max_value_bytes: int = 4 * MIB,
-    max_batch_bytes: int = 16 * MIB,
+    url: str, *, metrics: Metrics | None = None, breaker: CircuitBreaker | None = None, **settings: Any
 ) -> RedisTier:
-    """A tier whose breaker hardly ever opens, unless one is given."""
+    """A tier whose breaker hardly ever opens, unless one is given. `settings` are fields of `RedisSettings`."""
     return RedisTier(
         url,
-        username=username,
-        password=password,
-        ttl_s=ttl_s,
-        codec=codec,
+        RedisSettings(**({"call_timeout_s": WAIT_S, "connect_timeout_s": WAIT_S} | settings)),
         metrics=metrics or Metrics(),
         breaker=breaker or CircuitBreaker(1000, 0.05),
-        call_timeout_s=call_timeout_s,
-        connect_timeout_s=connect_timeout_s,
-        max_value_bytes=max_value_bytes,
-        max_batch_bytes=max_batch_bytes,
     )

@@ -16,7 +16,7 @@ from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.slots import WriteSlot
-from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis import RedisSettings, RedisTier
 from pool_rig import BLOCK_BYTES, MIB, RED, WAIT_S, CoreRig, core_rig
 from redis_rig import running_redis
 from wrapped_tier import WrappedTier
@@ -48,7 +48,10 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
         return
     with running_redis(tmp_path) as server:
         yield lambda codec, metrics: RedisTier(
-            server.url, codec=codec, metrics=metrics, breaker=CircuitBreaker(5, 1.0), call_timeout_s=WAIT_S
+            server.url,
+            RedisSettings(codec=codec, call_timeout_s=WAIT_S),
+            metrics=metrics,
+            breaker=CircuitBreaker(5, 1.0),
         )
 
 
@@ -105,7 +108,9 @@ def test_a_block_is_summed_once_on_its_way_to_disk_and_redis(tmp_path: Path, mon
     monkeypatch.setattr(checksums, "xxhash", counting)
     monkeypatch.setattr(stored_form, "xxhash", counting)
     with running_redis(tmp_path) as server:
-        far = RedisTier(server.url, metrics=Metrics(), breaker=CircuitBreaker(5, 1.0), call_timeout_s=WAIT_S)
+        far = RedisTier(
+            server.url, RedisSettings(call_timeout_s=WAIT_S), metrics=Metrics(), breaker=CircuitBreaker(5, 1.0)
+        )
         with core_rig(tmp_path / "disk", remote=far) as rig:
             header = parse_header(encode_header(KEY, PAYLOAD))
             passes.clear()  # that was the writer's

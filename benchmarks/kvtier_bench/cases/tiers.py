@@ -20,7 +20,7 @@ from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis import RedisSettings, RedisTier
 from kvtier_bench.measuring.blocks import NUM_SLOTS, Rotation, keys_of
 from kvtier_bench.measuring.options import PayloadBytes, Rounds
 from kvtier_bench.measuring.report import Case, report
@@ -90,8 +90,8 @@ def bench_tiers(
         if redis is None:
             notes.append("Without redis: no redis-server is installed; name one with --redis.")
         else:
-            breaker = CircuitBreaker(3, 1.0)
-            tier = RedisTier(redis, metrics=Metrics(), breaker=breaker, call_timeout_s=CALL_TIMEOUT_S)
+            settings, breaker = RedisSettings(call_timeout_s=CALL_TIMEOUT_S), CircuitBreaker(3, 1.0)
+            tier = RedisTier(redis, settings, metrics=Metrics(), breaker=breaker)
             tiers["redis"] = (tier, redis_pids)
             if redis.startswith(("redis://", "unix://")):
                 plain = PlainRedis(redis)

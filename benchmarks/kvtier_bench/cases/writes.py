@@ -25,7 +25,7 @@ from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.slots import WriteSlot
-from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis import RedisSettings, RedisTier
 from kvtier_bench.measuring.blocks import TENANT, Rotation, keys_of
 from kvtier_bench.measuring.options import PayloadBytes, Rounds
 from kvtier_bench.measuring.report import Case, report
@@ -125,8 +125,8 @@ def _store(name: str, folder: Path, redis_url: str | None, room: int) -> Iterato
     if "disk" in name:
         tiers.append(DiskTier.open(folder / name.replace(" ", "-"), 2 * room, reserve_bytes=0))
     if redis_url is not None and "redis" in name:
-        breaker = CircuitBreaker(3, 1.0)
-        tiers.append(RedisTier(redis_url, metrics=Metrics(), breaker=breaker, call_timeout_s=CALL_TIMEOUT_S))
+        of_redis, breaker = RedisSettings(call_timeout_s=CALL_TIMEOUT_S), CircuitBreaker(3, 1.0)
+        tiers.append(RedisTier(redis_url, of_redis, metrics=Metrics(), breaker=breaker))
     registry = CollectorRegistry()
     settings = WriteBehindSettings(queue_bytes=room // 2)
     below = [LowerTier(tier, settings) for tier in tiers]

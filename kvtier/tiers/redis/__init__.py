@@ -3,12 +3,14 @@
 tier             the verbs, and what is done before and after each                    RedisTier
 reader, writer   blocks, whole or in parts, between the caller's memory and servers
 discards, undone blocks to be forgotten, and those whose server has not heard of it
+settings         logins, deadlines and sizes                                          RedisSettings
 servers          one call to all servers that have its keys, each on its own thread
 exchange         one server's part of it, cut off at the deadline
 topology, health which server has which keys, and which is left alone at the moment
 clients          redis-py's clients, which do the rest: connections, TLS, logins, Sentinel, the Cluster's map
 """
 
-from kvtier.tiers.redis.tier import MAX_VALUE_BYTES, RedisTier
+from kvtier.tiers.redis.settings import RedisSettings
+from kvtier.tiers.redis.tier import RedisTier
 
-__all__ = ["MAX_VALUE_BYTES", "RedisTier"]
+__all__ = ["RedisSettings", "RedisTier"]

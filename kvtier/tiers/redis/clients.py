@@ -11,6 +11,7 @@ from redis.sentinel import Sentinel
 
 from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.tiers.redis.address import Kind, RedisAddress
+from kvtier.tiers.redis.settings import RedisSettings
 
 FAILURES = (
     redis.RedisError,
@@ -32,26 +33,18 @@ _READ_BYTES = 1 << 20
 class RedisClients:
     """Makes clients for one address. Immutable; any thread; does no I/O but in `cluster`."""
 
-    def __init__(
-        self,
-        address: RedisAddress,
-        *,
-        username: str | None,
-        password: str | None,
-        connect_timeout_s: float,
-        call_timeout_s: float,
-    ) -> None:
+    def __init__(self, address: RedisAddress, settings: RedisSettings) -> None:
         """
-        :param connect_timeout_s: bounds each connection attempt, and each Sentinel's answer.
-        :param call_timeout_s: bounds each wait for a socket, so that no thread hangs on one for ever.
+        :param settings: `connect_timeout_s` bounds each connection attempt, and each Sentinel's answer;
+            `call_timeout_s` each wait for a socket, so that no thread hangs on one for ever.
         """
         self._address = address
-        self._password = password
-        self._greeting_s = min(connect_timeout_s, call_timeout_s)
+        self._password = settings.password
+        self._greeting_s = min(settings.connect_timeout_s, settings.call_timeout_s)
         self._options: dict[str, Any] = {
-            "username": username,
-            "password": password,
-            "socket_timeout": call_timeout_s,
+            "username": settings.username,
+            "password": settings.password,
+            "socket_timeout": settings.call_timeout_s,
             "socket_connect_timeout": self._greeting_s,
             "socket_read_size": _READ_BYTES,
             "protocol": 2,

@@ -19,8 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.stored_form import Codec
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
@@ -39,19 +38,19 @@ from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
 from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import Servers, Work
+from kvtier.tiers.redis.settings import RedisSettings
 from kvtier.tiers.redis.topology import Topology
 from kvtier.tiers.redis.undone import UndoneDiscards
 from kvtier.tiers.redis.writer import BlockWriter
 
 _log = logging.getLogger(__name__)
 
-MAX_VALUE_BYTES = 4 << 20
-"""Payload bytes in one value: allocators on both sides fall off a cliff with larger ones."""
 _DISCARDS_AT_ONCE = 1024
 
 
 class RedisTier:
-    """`Tier` over Redis 6.2 or later, or Valkey: one server, Sentinel or Cluster. Serves all tenants.
+    """`Tier` over Redis 6.2 or later, or Valkey: one server, Sentinel or Cluster. Serves all tenants. `RedisSettings`
+    says what its deadlines and sizes are.
 
     No call takes longer than `call_timeout_s`, however many batches it is split into; what did not come in
     time is MISS or FAILED. After some failures in a row a server is left alone: its keys are answered MISS and
@@ -67,64 +66,34 @@ class RedisTier:
     Any thread. Blocks up to the deadline.
     """
 
-    def __init__(  # noqa: PLR0913 - what may be set, by keyword
+    def __init__(
         self,
         url: str,
+        settings: RedisSettings,
         *,
-        username: str | None = None,
-        password: str | None = None,
-        ttl_s: float = 0.0,
-        codec: Codec = Codec.RAW,
         metrics: Metrics,
         breaker: CircuitBreaker,
-        call_timeout_s: float = 5.0,
-        lookup_timeout_s: float = 5.0,
-        connect_timeout_s: float = 1.0,
-        max_value_bytes: int = MAX_VALUE_BYTES,
-        max_batch_bytes: int = 16 << 20,
         name: str = "redis",
     ) -> None:
         """Connects to nobody yet.
 
         :param url: see `address`. Raises `ConfigError` when it cannot be one.
-        :param username: of the server's ACL; None for its default user.
-        :param password: never logged nor part of an error. A Sentinel is told it too.
-        :param ttl_s: seconds that a block lives after its last read or write, to the millisecond; 0 for ever. Makes
-            reads into writes of the server's: they go to its replicas and its log, a few bytes each.
-        :param codec: how payloads are packed on their way. Blocks of any codec are read.
         :param breaker: settings of the breakers, of which each server has one.
-        :param call_timeout_s: seconds that each call of a verb may take.
-        :param lookup_timeout_s: seconds that a lookup may take, which somebody else's answer may be waiting for.
-        :param connect_timeout_s: seconds of that for connecting to a server.
-        :param max_value_bytes: payload bytes in one value; the same for all who share the server.
-        :param max_batch_bytes: payload bytes in one pipeline: what a server holds at most for one call that reads.
-            It takes that from `maxmemory`, so a small server evicts for a large pipeline.
         """
-        if ttl_s < 0 or call_timeout_s <= 0 or connect_timeout_s <= 0 or max_value_bytes < 1:
-            raise ConfigError(
-                f"redis tier with ttl_s {ttl_s}, call_timeout_s {call_timeout_s}, connect_timeout_s "
-                f"{connect_timeout_s}, max_value_bytes {max_value_bytes}: need >= 0, > 0, > 0, >= 1"
-            )
         self._address = RedisAddress.parse(url)
-        self._clients = RedisClients(
-            self._address,
-            username=username,
-            password=password,
-            connect_timeout_s=connect_timeout_s,
-            call_timeout_s=call_timeout_s,
-        )
+        self._clients = RedisClients(self._address, settings)
         self._topology = Topology(
             self._address, self._clients, lambda server: Health(name, server, metrics, breaker.another(), _log)
         )
-        self._servers = Servers(self._topology, self._clients, max_batch_bytes)
+        self._servers = Servers(self._topology, self._clients, settings.max_batch_bytes)
         self._form = BlockFormat(
-            BlockPacker(codec, tier=name, metrics=metrics),
-            ttl_ms=max(1, round(ttl_s * 1000)) if ttl_s else 0,
-            max_value_bytes=max_value_bytes,
+            BlockPacker(settings.codec, tier=name, metrics=metrics),
+            ttl_ms=max(1, round(settings.ttl_s * 1000)) if settings.ttl_s else 0,
+            max_value_bytes=settings.max_value_bytes,
         )
         self._metrics = metrics
-        self._call_timeout_s = call_timeout_s
-        self._lookup_timeout_s = min(lookup_timeout_s, call_timeout_s)
+        self._call_timeout_s = settings.call_timeout_s
+        self._lookup_timeout_s = min(settings.lookup_timeout_s, settings.call_timeout_s)
         self._name = name
         self._undone = UndoneDiscards()
         self._guard = CallGuard(f"tier {name}")

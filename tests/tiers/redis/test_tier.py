@@ -253,7 +253,9 @@ def test_a_user_with_no_more_rights_than_needed(server: RedisServer, client: red
     tier.close()
 
 
-@pytest.mark.parametrize("wrong", [{"ttl_s": -1.0}, {"call_timeout_s": 0.0}, {"max_value_bytes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"ttl_s": -1.0}, {"call_timeout_s": 0.0}, {"connect_timeout_s": 0.0}, {"max_value_bytes": 0}]
+)
 def test_settings_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        connect("redis://127.0.0.1", **wrong)  # type: ignore[arg-type]
+        connect("redis://127.0.0.1", **wrong)
