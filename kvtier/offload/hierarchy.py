@@ -12,7 +12,11 @@ from kvtier.offload.planner import BlockStatus, Planner
 
 
 class Hierarchy:
-    """A directory and its only mover. Scheduler thread only; nothing blocks but `wait` and `close`."""
+    """A directory and its only mover. Scheduler thread only; nothing blocks but `wait` and `close`.
+
+    When a call that starts or ends a job returns, the mover has been told. That is why callers are not given the
+    directory itself, although some methods only forward to it: a job that is started there waits until the next pump.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,9 @@ class Hierarchy:
 
     def note_hits(self, blocks: Sequence[Block]) -> int | None:
         """Notes hits of blocks on the device and saves those that are now worth it, as `Directory.note_hits` does."""
-        return self._directory.note_hits(blocks)
+        job_id = self._directory.note_hits(blocks)
+        self._pump()
+        return job_id
 
     def worth_saving(self, key: BlockKey) -> bool:
         """Returns whether a block that the device is about to lose should be copied before."""

@@ -265,6 +265,7 @@ class TestTowardsHostMemory:
         assert rig.tiers_of(hashes) == ["MISS"] * 4
         job = rig.hierarchy.note_hits(blocks(hashes)[:2])
         assert job is not None
+        assert not rig.directory.is_telling, "the mover has it already"
         assert not rig.result(job).failed
         assert rig.tiers_of(hashes) == ["host", "host", "MISS", "MISS"]
         assert rig.hierarchy.note_hits(blocks(hashes)[:2]) is None, "once"
