@@ -65,20 +65,11 @@ class PoolService:
         tokens, names = config.accepted_tokens(), config.accepted_certificates()
         authenticator = Authenticator(tokens, names)
         tls = config.pool_service_tls()
-        shares_memory = _shares_memory(table)
         registry = CollectorRegistry()
-        metrics, tier_metrics = PoolMetrics(registry), Metrics(registry)
-        hub = EventHub(max_streams=limits.max_event_streams, buffer=limits.event_buffer)
-        self._core = Store(
-            memory_bytes=int(table.memory_bytes),
-            min_residency_s=table.min_residency_s,
-            below=open_lower_tiers(config, hub, tier_metrics),
-            hub=hub,
-            metrics=StoreMetrics(registry),
-            shared=shares_memory,
-            pins=retention_limits(table, num_tenants=len({*tokens.values(), *names.values()})),
-            tier_metrics=tier_metrics,
-        )
+        metrics = PoolMetrics(registry)
+        shares_memory = _shares_memory(table)
+        pins = retention_limits(table, num_tenants=len({*tokens.values(), *names.values()}))
+        self._core = _open_store(config, limits, pins, registry, shared=shares_memory)
         TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
         if shares_memory:
@@ -136,6 +127,24 @@ class PoolService:
         if self._clients is not None and not self._clients.alive:
             return self._phase or "the thread that ends leases is gone"
         return self._phase or self._core.problem() or self._block.problem()
+
+
+def _open_store(
+    config: Config, limits: PoolLimits, pins: RetentionLimits, registry: CollectorRegistry, *, shared: bool
+) -> Store:
+    """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does."""
+    table, tier_metrics = config.pool_service, Metrics(registry)
+    hub = EventHub(max_streams=limits.max_event_streams, buffer=limits.event_buffer)
+    return Store(
+        memory_bytes=int(table.memory_bytes),
+        min_residency_s=table.min_residency_s,
+        below=open_lower_tiers(config, hub, tier_metrics),
+        hub=hub,
+        metrics=StoreMetrics(registry),
+        shared=shared,
+        pins=pins,
+        tier_metrics=tier_metrics,
+    )
 
 
 def _shares_memory(table: PoolServiceConfig) -> bool:
