@@ -10,7 +10,7 @@ from kvtier.offload.host_policy import HostPolicy
 from kvtier.offload.index import BlockIndex
 from kvtier.offload.jobs import Block, DirectorySettings, JobResult, chunks, columns
 from kvtier.offload.message_queue import MessageQueue
-from kvtier.offload.messages import HOST, CancelBatch, LoadBatch, Loaded
+from kvtier.offload.messages import HOST, CancelBatch, LoadBatch, Loaded, LoadWay
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.pending_writes import PendingWrites
 from kvtier.offload.planner import PENDING
@@ -47,7 +47,9 @@ class _Batch:
     source: str
     """The tier to read."""
     entries: list[Entry[BlockKey]]
-    """Index entries of the blocks: pinned if the source is `HOST`, else being written. Empty if blocks are lent."""
+    """Index entries of the blocks: pinned if the source is `HOST`, else being written. None for a direct load."""
+    way: LoadWay
+    """A job whose blocks are loaded by layer may be over before the copies are."""
     ok: list[bool]
     on_device: set[int]
     """Ranks that may still write to the device slots."""
@@ -55,8 +57,6 @@ class _Batch:
     """Ranks that may still read or write the arena slots."""
     seconds: float = 0.0
     """The seconds that the slowest rank has taken."""
-    by_layer: bool = False
-    """The job may be over before the copies are."""
     cancelled: bool = False
     """A rank gave up on the device copy."""
     forget: bool = False
@@ -184,7 +184,7 @@ class Loads:
                 by_source.setdefault(source, {})[index] = entry
         job.queued = [*waiting, *queued]
         for indexes in chunks(leased, self._settings.loan_blocks):
-            self._send(job, indexes, self._shared_tier, [])
+            self._send(job, indexes, self._shared_tier, [], way="direct")
         for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_of(source)):
                 self._send(job, indexes, source, [entries[index] for index in indexes])
@@ -199,20 +199,18 @@ class Loads:
         if len(entries) != len(job.blocks):
             raise InvariantError("a block that host memory has cannot be pinned there")
         job.queued.clear()
-        self._send(job, list(range(len(entries))), HOST, entries, by_layer=True)
+        self._send(job, list(range(len(entries))), HOST, entries, way="by_layer")
 
     def _send(
-        self, job: _Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]], *, by_layer: bool = False
+        self, job: _Job, indexes: list[int], source: str, entries: list[Entry[BlockKey]], *, way: LoadWay = "arena"
     ) -> None:
         ok, ranks = [True] * len(indexes), self._movers.ranks
-        batch = _Batch(
-            self._movers.new_id(), job, indexes, source, entries, ok, set(ranks), set(ranks), by_layer=by_layer
-        )
+        batch = _Batch(self._movers.new_id(), job, indexes, source, entries, way, ok, set(ranks), set(ranks))
         self.speeds.fetch_begins(source, len(indexes))
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [job.blocks[index] for index in indexes]
-        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), by_layer))
+        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way))
 
     def _leave_device(self, batch: _Batch, rank: int) -> None:
         """A rank keeps off the batch's device slots from now on; the last one ends the batch for its job."""
@@ -222,13 +220,13 @@ class Loads:
             return
         job.open.remove(batch.batch_id)
         # A job that ends when its copies are queued says nothing about how long they take.
-        num_there = 0 if batch.cancelled or batch.by_layer else sum(batch.ok)
+        num_there = 0 if batch.cancelled or batch.way == "by_layer" else sum(batch.ok)
         self.speeds.fetch_ends(batch.source, len(batch.indexes), num_there=num_there, seconds=batch.seconds)
         for index, good in zip(batch.indexes, batch.ok, strict=True):
             if good and not batch.cancelled:
                 job.ok.add(index)
                 job.tiers[index] = batch.source
-            elif not batch.entries and not job.is_cancelled:
+            elif batch.way == "direct" and not job.is_cancelled:
                 job.not_leased.add(index)
                 job.queued.append(index)
         self._end_if_over(job)
@@ -239,7 +237,7 @@ class Loads:
         if batch.on_arena:
             return
         del self._batches[batch.batch_id]
-        if not batch.entries:  # it was lent
+        if batch.way == "direct":  # it had no slots there
             return
         for entry, good in zip(batch.entries, batch.ok, strict=True):
             if batch.source == HOST:

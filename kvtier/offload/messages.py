@@ -6,7 +6,7 @@ applies it to its own namespace, arena and device, and answers for itself.
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 
@@ -15,21 +15,25 @@ from kvtier.errors import InvalidInputError
 HOST = "host"
 """The tier whose bytes are in the movers' arenas."""
 
+LoadWay = Literal["arena", "direct", "by_layer"]
+"""The way of blocks to the device: "arena" is by way of arena slots, which are read from the source first unless that
+is `HOST`. "direct" is straight from memory that the source lends. "by_layer" is from host memory, layer after layer.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadBatch:
-    """Fill `arena_slots` from tier `source` (not at all when it is `HOST`), then copy to `device_slots`.
-
-    Without arena slots: copy to the device what the source lends, from where it lies. The rest comes again with some.
-    """
+    """Bring blocks from tier `source` to `device_slots`. Answered by `Loaded`."""
 
     batch_id: int
     source: str
     keys: list[bytes]
     arena_slots: list[int]
+    """A slot for each block; none for a direct load."""
     device_slots: list[int]
-    by_layer: bool = False
-    """The blocks are all in host memory, and are copied layer after layer: `Queued` comes before `Loaded`."""
+    way: LoadWay = "arena"
+    """A direct load brings what the source lends, and the rest comes again through the arena. For a load by layer, all
+    blocks are in host memory, and `Queued` comes before `Loaded`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def test_a_copy_that_fails_before_it_is_queued_is_a_miss(caplog: pytest.LogCaptu
 
 def test_a_mover_without_copies_by_layer_computes_instead(caplog: pytest.LogCaptureFixture) -> None:
     rig, _ = saved(2)
-    batch = LoadBatch(99, "host", [bytes(48)], [0], [5], by_layer=True)
+    batch = LoadBatch(99, "host", [bytes(48)], [0], [5], "by_layer")
     rig.mover.submit([batch])
     rig.mover.wait(PATIENCE_S)
     until(lambda: "does not copy by layer" in caplog.text or None)

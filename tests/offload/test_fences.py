@@ -11,8 +11,7 @@ from hierarchy_rig import BLOCK_BYTES, PATIENCE_S, Held, chain, memory_tier, unt
 from kvtier.device.kv import Blocks, Fence, HostMemoryKV
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
-from kvtier.offload import InventoryLog, Mover
-from kvtier.offload import mover as mover_module
+from kvtier.offload import InventoryLog, LowerTiers, Mover
 from kvtier.offload.messages import HOST, CancelBatch, Cancelled, Copied, LoadBatch, Loaded, SaveBatch, ToMover
 
 
@@ -53,7 +52,7 @@ class Device(HostMemoryKV):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(mover_module, "MONOTONIC", device.clock)
+    monkeypatch.setattr("kvtier.offload.mover.fetcher.MONOTONIC", device.clock)
     return device
 
 
@@ -71,8 +70,7 @@ def mover(device: Device, disk: Held) -> Iterator[Mover]:
         namespace=namespace,
         device=device,
         arena=Arena(16, BLOCK_BYTES),
-        tiers={disk.name: disk},
-        inventory=InventoryLog([], namespace),
+        tiers=LowerTiers(by_name={disk.name: disk}, inventory=InventoryLog([], namespace)),
     )
     yield mover
     disk.gate.set()

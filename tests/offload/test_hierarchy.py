@@ -345,7 +345,7 @@ def test_a_cancelled_load_keeps_its_device_slots_until_the_copy_is_over(pool: Ho
     hashes = chain(4)
     filled(pool, hashes).close()
     rig = Rig(pool)
-    device = rig.mover._device = SlowDevice(rig.device)
+    device = rig.mover._memory.device = SlowDevice(rig.device)
     job = rig.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])
     assert device.entered.wait(20)
     rig.hierarchy.cancel(job)

@@ -149,7 +149,7 @@ def test_the_directory_measures_its_loads() -> None:
 def test_small_hits_do_not_make_large_ones_look_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a load waits for the engine's next step is no time of the tier. Nothing else takes any, by this clock."""
     now_s = 0.0
-    monkeypatch.setattr("kvtier.offload.mover.MONOTONIC", lambda: now_s)
+    monkeypatch.setattr("kvtier.offload.mover.fetcher.MONOTONIC", lambda: now_s)
     pool = memory_tier("pool")
     writer = Rig(pool)
     keys = chain(16)
@@ -160,8 +160,8 @@ def test_small_hits_do_not_make_large_ones_look_slow(monkeypatch: pytest.MonkeyP
 
     def is_loaded() -> bool:
         """The directory has not heard of it yet."""
-        with rig.mover._lock:
-            return not rig.mover._running
+        with rig.mover._fetcher._lock:
+            return not rig.mover._fetcher._running
 
     for _ in range(20):
         rig.hierarchy.reset()

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import numpy as np
 import pytest
@@ -13,9 +12,17 @@ from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.arena import Arena
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.offload import Directory, DirectorySettings, HierarchyMetrics, InventoryLog, JobResult, Mover, Replica
+from kvtier.offload import (
+    Directory,
+    DirectorySettings,
+    HierarchyMetrics,
+    InventoryLog,
+    JobResult,
+    LowerTiers,
+    Mover,
+    Replica,
+)
 from kvtier.tiers.base import Item, Status, WriteStatus
-from kvtier.tiers.sidecar import DirectReads
 
 NUM_RANKS = 3
 NUM_SLOTS = 64
@@ -52,11 +59,13 @@ class Rank:
             namespace=NAMESPACE,
             device=HostMemoryKV(self.device),
             arena=Arena(NUM_SLOTS, BLOCK_BYTES),
-            tiers={"disk": self.disk, "pool": self.pool},
-            direct_reads={"pool": cast(DirectReads, self.leased)} if borrows else {},
-            inventory=InventoryLog([TENANT], NAMESPACE),
-            shared_tiers=["pool"],
-            replica=Replica(rank, NUM_RANKS),
+            tiers=LowerTiers(
+                by_name={"disk": self.disk, "pool": self.pool},
+                inventory=InventoryLog([TENANT], NAMESPACE),
+                direct_reads={"pool": self.leased} if borrows else {},
+                shared=["pool"],
+                replica=Replica(rank, NUM_RANKS),
+            ),
         )
 
 

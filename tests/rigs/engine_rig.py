@@ -23,6 +23,7 @@ from kvtier.offload import (
     Hierarchy,
     HierarchyMetrics,
     InventoryLog,
+    LowerTiers,
     Mover,
 )
 from kvtier.tiers.base import Tier
@@ -167,8 +168,9 @@ class EngineRig:
             namespace=namespace,
             device=self.device,
             arena=Arena(num_slots, self.kv.block_bytes),
-            tiers={shared.name: shared} if shared else {},
-            inventory=InventoryLog([tenant], namespace),
+            tiers=LowerTiers(
+                by_name={shared.name: shared} if shared else {}, inventory=InventoryLog([tenant], namespace)
+            ),
             layered=self.layered,
         )
         directory = Directory(

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -26,11 +26,11 @@ from kvtier.offload import (
     HierarchyMetrics,
     InventoryLog,
     JobResult,
+    LowerTiers,
     Mover,
 )
 from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.sidecar import DirectReads
 from kvtier.tiers.sidecar.direct_reads import DirectRead, LeasedBlocks
 from wrapped_tier import WrappedTier
 
@@ -141,9 +141,11 @@ class Rig:
             namespace=namespace,
             device=HostMemoryKV(self.device),
             arena=self.arena,
-            tiers=tiers,
-            direct_reads={shared.name: cast(DirectReads, direct_reads)} if shared and direct_reads else {},
-            inventory=inventory or InventoryLog([tenant], namespace),
+            tiers=LowerTiers(
+                by_name=tiers,
+                inventory=inventory or InventoryLog([tenant], namespace),
+                direct_reads={shared.name: direct_reads} if shared and direct_reads else {},
+            ),
             layered=layered,
         )
         self.directory = Directory(

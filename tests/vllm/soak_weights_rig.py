@@ -111,7 +111,7 @@ class Soak:
                 for metric in llm.get_metrics()
                 if isinstance(metric, Counted) and metric.name == "vllm:kvtier_loaded_blocks"
             )
-            block_bytes = _sides(llm)[1]._mover._block_bytes
+            block_bytes = _sides(llm)[1]._mover._memory.block_bytes
             llm.llm_engine.engine_core.shutdown()
             del llm
         read_disk(self._found, self._home / "disk", block_bytes)

@@ -48,11 +48,11 @@ class Found:
 
 def read_host(found: Found, scheduler: Any, worker: Any) -> None:
     """The arena of a connector that has no step under way: all that can be read there."""
-    mover = worker._mover
+    memory = worker._mover._memory
     for key, entry in scheduler._work.directory._index.slots._entries.items():
         if entry.ready:
-            (store_key,) = mover._store_keys([key])
-            found.add("host", store_key, mover._view(entry.slot))
+            (store_key,) = memory.store_keys([key])
+            found.add("host", store_key, memory.view(entry.slot))
 
 
 def read_disk(found: Found, folder: Path, block_bytes: int) -> None:

@@ -108,12 +108,12 @@ class Rank:
 
     def hold_disk(self) -> Held:
         """Its disk tier, to be held up and broken from now on."""
-        held = Held(self.mover._tiers["disk"])
-        self.mover._tiers["disk"] = held
+        held = Held(self.mover._tiers.by_name["disk"])
+        self.mover._tiers.by_name["disk"] = held
         return held
 
     def hold_copies_out(self, gate: Any) -> None:
-        self.mover._device = HeldDevice(self.mover._device, gate)
+        self.mover._memory.device = HeldDevice(self.mover._memory.device, gate)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = _sent(output.kv_connector_metadata)

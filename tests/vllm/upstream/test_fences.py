@@ -38,12 +38,12 @@ class LateDevice:
     """Notes what copies wait for, and which device blocks every forward pass uses."""
 
     def __init__(self, rank: Rank) -> None:
-        self._inner: DeviceKV = rank.mover._device
+        self._inner: DeviceKV = rank.mover._memory.device
         self.block_bytes = self._inner.block_bytes
         self.used: list[set[int]] = []
         """By each forward pass."""
         self.copies: list[Copy] = []
-        rank.mover._device = self
+        rank.mover._memory.device = self
         compute, model = rank.model.run, rank.model
 
         def run(output: SchedulerOutput) -> ModelRunnerOutput:

@@ -105,11 +105,13 @@ class Engine:
     def load(self, arena_slots: Sequence[int], device_slots: Sequence[int], *, by_layer: bool = False) -> LoadBatch:
         """A message that loads blocks from host memory, for the step that takes them."""
         keys = [key_of(slot) for slot in arena_slots]
-        return LoadBatch(self._new_batch(), HOST, keys, list(arena_slots), list(device_slots), by_layer)
+        return LoadBatch(
+            self._new_batch(), HOST, keys, list(arena_slots), list(device_slots), "by_layer" if by_layer else "arena"
+        )
 
     def borrow(self, source: str, keys: Sequence[bytes], device_slots: Sequence[int]) -> LoadBatch:
         """A message that loads blocks from memory that a tier lends, for the step that takes them."""
-        return LoadBatch(self._new_batch(), source, list(keys), [], list(device_slots))
+        return LoadBatch(self._new_batch(), source, list(keys), [], list(device_slots), "direct")
 
     def cancel(self, batch: LoadBatch) -> None:
         """Cancels a load at once, without a step."""

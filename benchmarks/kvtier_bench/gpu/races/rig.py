@@ -5,15 +5,13 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from kvtier.device.cuda import CudaKV
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
-from kvtier.offload import OTHER_COPIES, InventoryLog, Mover
+from kvtier.offload import OTHER_COPIES, InventoryLog, LowerTiers, Mover
 from kvtier.offload.messages import LoadBatch, SaveBatch
-from kvtier.tiers.sidecar import DirectReads
 from kvtier_bench.gpu.races.chip import Chip
 from kvtier_bench.gpu.races.engine import Engine, key_of
 from kvtier_bench.gpu.races.faults import Fault, FaultyCuda, FaultyKV, FaultyLoads, layered_loads, share_staging
@@ -171,9 +169,7 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
             namespace=namespace,
             device=device,
             arena=arena,
-            tiers={},
-            direct_reads={POOL: cast(DirectReads, lender)},
-            inventory=InventoryLog([], namespace),
+            tiers=LowerTiers(by_name={}, inventory=InventoryLog([], namespace), direct_reads={POOL: lender}),
             num_load_threads=_LOAD_THREADS,
             layered=layered,
         )

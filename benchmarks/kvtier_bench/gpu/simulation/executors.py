@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
-from kvtier.offload import mover
+from kvtier.offload.mover import fetcher, threads
 from kvtier_bench.gpu.simulation.timeline import Timeline
 
 
@@ -54,7 +54,7 @@ def acting_movers(timeline: Timeline, delay_s: Callable[[], float]) -> Iterator[
         return ActingExecutor(num_threads, name, timeline=timeline, delay_s=delay_s)
 
     with (
-        mock.patch.object(mover, "ThreadPoolExecutor", executor),
-        mock.patch.object(mover, "MONOTONIC", timeline.clock),
+        mock.patch.object(threads, "ThreadPoolExecutor", executor),
+        mock.patch.object(fetcher, "MONOTONIC", timeline.clock),
     ):
         yield

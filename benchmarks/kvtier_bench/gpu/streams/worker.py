@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 from prometheus_client import CollectorRegistry
@@ -12,11 +12,19 @@ from prometheus_client import CollectorRegistry
 from kvtier.device.cuda import CudaKV
 from kvtier.device.kv import Fence
 from kvtier.identity.keys import BlockKey, NamespaceId
-from kvtier.offload import OTHER_COPIES, Directory, DirectorySettings, HierarchyMetrics, InventoryLog, JobResult, Mover
-from kvtier.offload import mover as mover_module
+from kvtier.offload import (
+    OTHER_COPIES,
+    Directory,
+    DirectorySettings,
+    HierarchyMetrics,
+    InventoryLog,
+    JobResult,
+    LowerTiers,
+    Mover,
+)
 from kvtier.offload.messages import Loaded
+from kvtier.offload.mover import threads as mover_threads
 from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.sidecar import DirectReads
 from kvtier_bench.gpu.simulation.cuda import SimulatedCuda
 from kvtier_bench.gpu.simulation.driver import SimulatedDriver
 from kvtier_bench.gpu.simulation.executors import acting_movers
@@ -128,7 +136,7 @@ def worker(
     with contextlib.ExitStack() as stack:
         stack.enter_context(acting_movers(timeline, lambda: _START_S))
         if fences is Fences.AT_ITS_TURN:  # loads from host memory had one thread then
-            stack.enter_context(mock.patch.object(mover_module, "_HOST_LOADS", 1))
+            stack.enter_context(mock.patch.object(mover_threads, "_HOST_LOADS", 1))
         stack.enter_context(simulated_launches(cuda))
         stack.enter_context(timeline.acting())
         stack.enter_context(cuda.device(None))
@@ -150,9 +158,11 @@ def worker(
             namespace=_NAMESPACE,
             device=device,
             arena=arena,
-            tiers={},
-            direct_reads={POOL: cast(DirectReads, LendingPool(num_blocks, block_bytes, device, timeline, speeds))},
-            inventory=InventoryLog([], _NAMESPACE),
+            tiers=LowerTiers(
+                by_name={},
+                inventory=InventoryLog([], _NAMESPACE),
+                direct_reads={POOL: LendingPool(num_blocks, block_bytes, device, timeline, speeds)},
+            ),
             num_load_threads=_LOAD_THREADS,
         )
         stack.callback(mover.close)

@@ -1,0 +1,45 @@
+"""What a mover needs of a tier that lends its memory, so that blocks are copied from where they lie."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from kvtier.identity.keys import StoreKey
+from kvtier.memory.slot_memory import SlotMemory
+
+
+class LentBlocks(Protocol):
+    """The blocks of one direct read that lie in one memory."""
+
+    @property
+    def memory(self) -> SlotMemory: ...
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        """The place of each block among those that were asked for."""
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slots of the memory that the blocks are in, in the same order."""
+
+
+class DirectRead(Protocol):
+    """Blocks that may be copied from where they lie, until `DirectReads.end_read`."""
+
+    @property
+    def blocks(self) -> Sequence[LentBlocks]: ...
+
+
+Read = TypeVar("Read", bound=DirectRead)
+
+
+class DirectReads(Protocol[Read]):
+    """Lends the blocks of one tier. Any thread."""
+
+    def start_read(self, keys: Sequence[StoreKey], nbytes: int) -> Read | None:
+        """Returns what the tier lends of these blocks now, to be ended in any case; None if it lends nothing.
+
+        :param nbytes: the size of each block.
+        """
+
+    def end_read(self, direct_read: Read, /) -> Sequence[bool]:
+        """Ends a direct read, once. Returns for each block that was asked for whether what was copied is the block."""

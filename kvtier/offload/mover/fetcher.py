@@ -1,0 +1,167 @@
+"""Loads of a mover: blocks of tiers and of the arena on their way to the device."""
+
+import enum
+import logging
+import threading
+
+from kvtier.clock import MONOTONIC
+from kvtier.device.kv import Blocks, Fence
+from kvtier.device.layered_loads import CopiesByLayer
+from kvtier.errors import InvalidInputError
+from kvtier.offload.messages import HOST, Cancelled, LoadBatch, Loaded, Queued
+from kvtier.offload.mover.answers import Answers
+from kvtier.offload.mover.lower_tiers import LowerTiers
+from kvtier.offload.mover.memory import BlockMemory
+from kvtier.offload.mover.threads import Threads
+from kvtier.tiers.base import Status
+
+_log = logging.getLogger(__name__)
+
+
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    COPYING = enum.auto()
+    """The device slots are being written: too late to cancel."""
+    CANCELLED = enum.auto()
+
+
+class Fetcher:
+    """Carries out load batches. Any thread; nothing blocks.
+
+    `_lock` guards `_running` and `_loaded_s`. It is held while `Cancelled` is posted, so that it comes before `Loaded`.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        tiers: LowerTiers,
+        threads: Threads,
+        answers: Answers,
+        *,
+        layered: CopiesByLayer | None,
+    ) -> None:
+        self._memory, self._tiers, self._threads, self._answers = memory, tiers, threads, answers
+        self._layered = layered
+        self._lock = threading.Lock()
+        self._running: dict[int, _State] = {}
+        """The states of batches under way, by id."""
+        self._loaded_s: dict[str, float] = {}
+        """The time when the last batch of each tier was there, by tier."""
+
+    @property
+    def is_at_device(self) -> bool:
+        """Whether a copy to the device is under way."""
+        with self._lock:
+            return _State.COPYING in self._running.values()
+
+    def start(self, batch: LoadBatch, after: Fence | None) -> None:
+        """Queues a load. `Loaded` is posted in any case when it is over."""
+        with self._lock:
+            self._running[batch.batch_id] = _State.RUNNING
+        queue = self._threads.host_loads if batch.source == HOST else self._threads.loads
+        queue.submit(self._load, batch, after)
+
+    def cancel(self, batch_id: int) -> None:
+        """Keeps a load off the device and posts `Cancelled`. A load that is over or copying answers by itself."""
+        with self._lock:
+            self._cancel(batch_id)
+
+    def cancel_all(self) -> None:
+        """Cancels all loads that do not copy yet."""
+        with self._lock:
+            for batch_id in self._running:
+                self._cancel(batch_id)
+
+    def _cancel(self, batch_id: int) -> None:
+        """Caller holds _lock."""
+        if self._running.get(batch_id) is _State.RUNNING:
+            self._running[batch_id] = _State.CANCELLED
+            self._answers.post(Cancelled(batch_id))
+
+    def _load(self, batch: LoadBatch, after: Fence | None) -> None:
+        begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
+        try:
+            ok, waited_s = self._bring(batch, after)
+        except Exception:
+            # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
+            _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
+            ok = bytes(len(batch.keys))
+        with self._lock:
+            del self._running[batch.batch_id]
+            # Batches of one tier that run side by side share what it can do: no time counts twice. What the engine's
+            # own work took does not count at all: it says nothing of the tier.
+            now, before_s = MONOTONIC(), self._loaded_s.get(batch.source, 0.0)
+            seconds, self._loaded_s[batch.source] = max(0.0, now - max(begun_s + waited_s, before_s)), now
+        self._answers.post(Loaded(batch.batch_id, ok, seconds))
+
+    def _bring(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """Returns which blocks are on the device, and the seconds that the copy waited for the engine."""
+        if batch.way == "by_layer":
+            return self._bring_by_layer(batch, after), 0.0
+        if batch.way == "direct":
+            return self._bring_directly(batch, after)
+        if batch.way == "arena":
+            return self._bring_through_arena(batch, after)
+        raise InvalidInputError(f"a mover loads no blocks in the way {batch.way!r}")
+
+    def _bring_by_layer(self, batch: LoadBatch, after: Fence | None) -> bytes:
+        """Copies blocks of the arena, layer after layer. The directory hears of it when all copies are queued."""
+        if self._layered is None:
+            raise InvalidInputError("this mover's device does not copy by layer")
+        if self._begin_copy(batch):
+            self._layered.scatter(
+                Blocks(self._memory.arena, batch.arena_slots, batch.device_slots),
+                after=after,
+                on_queued=lambda: self._answers.post(Queued(batch.batch_id)),
+            )
+        return b"\1" * len(batch.keys)
+
+    def _bring_through_arena(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """Reads what is not in the arena yet, and copies what is there then."""
+        ok, waited_s = self._read(batch), 0.0
+        if self._begin_copy(batch):
+            present = [i for i, good in enumerate(ok) if good]
+            slots, device_slots = [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
+            waited_s = self._memory.device.scatter(self._memory.arena, slots, device_slots, after=after)
+        return ok, waited_s
+
+    def _bring_directly(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
+        """Copies blocks from where they lie in the memory of their tier. What changed meanwhile is no block."""
+        keys, waited_s, direct_read = self._memory.store_keys(batch.keys), 0.0, None
+        direct_reads = self._tiers.direct_reads.get(batch.source)
+        if direct_reads is not None and not self._is_cancelled(batch):
+            direct_read = direct_reads.start_read(keys, self._memory.block_bytes)
+        if direct_reads is None or direct_read is None:
+            return bytes(len(keys)), waited_s
+        try:
+            if direct_read.blocks and self._begin_copy(batch):
+                sources = [
+                    Blocks(lent.memory, lent.slots, [batch.device_slots[i] for i in lent.indexes])
+                    for lent in direct_read.blocks
+                ]
+                waited_s = self._memory.device.scatter_all(sources, after=after)
+        finally:
+            whole = direct_reads.end_read(direct_read)
+        return bytes(whole), waited_s
+
+    def _read(self, batch: LoadBatch) -> bytes:
+        """Fills the batch's arena slots from its tier, and returns which of them hold their blocks."""
+        if batch.source == HOST:
+            return b"\1" * len(batch.keys)
+        if self._is_cancelled(batch):
+            return bytes(len(batch.keys))
+        tier, views = self._tiers.by_name[batch.source], [self._memory.view(slot) for slot in batch.arena_slots]
+        statuses = tier.read(self._memory.store_keys(batch.keys), views)
+        return bytes(status is Status.HIT for _, status in zip(batch.keys, statuses, strict=True))
+
+    def _is_cancelled(self, batch: LoadBatch) -> bool:
+        with self._lock:
+            return self._running[batch.batch_id] is _State.CANCELLED
+
+    def _begin_copy(self, batch: LoadBatch) -> bool:
+        """Whether the device slots may be written."""
+        with self._lock:
+            if self._running[batch.batch_id] is _State.CANCELLED:
+                return False
+            self._running[batch.batch_id] = _State.COPYING
+            return True

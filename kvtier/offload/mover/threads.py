@@ -1,0 +1,35 @@
+"""The threads of a mover: a slow tier holds up nobody else, and no copy waits for checksums."""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+_HOST_LOADS = 2
+"""Threads for what is in the arena: one asks for a batch's transfers while those of another are under way."""
+OTHER_COPIES = 1 + _HOST_LOADS
+"""How many copies a mover has under way at a time, beside one per thread that loads from tiers: a save, too."""
+
+
+class Threads:
+    """Queues of work with their threads. Each is set once; any thread may queue work in any of them until `close`."""
+
+    def __init__(self, tiers: Iterable[str], *, num_load_threads: int) -> None:
+        """
+        :param tiers: names of the tiers that are written.
+        :param num_load_threads: batches that are loaded from tiers at a time.
+        """
+        self.loads = ThreadPoolExecutor(num_load_threads, "kvtier-load")
+        """Reads from tiers, and copies of what was read to the device."""
+        self.host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
+        """Copies of what is in the arena already, which never wait for a tier."""
+        self.copies = ThreadPoolExecutor(1, "kvtier-copy")
+        """Copies from the device to the arena, in order."""
+        self.sums = ThreadPoolExecutor(1, "kvtier-checksum")
+        """Checksums, between copies and writers: blocks for several tiers are summed once."""
+        self.writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in tiers}
+        """The writer of each tier, by the tier's name. What it is given is done in order."""
+
+    def close(self) -> None:
+        """Waits until all work is done, with the work that it queues in turn, and ends the threads. Idempotent."""
+        # From the first to the last stage: each may still queue work in the next one.
+        for executor in (self.loads, self.host_loads, self.copies, self.sums, *self.writers.values()):
+            executor.shutdown(cancel_futures=False)
