@@ -1,12 +1,10 @@
 """The connector in vLLM's scheduler: vLLM's calls, handed on to the directory and to the keepers of requests."""
 
 import contextlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,16 +12,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier.build.engine_cache import directory_half, planner
-from kvtier.build.tiers import shared_tier
+from kvtier.build.engine_cache import planner
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
-from kvtier.errors import ConfigError
-from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId
-from kvtier.metrics import Metrics
-from kvtier.offload import Directory
+from kvtier.identity.keys import BlockKey
 from kvtier.offload.messages import decode, encode
-from kvtier_vllm.compat import boundary_states, frees_late, name_adapter
+from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.content.contents import Contents
 from kvtier_vllm.kv.copies import CopiesUnderWay
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
@@ -31,35 +25,25 @@ from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.observe.kv_events import KVEvents
 from kvtier_vllm.observe.stats import KvtierStats, sources_of
-from kvtier_vllm.requests.keys import RequestKeys
-from kvtier_vllm.requests.known_requests import KnownRequest, RequestBlocks
+from kvtier_vllm.opened_cache import OpenedCache, open_cache
+from kvtier_vllm.requests.admission import Admission
+from kvtier_vllm.requests.known_requests import RequestBlocks
 from kvtier_vllm.requests.loads import RequestLoads
 from kvtier_vllm.requests.lookups import RequestLookups
-from kvtier_vllm.requests.media import RequestMedia
-from kvtier_vllm.requests.params import answer_to, params_of
-from kvtier_vllm.requests.pins import Pins
+from kvtier_vllm.requests.params import answer_to
 from kvtier_vllm.requests.saves import RequestSaves
-from kvtier_vllm.requests.tenants import Tenants
 from kvtier_vllm.steps.step_plan import HandedOut, computed_spans
 from kvtier_vllm.steps.step_starts import StepNumbers
 from kvtier_vllm.steps.step_times import StepTimes
-from kvtier_vllm.weights.engine_weights import EngineWeights
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """What there is once the workers have said what their KV is."""
 
-    directory: Directory
-    hashers: Mapping[str, BlockHasher]
-    """The hasher of each tenant, by its name."""
+    cache: OpenedCache
     lookups: RequestLookups
     loads: RequestLoads
-    pins: Pins | None
-    """Where there is a pool."""
-    weights: EngineWeights
 
 
 class SchedulerSide:
@@ -83,15 +67,12 @@ class SchedulerSide:
         """
         self._config, self._events = config, events
         self._size, self._groups, self._num_volatile = tokens_per_block, groups, num_volatile_blocks
-        self._tenants = Tenants(config)
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
         self._steps = StepNumbers()
         self._stack = contextlib.ExitStack()
         self._work: _Work | None = None
         """None until `connect`."""
-        self._is_warned = False
-        self._requests: dict[str, KnownRequest] = {}
-        """The requests by id; there are none before `connect`."""
+        self._admission = Admission(config, contents, clock)
         self._blocks = RequestBlocks(groups, events)
         self.device = DeviceBlocks(groups, tokens_per_block)
         """What of the device may be saved."""
@@ -104,7 +85,6 @@ class SchedulerSide:
             clock=clock,
         )
         self._adapters = contents.adapters
-        self._media = RequestMedia(contents.media, patience_s=config.cache.lookup_deadline_s, clock=clock)
         self._stack.callback(contents.close)
         self._copies = CopiesUnderWay(groups)
         self._stats = KvtierStats()
@@ -112,43 +92,21 @@ class SchedulerSide:
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:
         """Takes up work with these workers, in rank order. Raises `ConfigError`."""
-        sizes = {identity.block_bytes for identity in identities}
-        if len(sizes) != 1:
-            raise ConfigError(f"blocks of {sorted(sizes)} bytes in the ranks of one engine: they must be equal")
-        namespaces = [NamespaceId(identity.namespace) for identity in identities]
-        registry = CollectorRegistry()
-        shared = self._stack.enter_context(shared_tier(self._config, namespaces, Metrics(registry)))
-        config = self._config
-        if not all(identity.has_direct_loads for identity in identities):
-            config = config.without_direct_loads()
-        half = directory_half(
-            config,
-            namespaces=namespaces,
-            block_bytes=sizes.pop(),
-            shared=shared.tier if shared is not None else None,
-            registry=registry,
-        )
-        pins: Pins | None = None
-        if shared is not None:
-            pins = Pins(shared.pin, list(dict.fromkeys(namespaces)))
-            self._stack.callback(pins.close)
+        cache = open_cache(self._config, identities, self._stack)
         lookups = RequestLookups(
-            half.directory,
-            planner(self._config, half.directory),
+            cache.directory,
+            planner(self._config, cache.directory),
             self._groups,
             tokens_per_block=self._size,
             num_volatile_blocks=self._num_volatile,
             patience_s=self._config.cache.lookup_deadline_s,
             clock=self._clock,
         )
-        loads = RequestLoads(half.directory, self._groups, self.device)
-        self._work = _Work(half.directory, half.hashers, lookups, loads, pins, EngineWeights(namespaces))
-        self._stack.callback(half.directory.close)
+        loads = RequestLoads(cache.directory, self._groups, self.device)
+        self._work = _Work(cache, lookups, loads)
         self._copies.num_ranks = len(identities)
-        for rank, identity in enumerate(identities):
-            half.directory.deliver(rank, map(decode, identity.messages))
         if self._events is not None:
-            self._events.watch(half.directory, self._awaited)
+            self._events.watch(cache.directory, self._awaited)
 
     def bind(self, kv: KVCacheManager) -> None:
         self._saves.bind(kv)
@@ -158,36 +116,18 @@ class SchedulerSide:
 
     def add(self, request: Request) -> None:
         """A new request."""
-        params = params_of(request, has_pool=bool(self._config.pool.address))
-        # Before all else: vLLM's own cache must know it in any case.
-        tenant, salt = self._tenants.of(request, params.tenant)
         if self._work is None:
-            self._warn_of_silence()
-            return
-        if tenant is None or not RequestKeys.cover(request):
-            return
-        adapter = self._adapter_of(request)
-        if adapter is None:
-            return
-        weights = self._work.weights.digest
-        keys = RequestKeys(request, self._work.hashers[tenant], salt=salt, adapter=adapter, weights=weights)
-        known = KnownRequest(request, keys, params)
-        if self._media.admit(known):
-            self._keep(known)
+            self._admission.pass_over(request)
+        else:
+            self._admission.add(request, self._work.cache.hashers, self._work.cache.weights.digest)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""
         self._handed_out.note_hit(request.request_id, num_computed_tokens)
-        if request.request_id in self._media:
-            if self._media.is_worth_waiting(request):
-                return None, False
-            named = self._media.take(request.request_id)
-            if named is not None:
-                self._keep(named)
-                # What vLLM has just found on the device it has found by the names before: they may be another medium's.
-                return None, False
-        known = self._requests.get(request.request_id)
-        if known is None or self._work is None or not self._work.weights.are_known:
+        if self._admission.is_pending(request):
+            return None, False
+        known = self._admission.known.get(request.request_id)
+        if known is None or self._work is None or not self._work.cache.weights.are_known:
             return 0, False
         num_blocks = self._work.lookups.match(known, num_computed_tokens)
         return (None, False) if num_blocks is None else (num_blocks * self._size, num_blocks > 0)
@@ -199,7 +139,7 @@ class SchedulerSide:
         """
         tables = blocks.get_block_ids()
         self._handed_out.note_allocation(request.request_id, tables)
-        known = self._requests.get(request.request_id)
+        known = self._admission.known.get(request.request_id)
         if known is None or self._work is None:
             return
         if num_external_tokens:
@@ -210,7 +150,7 @@ class SchedulerSide:
 
     def sources(self, request: Request) -> dict[CacheHitSource, int]:
         """Tokens that the request's load brings, by where they come from."""
-        known = self._requests.get(request.request_id)
+        known = self._admission.known.get(request.request_id)
         return sources_of(known.sources, self._size) if known is not None else {}
 
     def take_stats(self) -> KvtierStats | None:
@@ -218,7 +158,7 @@ class SchedulerSide:
         num_blocks, seconds = self._times.end()
         self.device.end_step()
         if self._work is not None:
-            self._work.directory.speeds.note_computed(num_blocks * len(self._groups.of_tokens), seconds)
+            self._work.cache.directory.speeds.note_computed(num_blocks * len(self._groups.of_tokens), seconds)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KvtierStats()
@@ -234,27 +174,27 @@ class SchedulerSide:
         step = StepMetadata(is_empty=not number, number=number, loads_after=loads_after)
         self._times.begin(output)
         written, states = self._handed_out.take(output), boundary_states(output)
-        self.device.begin_step(output, written, self._requests, states, number)
+        self.device.begin_step(output, written, self._admission.known, states, number)
         if self._work is None:
             return step
-        directory = self._work.directory
+        directory = self._work.cache.directory
         step.flush = self._copies.of(written)
         computed = [
-            (self._requests[span.request_id], span)
+            (self._admission.known[span.request_id], span)
             for span in computed_spans(output)
-            if span.request_id in self._requests
+            if span.request_id in self._admission.known
         ]
         of_known = [
-            (self._requests[request_id], of_request)
+            (self._admission.known[request_id], of_request)
             for request_id, of_request in states.items()
-            if request_id in self._requests
+            if request_id in self._admission.known
         ]
-        room = directory.room_for_saves if self._work.weights.are_known else 0
+        room = directory.room_for_saves if self._work.cache.weights.are_known else 0
         blocks = self._saves.choose(computed, of_known, written, room)
         if blocks:
             directory.save_full(blocks)
         self._note_results()
-        step.generations, step.adapters = self._work.weights.generations, self._adapters.take_unsent()
+        step.generations, step.adapters = self._work.cache.weights.generations, self._adapters.take_unsent()
         messages = directory.take_messages()
         self._copies.begin(messages)
         step.messages = [encode(message) for message in messages]
@@ -276,13 +216,13 @@ class SchedulerSide:
             return
         self._adapters.note_loaded(answers.adapters)
         if answers.weights:
-            self._work.weights.note(answers.weights)
+            self._work.cache.weights.note(answers.weights)
             starts = [state.first_step for state in answers.weights.values()]
             self._begin_generation(self._work, since=max(starts) if all(starts) else 0)
         for rank, encoded in answers.messages.items():
             messages = [decode(data) for data in encoded]
             self._copies.end(rank, messages)
-            self._work.directory.deliver(rank, messages)
+            self._work.cache.directory.deliver(rank, messages)
         self._note_results()
         if loaded := self._work.loads.take_loaded():
             results.finished_recving = loaded.union(results.finished_recving or ())
@@ -293,19 +233,20 @@ class SchedulerSide:
         Gives False, for that, and what its answer says of us, if it was asked for.
         """
         self._steps.frees_late |= frees_late(request)
-        self._media.drop(request.request_id)
-        known = self._requests.pop(request.request_id, None)
+        known = self._admission.drop(request.request_id)
         if known is None or self._work is None:
-            return False, answer_to(params_of(request, has_pool=bool(self._config.pool.address)), {})
+            return False, answer_to(self._admission.params_of(request), {})
         self._work.lookups.forget(known)
         told = answer_to(known.params, known.loaded)
         if self._work.loads.cancel(request.request_id):
             return False, told
-        if not self._work.weights.are_known:
+        if not self._work.cache.weights.are_known:
             return False, told
-        if known.params.pin_s and self._work.pins is not None:
+        if known.params.pin_s and self._work.cache.pins is not None:
             num_computed = min(request.num_prompt_tokens, request.num_computed_tokens)
-            self._work.pins.ask(self._groups.keys(known.keys.first(num_computed // self._size)), known.params.pin_s)
+            self._work.cache.pins.ask(
+                self._groups.keys(known.keys.first(num_computed // self._size)), known.params.pin_s
+            )
         if not known.params.no_store:
             self._saves.leave(known, tables)
         return False, told
@@ -314,7 +255,7 @@ class SchedulerSide:
         """Forgets what this engine holds; the pool keeps what it has."""
         self._saves.forget()
         if self._work is not None:
-            self._work.directory.reset()
+            self._work.cache.directory.reset()
         return True
 
     @property
@@ -322,7 +263,7 @@ class SchedulerSide:
         """Whether a step is wanted even without requests."""
         if self._saves.is_worth_a_step or self._copies or (self._events is not None and self._events.has_news):
             return True
-        return self._work is not None and (self._work.directory.is_telling or bool(self._work.loads.ended))
+        return self._work is not None and (self._work.cache.directory.is_telling or bool(self._work.loads.ended))
 
     def close(self) -> None:
         self._work = None
@@ -333,31 +274,13 @@ class SchedulerSide:
 
         :param since: see `DeviceBlocks.forget_all`.
         """
-        self._stats.note_weights(are_known=work.weights.are_known)
+        self._stats.note_weights(are_known=work.cache.weights.are_known)
         self._saves.forget()
-        self._media.forget()
         work.loads.cancel_all()
-        for request_id, known in list(self._requests.items()):
+        for known in self._admission.known.values():
             work.lookups.forget(known)
-            if self._adapter_of(known.request) == known.keys.adapter:
-                known.keys.change_weights(work.weights.digest)
-            else:  # vLLM goes on to call its blocks by the adapter that it was added with
-                del self._requests[request_id]
-            known.num_saved = 0
-        self.device.forget_all(since, self._requests)
-
-    def _keep(self, known: KnownRequest) -> None:
-        """Loads and saves for the request from now on. It has not been scheduled yet.
-
-        vLLM's own cache tells adapters apart by name and path, which several may have: there goes their content, too.
-        """
-        if (name := known.keys.adapter_name) is not None:
-            name_adapter(known.request, name)
-        self._requests[known.request.request_id] = known
-
-    def _adapter_of(self, request: Request) -> bytes | None:
-        """Returns the digest of the request's adapter, empty for a request without one; None: it is not known."""
-        return b"" if request.lora_request is None else self._adapters.digest(request.lora_request)
+        self._admission.change_weights(work.cache.weights.digest)
+        self.device.forget_all(since, self._admission.known)
 
     def _awaited(self) -> set[BlockKey]:
         """Blocks that are not with the directory yet, or wait there for a place."""
@@ -366,17 +289,9 @@ class SchedulerSide:
 
     def _note_results(self) -> None:
         assert self._work is not None
-        for result in self._work.directory.poll():
+        for result in self._work.cache.directory.poll():
             self._stats.note(result)
             request_id = self._work.loads.end(result)
-            known = self._requests.get(request_id) if request_id is not None else None
+            known = self._admission.known.get(request_id) if request_id is not None else None
             if known is not None:
                 known.note_load(result)
-
-    def _warn_of_silence(self) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            _log.error(
-                "kvtier keeps nothing: no worker has said what its KV is. MultiConnector hands on what its first "
-                "connector's workers say, and no more: name KvtierConnector first"
-            )

@@ -100,9 +100,11 @@ class DrivenConnector(KvtierConnector):
         side = self._on_scheduler()
         assert side._work is not None
         size = side._size
-        hashes = RequestKeys(request, side._work.hashers["red"], salt=request.cache_salt).first(num_tokens // size)
+        hashes = RequestKeys(request, side._work.cache.hashers["red"], salt=request.cache_salt).first(
+            num_tokens // size
+        )
         assert len(hashes) == num_tokens // size
-        directory = side._work.directory
+        directory = side._work.cache.directory
         directory.start_save(list(zip(hashes, range(len(hashes)), strict=True)))
         deadline = MONOTONIC() + _PATIENCE_S
         while leading_hits(directory.poll_lookup(directory.start_lookup(hashes)) or []) < len(hashes):
@@ -113,10 +115,10 @@ class DrivenConnector(KvtierConnector):
         """What the worker of an engine would do in a step."""
         side = self._on_scheduler()
         assert side._work is not None
-        self._mover.submit(side._work.directory.take_messages())
+        self._mover.submit(side._work.cache.directory.take_messages())
         self._mover.wait(0.05)
         # By the directory itself: it is no step of vLLM's that these saves belong to.
-        side._work.directory.deliver(0, self._mover.poll())
+        side._work.cache.directory.deliver(0, self._mover.poll())
         side._note_results()
 
     def _note_new(self, request: Request) -> None:
@@ -127,7 +129,7 @@ class DrivenConnector(KvtierConnector):
         if request in REMOTE:
             REMOTE.remove(request)
             self.hold(request, (request.num_tokens - 1) // side._size * side._size)
-        if request.request_id not in side._requests:
+        if request.request_id not in side._admission.known:
             side.add(request)  # tests put their mock into a scheduler that has requests already
         return KvtierConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
 

@@ -310,7 +310,7 @@ class Engine:
 
     def hasher(self) -> BlockHasher:
         """Of the tenant `red`."""
-        hasher: BlockHasher = _ours(self.connector)._scheduler._work.hashers["red"]  # type: ignore[attr-defined]
+        hasher: BlockHasher = _ours(self.connector)._scheduler._work.cache.hashers["red"]  # type: ignore[attr-defined]
         return hasher
 
     def note_loaded(self, noted: list[object]) -> None:

@@ -54,7 +54,7 @@ class Wire(EventPublisher):
     def _places(self, tier: str) -> set[Place]:
         """Of all blocks that requests have named, those that the tier has."""
         assert self.engine is not None
-        directory = self.engine.connector._scheduler._work.directory  # type: ignore[attr-defined]
+        directory = self.engine.connector._scheduler._work.cache.directory  # type: ignore[attr-defined]
         if tier not in directory.watch().tiers:
             return set()
         return {
@@ -233,4 +233,4 @@ def test_without_listeners_nothing_is_noted(start: Start) -> None:
     engine.finish()
     assert engine.connector.take_events() == []
     work = engine.connector._scheduler._work  # type: ignore[attr-defined]
-    assert work.directory._index.content_changes is None
+    assert work.cache.directory._index.content_changes is None

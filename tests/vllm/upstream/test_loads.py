@@ -329,7 +329,7 @@ def test_a_reset_forgets_what_waits_to_be_saved(start: Start, mode: dict[str, bo
     assert engine.connector.reset_cache() is not False
     gate.set()
     engine.finish()
-    assert not any(side._work.directory.holds(key) for key in engine.hashes(asked))
+    assert not any(side._work.cache.directory.holds(key) for key in engine.hashes(asked))
     engine.require_right_answers()
 
 

@@ -78,12 +78,12 @@ def spared(engine: Engine, *media: MultiModalFeatureSpec, **how: object) -> int:
 
 
 def is_waiting(engine: Engine, request_id: str) -> bool:
-    return request_id in engine.connector._scheduler._media  # type: ignore[attr-defined]
+    return request_id in engine.connector._scheduler._admission._media  # type: ignore[attr-defined]
 
 
 def lose_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for media has waited for too long."""
-    waiting = engine.connector._scheduler._media  # type: ignore[attr-defined]
+    waiting = engine.connector._scheduler._admission._media  # type: ignore[attr-defined]
     monkeypatch.setattr(waiting, "_clock", lambda: time.monotonic() + 2 * WAIT_S)
 
 
