@@ -1,7 +1,9 @@
 """Figures about this repository's code: `python tools/figures.py [--json] [CHECKOUT]`.
 
-Lines are lines of `.py` files. A docstring counts as a fragment if it begins with a word that makes no sentence by
-itself, and as a reference if all that it says is where to read.
+Lines are lines of `.py` files, and docstrings those of modules, classes, functions and fields. One counts as a
+reference if it begins with where to read, or says only what else it calls or implements. One counts as a fragment if it
+begins with a word that seldom begins a whole sentence: a preposition, or a pronoun for what the code beside it names;
+or if a later sentence of it begins with one of those that never do so here.
 """
 
 import argparse
@@ -15,8 +17,14 @@ from pathlib import Path
 PRODUCT = ("kvtier", "kernels", "services", "connectors", "benchmarks", "tools")
 TIERS = ("kvtier/tiers", "kvtier/store", "services/kvtier_pool", "kvtier/offload", "kvtier/hierarchy")
 """Tiers, the store, their processes, and what joins them. Folders that a checkout does not have count nothing."""
-_FRAGMENT = re.compile(r"(Of|Those|Who|Whose|Likewise|The same|By|As)\b")
-_REFERENCE = re.compile(r"(See|Calls|Implements) `[^`]+`\.?$")
+_PREPOSITIONS = (
+    "After|Among|As|At|Because|Before|Behind|Beside|Between|Beyond|By|During|For|From|In|Like|Of|On|Over|"
+    "Since|To|Under|Until|While|With|Within|Without"
+)
+_FRAGMENT = re.compile(
+    rf"({_PREPOSITIONS}|Also|Else|Ditto|Likewise|Not|The same|Those|Who|Whose)\b|.*[.:] (Of|Who|Whose|Likewise)\b"
+)
+_REFERENCE = re.compile(r"See\b|As `|(Calls|Implements|Overrides|Likewise) `[^`]+`\.?$")
 
 
 def modules(checkout: Path, folders: Sequence[str]) -> Iterator[Path]:

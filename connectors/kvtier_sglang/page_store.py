@@ -92,7 +92,8 @@ class PageStore:
         return answers
 
     def begin_by(self) -> float:
-        """Until when a call of SGLang's that comes now may begin transfers; each has a deadline of its own."""
+        """Returns the time until which a call of SGLang's that comes now may begin transfers; each has a deadline of
+        its own."""
         return self._clock() + self._patience_s
 
     def read(self, kind: PageKind, names: Sequence[str], lend: Lend, begin_by: float) -> list[bool]:

@@ -51,8 +51,8 @@ class Settings:
 def load_settings(extra: Mapping[str, Any]) -> Settings:
     """The settings; keys given inline win over those of the file named by `config`.
 
-    Of the tables, `pool`, `tenants`, `cache` and `host` count: SGLang has host memory of its own, `host.capacity_bytes`
-    is what may wait for a pool that does not answer.
+    The tables `pool`, `tenants`, `cache` and `host` count, and no others: SGLang has host memory of its own,
+    `host.capacity_bytes` is what may wait for a pool that does not answer.
 
     :raises ConfigError: names file or key, and the remedy.
     """

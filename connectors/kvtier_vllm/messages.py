@@ -47,7 +47,7 @@ class StepMetadata(KVConnectorMetadata):
     """Save batches whose device blocks are written anew by this step: they must be copied before."""
     ended: dict[str, list[int]] = field(default_factory=dict)
     """Requests whose load is over, and which of their device blocks have not got their KV: vLLM hears of these from its
-    workers alone. Of a load that has brought everything, the scheduler's connector has told it already."""
+    workers alone. The scheduler's connector has already told it of a load that has brought everything."""
     is_empty: bool = False
     """No forward pass in this step."""
     number: int = 0

@@ -70,7 +70,7 @@ class KvtierTier(SecondaryTierManager):
         """Called by vLLM. Does not wait for the pool.
 
         :param locality: `LOCAL` or `REMOTE`, for requests that say which they want; any without.
-        :param settings: see `kvtier_vllm.settings`. Of the tables, `pool`, `tenants` and `cache` count.
+        :param settings: see `kvtier_vllm.settings`. The tables `pool`, `tenants` and `cache` count, and no others.
         :raises ConfigError: another vLLM, an engine whose hashes say too little, or a configuration that cannot be.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)

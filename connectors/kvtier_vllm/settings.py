@@ -56,8 +56,8 @@ def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
 def of_rank(config: Config, parallel: ParallelConfig) -> Config:
     """The configuration of one of vLLM's workers: its part of what is meant for all on this host.
 
-    Scheduler and workers call it alike. Of several engines in data parallelism, each has host memory of its own, as
-    with vLLM's `--kv-offloading-size`; the cores are divided among all of them.
+    Scheduler and workers call it alike. Each of several engines in data parallelism has host memory of its own, as with
+    vLLM's `--kv-offloading-size`; the cores are divided among all of them.
     """
     num_ranks = parallel.local_world_size
     return config.of_rank(num_ranks, num_ranks * max(1, parallel.data_parallel_size_local))

@@ -54,7 +54,7 @@ def check_attention_limits(query: Tensor, kv_layer: Tensor) -> None:
 def check_block_ids(
     kv_layer: Tensor, block_tables: Tensor, seq_lens: Tensor, query_starts: Tensor | None, window: int | None
 ) -> None:
-    """The blocks that a kernel will read exist. Of tables on a device nothing is known: there it is for the caller.
+    """The blocks that a kernel will read exist. Nothing is known of tables on a device: there it is for the caller.
 
     :param query_starts: None where each sequence has one query.
     """

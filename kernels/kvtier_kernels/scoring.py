@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _MAX_SOFT_CAP = 10_000
-"""Beyond, kernels would be off by more than 0.015: they take numbers near 1 from 1, and multiply what is left."""
+"""The largest soft cap. Kernels would be off by more than 0.015 beyond it: they take numbers near 1 from 1, and
+multiply what is left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def prefill_tile(
     windowed: bool = False,
     scored: bool = False,
 ) -> Tile:
-    """For `prefix_prefill`.
+    """Chooses the tile of `prefix_prefill`.
 
     128 rows, where they fit, read each key once for as many products as its way from the L2 cache takes time. Three
     stages are the least that has keys on their way during a whole iteration.
@@ -195,7 +195,7 @@ def decode_tile(
 def shared_prefix_tile(
     head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], *, kv_bytes: int | None = None
 ) -> Tile:
-    """For what `shared_prefix_decode` computes for several sequences at once.
+    """Chooses the tile for what `shared_prefix_decode` computes for several sequences at once.
 
     As many rows as products on tensor cores keep up with reading keys, whether a group fills them or not: a size for
     each size of group would be a kernel more to compile for each. Keys per iteration as for `prefill_tile`, which
@@ -303,7 +303,7 @@ def worth_sharing(num_saved_keys: int, key_bytes: int, num_rows: int, head_dim: 
 
 
 def merge_rows(columns: int) -> int:
-    """For `merge_states`: how many states of a row a program takes at a time.
+    """Returns how many states of a row a program of `merge_states` takes at a time.
 
     As much as the registers of 4 warps have room for: all of it is on its way at a time.
     """

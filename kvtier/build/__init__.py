@@ -1,1 +1,1 @@
-"""From a configuration to live objects: the only place of the core that makes them."""
+"""Makes live objects from a configuration: the only place of the core that does."""

@@ -10,8 +10,8 @@ chunk of `kvtier.codec.blosc_chunk`.
 from kvtier.codec.blosc_chunk import Buffer, ChunkKind
 
 ELEMENT_BYTES = 2
-"""For all payloads, which are bytes to us: of bf16 and fp16. float32 would want 4 and gains nothing by 2
-(1.00, not 1.17 to 1); fp8 gains little either way (1.04)."""
+"""The size of an element for all payloads, which are bytes to us: that of bf16 and fp16. float32 would want 4 and gains
+nothing by 2 (1.00, not 1.17 to 1); fp8 gains little either way (1.04)."""
 
 _BLOCK_BYTES = 32 * 1024
 """Per byte of an element, as C-Blosc counts: 64 KiB are transposed at once. Its own choice, up to eight
@@ -22,10 +22,12 @@ _KIND = ChunkKind("lz4", _EFFORT, ELEMENT_BYTES, _BLOCK_BYTES, bitshuffled=True)
 
 
 def pack(payload: Buffer) -> bytes | None:
-    """See `ChunkKind.pack`. About 2 GB/s of bf16 KV."""
+    """Packs a payload into a chunk that `unpack_into` turns back into it; None for one that no chunk can hold (2 GiB).
+    It packs about 2 GB/s of bf16 KV."""
     return _KIND.pack(payload)
 
 
 def unpack_into(chunk: Buffer, into: memoryview) -> None:
-    """See `ChunkKind.unpack_into`. About 4 GB/s of bf16 KV."""
+    """Fills `into`, one-dimensional writable bytes, from a chunk of exactly that many bytes unpacked, at about 4 GB/s
+    of bf16 KV. Raises `CorruptBlockError` when it is not such a chunk; `into` holds anything then."""
     _KIND.unpack_into(chunk, into)

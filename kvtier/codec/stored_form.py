@@ -80,7 +80,7 @@ class Codec(enum.IntEnum):
     """How the payload is packed. Lossless all."""
 
     RAW = 0
-    """Not at all: raw and stored length are equal."""
+    """The payload is not packed: raw and stored length are equal."""
     LZ4 = 1
     """Bitshuffled, then lz4: `kvtier.codec.bitshuffle`. The stored length is less than the raw one."""
     PLANES_ZSTD = 2
@@ -226,7 +226,7 @@ def well_formed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
     """Passes when `stored` is, byte for byte, what was stored under `key`; else raises `CorruptBlockError`.
 
-    Of a packed block of version 2 that is not yet what its writer had: `unpack` knows.
+    A packed block of version 2 that passes may still differ from what its writer had: `unpack` finds that out.
 
     :param key: the key that was asked for, so that a block in another's place is found out.
     :param stored: the payload as stored, packed or not.

@@ -37,7 +37,7 @@ class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
     secret: str | None = None
-    """At least 16 random bytes that key the prefix chain. Engines only: the pool must not have it."""
+    """The secret that keys the prefix chain, of 16 random bytes or more. Engines only: the pool must not have it."""
     salt: str = ""
     """Separates caches under one secret. Changing it forgets everything."""
     token: str | None = None
@@ -64,8 +64,8 @@ class EngineConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
     lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
-    """In whose form blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half as
-    many to move. Needs bfloat16. What comes back is rounded, so answers are not quite those of an engine without a
+    """The form in which blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half
+    as many to move. Needs bfloat16. What comes back is rounded, so answers are not quite those of an engine without a
     cache; int8 changes them the least. Engines with different codecs do not share."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of a forward pass; 0 takes one per core."""
@@ -76,15 +76,15 @@ class EngineConfig(Section):
     max_running: Count = 16
     """Requests in one batch."""
     layerwise_loads: bool = False
-    """On CUDA: whether a request that is alone, and whose prefix is in host memory, begins to compute when the first
+    """Whether, on CUDA, a request that is alone, and whose prefix is in host memory, begins to compute when the first
     layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and
     computing: up to two fifths of the time to first token with long prefixes and some thousand new tokens. Without
     effect on the CPU, with `lossy_codec` or `cache.verify_loads = "device"`, and where a layer of a block is smaller
     than 32 KiB. Not measured on a GPU yet, and therefore off by default."""
     cuda_graphs: bool = True
-    """On CUDA, steps in which every request has one new token are replayed from graphs, captured at the start for 1, 2,
-    4 ... `max_running` requests. The log names the time that takes, and the device memory beside `kv_bytes`. False
-    spares both and launches every operation by itself, for which the device then has to wait."""
+    """Whether, on CUDA, steps in which every request has one new token are replayed from graphs, captured at the start
+    for 1, 2, 4 ... `max_running` requests. The log names the time that takes, and the device memory beside `kv_bytes`.
+    False spares both and launches every operation by itself, for which the device then has to wait."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
 
@@ -126,7 +126,7 @@ class CacheConfig(Section):
     saving_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of host memory that may wait for lower tiers. Small drops saves in bursts, large crowds out fetches."""
     selective_uses: Annotated[int, Field(ge=1, le=1000)] = 2
-    """At which use `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
+    """The use at which `write_through_selective` copies a block; computing it is the first. 1 is `write_through`."""
     save_answers: bool = True
     """Whether vLLM's connector keeps what was generated, for conversations that go on. False saves the writes where no
     prompt begins with an earlier answer. (`kvtier engine` keeps both.)"""

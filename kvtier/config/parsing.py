@@ -1,4 +1,4 @@
-"""From TOML and the environment to a `Config`, or to errors that name file, key and remedy."""
+"""Makes a `Config` from TOML and the environment, or errors that name file, key and remedy."""
 
 import difflib
 import hashlib

@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class _Location(ctypes.Structure):
-    """`CUmemLocation`. Of no account for memory that is on a device, or pinned."""
+    """`CUmemLocation`. It is of no account for memory that is on a device, or pinned."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 

@@ -33,7 +33,7 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> bytes:
     """SHA-256 over the tensors' names, dtypes, shapes and bytes in order of names, whatever files hold them.
 
     Costs one pass over the files, a second per GiB or so; remembered in `cache_dir` under their paths, inodes, sizes
-    and times of change. Of several processes that ask at a time, e.g. an engine's ranks, one makes that pass and the
+    and times of change. Where several processes ask at a time, e.g. an engine's ranks, one makes that pass and the
     others wait for it. `ConfigError`: a file is no safetensors file, or is cut short.
     """
     known_as = hashlib.sha256(json.dumps(file_identities(files)).encode()).hexdigest()

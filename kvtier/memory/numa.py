@@ -41,7 +41,7 @@ def node_of_pci(domain: int, bus: int, device: int, *, sys: Path = _SYS) -> int 
 def prefer_node(memory: memoryview, node: int, *, syscall: _Syscall | None = None) -> None:
     """Has pages of this memory that are not touched yet come from this node. A failure is logged, and no more.
 
-    :param memory: whole pages, writable. Of shared memory it holds for all processes that map it.
+    :param memory: whole pages, writable. The choice holds for all processes that map it, if it is shared.
     :param syscall: a seam for tests.
     """
     number = _MBIND.get(platform.machine())

@@ -14,7 +14,8 @@ _TIMEVAL = struct.Struct("ll")
 
 
 TCP_PIECE_BYTES = 256 << 10
-"""Over the loopback, the kernel copies what was just sent while it is in the processor's cache: a fifth faster."""
+"""Bytes that are sent at a time over TCP. The kernel copies what was just sent over the loopback while it is in the
+processor's cache: a fifth faster."""
 
 
 def piece(views: list[memoryview], start: int, room: int = SEND_PIECE_BYTES) -> list[memoryview]:

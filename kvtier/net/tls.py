@@ -158,7 +158,8 @@ class TlsStream:
         return self._receive(into)
 
     def poll(self, into: memoryview) -> int | None:
-        """See `Stream.poll`. Does not begin the handshake."""
+        """Receives what is there, without blocking; None when nothing is there yet, or the handshake has not been done,
+        which this does not begin."""
         if not (self._shaken or self._plain):
             return None
         self._set_timeout(0.0)
@@ -203,7 +204,7 @@ class TlsStream:
         return total
 
     def end_sending(self) -> None:
-        """See `Stream.end_sending`. Frames have lengths, so nobody misses a close_notify."""
+        """Closes the sending direction without a close_notify, which nobody misses, since frames have lengths."""
         socket.socket.shutdown(self._socket, socket.SHUT_WR)
 
     def shut_down(self) -> None:

@@ -142,7 +142,7 @@ class Directory:
         return self._index.has(tier, key)
 
     def watch(self) -> ContentChanges:
-        """From now on, notes what comes to these tiers and goes from them. What is there already is not noted."""
+        """Notes from now on what comes to these tiers and goes from them. What is there already is not noted."""
         if self._index.content_changes is None:
             self._index.content_changes = ContentChanges([HOST, *self._local_tiers])
         return self._index.content_changes
@@ -161,7 +161,7 @@ class Directory:
     def save_full(self, blocks: Sequence[Block]) -> int | None:
         """Blocks became full on the device, which is a use of each. Starts a save of those that the policy wants now.
 
-        As `start_save`, which the blocks' slots must obey if there is a job.
+        Returns the job of the save, to which all that `start_save` says of device slots applies; None if there is none.
         """
         wanted = self._policy.of_full(blocks)
         return self.start_save(wanted) if wanted else None
@@ -204,7 +204,7 @@ class Directory:
         return results
 
     def settle(self) -> bool:
-        """Before a stop: starts writing down what is still owed. True as long as there is a point in waiting."""
+        """Starts writing down what is still owed, before a stop. True as long as there is a point in waiting."""
         self._owed.settle_all()
         self._issue_stores()
         return self._stores.num_blocks > 0 or (self._saves.num_blocks > 0 and self._owed.due > 0)

@@ -28,7 +28,7 @@ class BlockIndex:
         """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
         self.content_changes: ContentChanges | None = None
-        """While somebody watches: every block that comes or goes is noted there."""
+        """Every block that comes or goes is noted there, while somebody watches."""
 
     def locate(self, key: BlockKey) -> BlockStatus:
         """What is known without asking anybody."""

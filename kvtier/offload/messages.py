@@ -114,7 +114,7 @@ class Stored:
 
     batch_id: int
     refused: dict[str, list[bytes]] = field(default_factory=dict)
-    """For each tier, by name, the keys of the blocks that it did not take."""
+    """The keys of the blocks that a tier did not take, by the tier's name."""
 
 
 @dataclass(frozen=True, slots=True)

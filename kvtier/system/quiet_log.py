@@ -17,7 +17,7 @@ class QuietLog:
         self._next_s: float | None = None
         """When the next line may pass; None before the first. Guarded by _lock."""
         self._num_held_back = 0
-        """Since the last line. Guarded by _lock."""
+        """The number of messages held back since the last line. Guarded by _lock."""
 
     def warning(self, message: str) -> None:
         """Logs `message`, or counts it until a line may pass again."""

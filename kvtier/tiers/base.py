@@ -36,7 +36,7 @@ class WriteStatus(enum.IntEnum):
     STORED = 0
     EXISTS = 1
     """Already there, or being written by somebody else, who may yet fail: then it is forgotten. These bytes were not
-    used. Who must know looks it up afterwards: HIT or PENDING."""
+    used. A caller that must know looks it up afterwards: HIT or PENDING."""
     FULL = 2
     """No room that may be freed, quota reached, or payload longer than the tier takes."""
     THROTTLED = 3

@@ -1,4 +1,4 @@
-"""From a `Config` to an engine."""
+"""Assembles an engine from a `Config`."""
 
 import contextlib
 import gc

@@ -103,7 +103,7 @@ def run(config: Config) -> None:
 
 
 def _listening(address: str) -> socket.socket:
-    """Before the model is loaded: a port in use is found at once, and early clients wait instead of failing."""
+    """Listens before the model is loaded: a port in use is found at once, and early clients wait instead of failing."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit():
         raise ConfigError(f"engine.listen: {address!r}: use host:port, e.g. 127.0.0.1:8000")

@@ -127,7 +127,7 @@ def _print(title: str, cases: Sequence[Case], notes: Sequence[str], *, caption: 
 
 
 def _table(title: str, cases: Sequence[Case], *, caption: str) -> Table:
-    """Without the columns that no case has anything for."""
+    """Makes the table of the cases, without the columns that no case has anything for."""
     columns = ("case", "GB/s", "median", "p99", "CPU s/GiB", "beside", "lowest .. highest")
     rows = [_row(case) for case in cases]
     used = [i for i in range(len(columns)) if any(row[i] for row in rows)]

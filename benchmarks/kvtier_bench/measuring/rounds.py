@@ -126,7 +126,8 @@ def process_clock(pid: int) -> Callable[[], float]:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """On standard error; drawn between rounds only, since a thread that draws would be measured as well."""
+    """Shows progress on standard error; it is drawn between rounds only, since a thread that draws would be measured as
+    well."""
     with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task(label, total=total)
         progress.refresh()

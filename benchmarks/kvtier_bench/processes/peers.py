@@ -38,7 +38,7 @@ class PeerKind:
     packages: tuple[str, ...]
     """Packages whose versions belong to a figure."""
     apart: frozenset[str] = frozenset()
-    """Calls with a row of their own, `NAME-CALL`. Of the others the fastest stands for the peer."""
+    """Calls with a row of their own, `NAME-CALL`. The fastest of the others stands for the peer."""
     script: str = ""
     """The name of the peer's script before `_peer.py`, where that is not the folder's."""
 

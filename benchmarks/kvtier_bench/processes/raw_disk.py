@@ -33,7 +33,7 @@ class RawDisk:
         self._fd = self._files.create(self._path, self._payload_bytes * self._num_slots)
 
     def write(self, sources: Sequence[memoryview], first: int = 0) -> float:
-        """To slots from `first` on. Seconds."""
+        """Writes payloads to slots from `first` on; returns the seconds that it took."""
         start = time.perf_counter()
         slots = range(first, first + len(sources))
         list(self._executor.map(self._write_one, sources, slots))

@@ -24,7 +24,7 @@ class LoadedAdapters:
 
     @contextlib.contextmanager
     def loading(self, request: LoRARequest) -> Iterator[None]:
-        """While vLLM loads this adapter. If that fails, it has what it had before."""
+        """Surrounds vLLM's loading of this adapter. If that fails, it has what it had before."""
         before, number = source_of(request), request.lora_int_id
         last = self._loaded.get(number)
         yield

@@ -22,7 +22,7 @@ class RequestParams:
     no_store: bool
     """Nothing of the request is saved."""
     pin_s: float
-    """For how long the pool is to keep the prompt's blocks in memory; 0: like any others."""
+    """Seconds for which the pool is to keep the prompt's blocks in memory; 0: it keeps them like any others."""
     tenant: object
     """Name of the tenant that it says it is of; None: nothing."""
     ignored: Mapping[str, str]

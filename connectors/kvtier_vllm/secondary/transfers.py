@@ -73,7 +73,7 @@ class Transfers:
         self._loading = ThreadPoolExecutor(limits.load_threads, "kvtier-load")
         self._saving = ThreadPoolExecutor(1, "kvtier-save")
         self._open: dict[int, tuple[Outcome, Future[None] | None]] = {}
-        """Not taken yet; without a future, what was dropped."""
+        """Jobs whose outcome was not taken yet, by id; a job without a future was dropped."""
         self._num_saving = 0
         """Chunks of stores in `_open` that were not dropped."""
         self._stopping = threading.Event()

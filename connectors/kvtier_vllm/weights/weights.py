@@ -47,7 +47,8 @@ class Weights:
 
     @contextlib.contextmanager
     def changing(self, what: str, change: Change, path: str = "") -> Iterator[None]:
-        """While weights change. Nothing is known of them meanwhile; afterwards, what `change` says, if all went well.
+        """Surrounds a change of weights. Nothing is known of them meanwhile; afterwards, what `change` says, if all
+        went well. Two generations begin: what is under way when the change begins belongs to neither.
 
         Two generations begin: what is under way when the change begins belongs to neither.
 

@@ -22,7 +22,8 @@ class CopyTile:
 
 
 def copy_tile(unit_bytes: int, part_bytes: int, *, host: bool) -> CopyTile:
-    """For `block_copy` and `part_copy`. Small parts go several blocks at a time, so that as much is in flight.
+    """Chooses the tile of `block_copy` and `part_copy`. Small parts go several blocks at a time, so that as much is in
+    flight.
 
     :param unit_bytes: 1, 2, 4, 8 or 16: what divides all addresses and lengths.
     :param host: one side is host memory, and there are few programs: each has more in flight.
@@ -53,7 +54,7 @@ class QuantiseTile:
 
 
 def quantise_tile(head_dim: int, *, host: bool) -> QuantiseTile:
-    """For `quantised_copy`: 32 elements a thread.
+    """Chooses the tile of `quantised_copy`: 32 elements a thread.
 
     :param host: one side is host memory, and there are few programs: each has more in flight.
     """

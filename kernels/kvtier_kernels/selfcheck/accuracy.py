@@ -90,7 +90,7 @@ def merge_lse_bound(part_lse: Tensor) -> float:
 def scoring_error(scoring: Scoring, num_keys: int) -> float:
     """What `scoring` adds to the error of a score, in u32, and to what a log-sum-exp is rounded from.
 
-    Of cap * (1 - 2 / (t + 1)), t is wrong by 4 u32 for exp2 and by its exponent's error, which t / (t + 1)^2 makes
+    The t in cap * (1 - 2 / (t + 1)) is wrong by 4 u32 for exp2 and by its exponent's error, which t / (t + 1)^2 makes
     small: 3 u32 in all; the quotient adds 4, the sum under it 2, difference and product 3. A slope, its product with
     the distance and the sum are rounded, and that less the peak. A sink is the score of one key more.
     """

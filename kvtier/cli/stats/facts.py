@@ -56,7 +56,7 @@ class TierFacts:
     bytes_read: float
     bytes_written: float
     read_bytes_per_s: float | None
-    """While reading, per call."""
+    """Bytes per second while reading, per call."""
     write_bytes_per_s: float | None
     held_blocks: float | None
     used_bytes: float | None

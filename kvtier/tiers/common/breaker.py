@@ -26,7 +26,7 @@ class CircuitBreaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
-        """In a row. Guarded by _lock."""
+        """The number of failures in a row. Guarded by _lock."""
         self._probe_at: float | None = None
         """When the next probe may go; None while closed. Guarded by _lock."""
 

@@ -48,7 +48,7 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
-        """See `LeasingTier.lease`. Nothing where the tenant's tier does not lend, and to a batch of several tenants."""
+        """Lends blocks of the tenant's tier. None where that does not lend, and for a batch of several tenants."""
         tenants = list(self._split(keys))
         tier = self._tiers[tenants[0]] if len(tenants) == 1 else None
         return tier.lease(keys, nbytes, ready) if isinstance(tier, LeasingTier) else None
@@ -66,7 +66,7 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         return sum(self._tiers[tenant].discard(theirs) for tenant, theirs in self.by_tenant(keys).items())
 
     def usage(self) -> Usage:
-        """See `Tier.usage`. Of all tenants together; they share one capacity."""
+        """Returns the blocks and bytes of all tenants together, which share one capacity."""
         shares = [tier.usage() for tier in self._tiers.values()]
         return Usage(
             num_blocks=sum(share.num_blocks for share in shares),

@@ -81,7 +81,7 @@ class DiskTier:
         on_event: EventSink,
         metrics: Metrics,
     ) -> None:
-        """For `open`. Does no I/O; the tier owns `folder` from now on."""
+        """Makes a tier for `open`, without I/O; the tier owns `folder` from now on."""
         self._folder = folder
         self._name = name
         self._capacity_bytes = capacity_bytes
@@ -203,7 +203,7 @@ class DiskTier:
         return self._health.state
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """See `Tier.lookup`. Answers from memory."""
+        """Answers from memory with a status per key, in order. Does not count as a use for eviction."""
         tags = self._state.tags(keys)
         with self._guard, self._state.lock:
             return self._state.statuses(keys, tags)
@@ -217,7 +217,8 @@ class DiskTier:
         return statuses
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
-        """See `Tier.write`. Raises what a payload raises that is not contiguous bytes; the others are stored."""
+        """Stores payloads; a status per block, in order. Raises what a payload raises that is not contiguous bytes; the
+        others are stored."""
         sound, errors = sort_out(items)
         with self._guard:
             statuses = self._store(sound, errors)
@@ -227,7 +228,8 @@ class DiskTier:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. Outlives the process; a key being written is forgotten when its write ends."""
+        """Forgets these keys, also for later processes, and returns how many were there. A key being written is
+        forgotten when its write ends."""
         tags = self._state.tags(keys)
         with self._guard:
             num_there = self._tombstones.discard(keys, tags)
@@ -242,7 +244,7 @@ class DiskTier:
             return num_there
 
     def usage(self) -> Usage:
-        """See `Tier.usage`: bytes are disk space of all files, preallocated room included."""
+        """Returns how full the tier is; bytes are disk space of all files, preallocated room included."""
         with self._guard, self._state.lock:
             return Usage(len(self._state.index), self._state.segments.used_bytes, self._capacity_bytes)
 
@@ -258,12 +260,13 @@ class DiskTier:
             return 1 + self._state.moved_bytes / max(1, self._state.new_bytes)
 
     def check(self) -> None:
-        """See `Tier.check`. Looks at the bookkeeping, not at the files: `kvtier fsck` does that."""
+        """Verifies the bookkeeping, but not the files, as `kvtier fsck` does; raises `InvariantError`."""
         with self._guard, self._state.lock:
             self._state.check(self._capacity_bytes)
 
     def close(self) -> None:
-        """See `Tier.close`. Seals what is open; the blocks stay on disk for the next `open`."""
+        """Waits for calls in flight, seals what is open and ends the threads. The blocks stay on disk for the next
+        `open`. Idempotent."""
         if self._guard.close():
             self._log.retire_all()
             self._release()

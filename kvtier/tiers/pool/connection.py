@@ -26,7 +26,7 @@ class PoolConnection:
     """
 
     def __init__(self, stream: PlainStream | TlsStream) -> None:
-        """For `open`."""
+        """Makes a connection of a stream for `open`; the greeting comes after."""
         self._stream = stream
         self._socket = FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local)
         self.lease_s = 0.0

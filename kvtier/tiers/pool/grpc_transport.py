@@ -109,7 +109,7 @@ class GrpcTransport:
                 stream.cancel()
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
-        """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
+        """Lends nothing: the pool's memory cannot be reached from here."""
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """Sends all blocks as a stream in one gRPC call; a status per block, in order."""

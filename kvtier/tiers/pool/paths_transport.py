@@ -49,7 +49,8 @@ class PathsTransport:
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`. A way that fails in the middle is not replaced: the rest are misses."""
+        """Reads blocks by the first way that answers, and yields (index, None) for each that has come, or why it is not
+        that block. A way that fails in the middle is not replaced: the rest are misses."""
 
         def begin(
             transport: PoolTransport, left_s: float
@@ -63,7 +64,7 @@ class PathsTransport:
         yield from rest
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
-        """See `PoolTransport.lease`. Of the first way that lends."""
+        """Lends blocks by the first way that lends any. None: no way does."""
         leases = (path.transport.lease(keys, nbytes, ready, timeout_s) for path in self._usable())
         return next((lease for lease in leases if lease is not None), None)
 

@@ -93,7 +93,8 @@ class SocketTransport:
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`. Each piece is checked as soon as it is there."""
+        """Reads blocks through the socket, and yields (index, None) for each that has come, or why it is not that
+        block. Each piece is checked as soon as it is there."""
         grouped = group(keys, [len(buffer) for buffer in into])
         num_answered = 0
         deadline = MONOTONIC() + timeout_s
@@ -120,10 +121,10 @@ class SocketTransport:
             require_count(num_answered, len(keys))
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
-        """See `PoolTransport.lease`. Nothing: the pool's memory is not here."""
+        """Lends nothing: the pool's memory cannot be reached through the socket."""
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`. Asks first what is there already: that is not sent."""
+        """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent."""
         deadline = MONOTONIC() + timeout_s
         there = self.lookup([key for key, _, _ in items], timeout_s) if items else []
         statuses = [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in there]
@@ -133,8 +134,8 @@ class SocketTransport:
         return statuses
 
     def _send(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
-        """In several requests, one sent ahead of another's answer: the pool receives and checks one part while the
-        next is on its way. The last part goes first, so that the batch's head is what was used last."""
+        """Sends blocks in several requests, one ahead of another's answer: the pool receives and checks one part while
+        the next is on its way. The last part goes first, so that the batch's head is what was used last."""
         sizes = [len(payload) for _, payload, _ in items]
         parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
 

@@ -47,7 +47,8 @@ class PoolTransport(Protocol):
         """
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
-        """See `LeasingTier.lease`. Does not raise: the read that follows finds out what fails."""
+        """Lends blocks in the pool's memory; None: it lends nothing. Does not raise: the read that follows finds out
+        what fails."""
 
     def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
@@ -156,13 +157,14 @@ class PoolTier:
         return statuses
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
-        """See `LeasingTier.lease`. Where the pool does not share its memory, and while it fails, it lends nothing."""
+        """Lends blocks in the pool's memory. None where the pool does not share its memory, and while it fails."""
         self._require_own(keys)
         with self._guard:
             return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
 
     def write(self, items: Sequence[Item[Payload]]) -> list[WriteStatus]:
-        """See `Tier.write`. FAILED also when the pool stored the block and its answer was lost."""
+        """Has the pool store payloads; a status per block, in order. FAILED also when the pool stored the block and its
+        answer was lost."""
         self._require_own([key for key, _, _ in items])
         statuses = [WriteStatus.FAILED] * len(items)
 
@@ -174,7 +176,8 @@ class PoolTier:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. A pool that cannot be reached discards nothing: the counter tells."""
+        """Forgets these keys in the pool; returns how many were there. A pool that cannot be reached discards nothing:
+        the counter tells."""
         self._require_own(keys)
         counts: list[int] = []
 
@@ -229,19 +232,20 @@ class PoolTier:
         return sum(counts)
 
     def usage(self) -> Usage:
-        """See `Tier.usage`. All zero when the pool does not answer."""
+        """Returns what the pool holds of the tenant, and its capacity. All numbers are zero when the pool does not
+        answer."""
         answers: list[Usage] = []
         with self._guard:
             self._calls.attempt("usage", lambda: answers.append(self._transport.usage(self._call_timeout_s)))
         return answers[0] if answers else Usage(0, 0, 0)
 
     def check(self) -> None:
-        """See `Tier.check`. There are no books on this side."""
+        """Raises `ClosedError` after `close`, and verifies nothing: there are no books on this side."""
         with self._guard:
             pass
 
     def close(self) -> None:
-        """See `Tier.close`. Waits for calls in flight, at most their deadline."""
+        """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
         if self._guard.close():
             self._transport.close()
 

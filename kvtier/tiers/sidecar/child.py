@@ -21,9 +21,9 @@ from kvtier.tiers.sidecar.event_relay import EventReceiver
 from kvtier.tiers.sidecar.messages import Verb, channel, error_for
 
 _END_S = 5.0
-"""From the end of the control socket to the end of the process, when nothing is wrong."""
+"""Seconds from the end of the control socket to the end of the process, when nothing is wrong."""
 _SIGN_OF_LIFE_S = 2.0
-"""For the cheapest request there is, before one that may take its time."""
+"""Seconds for the cheapest request there is, before one that may take its time."""
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys, pack_numb
 from kvtier.tiers.sidecar.supervisor import TierProcess
 
 _TICK_S = 0.5
-"""Between two looks for slabs that have ended. Until then the system does not have their memory back. When many are to
-be mapped, the tier hears as often of those that are."""
+"""Seconds between two looks for slabs that have ended. Until then the system does not have their memory back. When many
+are to be mapped, the tier hears as often of those that are."""
 _IDLE_S = 60.0
 """A slab that nobody borrowed from for so long makes room for another one. To pin memory costs this process and its
 neighbours time, which must not be spent on slabs that take turns."""

@@ -29,7 +29,7 @@ from kvtier.net.stream import PlainStream
 from kvtier.protocol.block_socket import FrameSocket
 
 MAX_BLOCKS = 32_768
-"""In one request; 2.5 MiB of keys and places."""
+"""The most blocks in one request: 2.5 MiB of keys and places."""
 
 _ERRORS: dict[str, type[KvtierError]] = {
     kind.__name__: kind

@@ -32,7 +32,7 @@ from kvtier.tiers.sidecar.lease_table import LeaseTable
 from kvtier.tiers.sidecar.messages import Verb, channel, pack_numbers, unpack_keys, unpack_numbers, unpack_places
 
 MakeTiers = Callable[[str, EventSink, Metrics], list[Tier]]
-"""From settings as text to open tiers; what raises `KvtierError` is told to the engine."""
+"""Opens tiers from settings as text; what raises `KvtierError` is told to the engine."""
 
 _PR_SET_PDEATHSIG = 1
 _FOREVER = float("inf")

@@ -21,7 +21,8 @@ from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys
 from kvtier.tiers.sidecar.pending_discards import OpeningInventory, PendingDiscards
 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
-"""Between the end of a process and the start of the next: doubled every time, until one has lived for a while."""
+"""Seconds between the end of a process and the start of the next: doubled every time, until one has lived for a
+while."""
 _GOOD_LIFE_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ class TierProcess:
             return self._child.pid if self._child is not None else None
 
     def call(self, verb: Verb, fields: Mapping[str, object], *, uses_memory: bool = False) -> Fields:
-        """See `ChildProcess.call`. Takes `call_timeout_s` at the most, and as long as a killed process takes to end."""
+        """Returns the answer of the present process. Raises what the tier raised, or `UnavailableError` when no answer
+        came. It takes `call_timeout_s` at the most, and as long as a killed process takes to end."""
         child = self._serving()
         return child.call(verb, fields, MONOTONIC() + self._settings.call_timeout_s, uses_memory=uses_memory)
 

@@ -76,24 +76,26 @@ class SidecarTier:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. Without a process all miss at once; the next one forgets them before it serves."""
+        """Forgets these keys; returns how many were there. Without a process all miss at once; the next one forgets
+        them before it serves."""
         with self._guard:
             return sum(self._discard(keys[batch]) for batch in _batches(len(keys)))
 
     def usage(self) -> Usage:
-        """See `Tier.usage`. All zero without a process."""
+        """Returns how full the tier is. All numbers are zero without a process."""
         with self._guard:
             answer = self._ask(Verb.USAGE, {})
         return Usage(*answer.numbers("usage")) if answer is not None else Usage(0, 0, 0)
 
     def check(self) -> None:
-        """See `Tier.check`. `InvariantError` without a process, too: nothing was verified."""
+        """Has the tier's process verify the bookkeeping. Raises `InvariantError`, without a process, too: nothing was
+        verified."""
         with self._guard:
             if self._ask(Verb.CHECK, {}) is None:
                 raise InvariantError(f"tier {self._name}: no tier process answers, nothing was verified; ask again")
 
     def close(self) -> None:
-        """See `Tier.close`. The tier itself is closed with its process."""
+        """Waits for calls in flight. The tier itself is closed with its process. Idempotent."""
         self._guard.close()
 
     def _ask(self, verb: Verb, fields: Mapping[str, object], *, uses_memory: bool = False) -> Fields | None:

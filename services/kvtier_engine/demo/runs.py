@@ -24,7 +24,7 @@ class Run:
     name: str
     question: str
     ttft_s: float
-    """From the engine's receipt of the request to its first token."""
+    """Seconds from the engine's receipt of the request to its first token."""
     prompt_tokens: int
     cached_tokens: int
     cached_by_tier: dict[str, int]

@@ -1,4 +1,4 @@
-"""From a path to a model: a Hugging Face folder or a GGUF file."""
+"""Opens the model at a path: a Hugging Face folder or a GGUF file."""
 
 from dataclasses import dataclass
 from pathlib import Path

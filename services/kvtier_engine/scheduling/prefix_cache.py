@@ -36,7 +36,7 @@ class Admission(enum.Enum):
     LATER = enum.auto()
     """The request's lookup is under way, or another request is loading the same blocks. Others may start meanwhile."""
     NO_ROOM = enum.auto()
-    """Not enough free blocks: the next try is worth while when some are freed."""
+    """Too few blocks are free: the next try is worth while when some are freed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Sampling:
     """How the next token is chosen, and when to stop."""
 
     max_tokens: int
-    """At most so many new tokens, from 1."""
+    """The most new tokens, 1 at the least."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_p: float = 1.0

@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Draws a token from logits."""
 
 import torch
 from torch import Tensor

@@ -23,7 +23,8 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """For tokenizers whose tokens are bytes, each written as a printable character (GPT-2, Llama 3, Qwen, SmolLM2).
+    """Decodes for tokenizers whose tokens are bytes, each written as a printable character (GPT-2, Llama 3, Qwen,
+    SmolLM2).
 
     What `feed` and `finish` return is together what `Tokenizer.decode` makes of all tokens at once.
     """
@@ -41,7 +42,8 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers: decodes a few tokens before each new one together with it, and takes what they add.
+    """Decodes for all other tokenizers: a few tokens before each new one together with it, of which it takes what they
+    add.
 
     The tokens before are there because many decoders treat the start of a text in another way (SentencePiece drops a
     space). A token that leaves a character unfinished waits for the next ones, but not for ever.

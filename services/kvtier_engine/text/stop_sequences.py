@@ -56,7 +56,7 @@ class StopMatcher:
 
 
 def _borders(sequence: str) -> list[int]:
-    """For each prefix of `sequence`, the length of its longest proper prefix that is also its end."""
+    """Returns, for each prefix of `sequence`, the length of its longest proper prefix that is also its end."""
     borders = [0] * len(sequence)
     for end in range(1, len(sequence)):
         length = borders[end - 1]

@@ -127,7 +127,7 @@ def _usable(files: TlsFiles) -> bool:
 
 
 def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For one address: gRPC takes them as they are but once, and asks for newer ones after that.
+    """Makes the credentials of one address: gRPC takes them as they are but once, and asks for newer ones after that.
 
     Raises `ConfigError` when the files are no good. Renewed ones count from the next connection on.
     """

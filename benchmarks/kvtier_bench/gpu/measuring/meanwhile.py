@@ -12,7 +12,8 @@ _PATIENCE_S = 30.0
 
 @contextlib.contextmanager
 def meanwhile(move: Callable[[], int]) -> Iterator[Future[float]]:
-    """While inside, `move` is called again and again, the first call being over or well under way.
+    """Calls `move` again and again while the context lasts, the first call being over or well under way. Gives the
+    bytes per second, known afterwards, which raises what `move` has raised.
 
     Gives the bytes per second, known afterwards, which raises what `move` has raised.
 

@@ -15,7 +15,7 @@ from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 
 
 def model_of(setting: Setting) -> tuple[LlamaModel, ModelConfig]:
-    """On the setting's device, in its dtype; tiny where it is."""
+    """Makes a model on the setting's device, in its dtype, which is tiny where the setting is."""
     weights, config = weights_of(setting)
     return LlamaModel(config, weights), config
 

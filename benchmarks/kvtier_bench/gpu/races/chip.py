@@ -34,7 +34,7 @@ class Chip(Protocol):
     """The driver's library as `CudaKV` takes it; None is that of the system."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Within the context, the calling thread works on this device."""
+        """Has the calling thread work on this device within the context."""
 
     def begin_round(self) -> None:
         """Tells that a round begins, from which on everything may be faster or slower."""

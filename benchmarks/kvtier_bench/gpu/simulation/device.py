@@ -92,7 +92,7 @@ class Stream:
 
 
 class Event:
-    """Like `torch.cuda.Event`: a wait is for the recording that came last before it."""
+    """An event that works as `torch.cuda.Event` does: a wait is for the recording that came last before it."""
 
     def __init__(self, device: "Device") -> None:
         self._device = device

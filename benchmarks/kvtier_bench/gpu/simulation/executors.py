@@ -45,7 +45,7 @@ class ActingExecutor(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def acting_movers(timeline: Timeline, delay_s: Callable[[], float]) -> Iterator[None]:
-    """Within the context, threads of new movers are actors, and movers tell the time by the timeline.
+    """Makes threads of new movers actors within the context, and has movers tell the time by the timeline.
 
     :param delay_s: how long a task waits before it begins; called for each.
     """

@@ -36,7 +36,7 @@ class _PutsWorkOnStreams(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def simulated_launches(cuda: SimulatedCuda) -> Iterator[None]:
-    """Within the context, what `CudaKV` launches goes to the simulated device's streams."""
+    """Sends what `CudaKV` launches within the context to the simulated device's streams."""
     enter = cuda.stream
 
     @contextlib.contextmanager

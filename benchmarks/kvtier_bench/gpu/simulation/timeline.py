@@ -1,8 +1,8 @@
 """Virtual time that real threads share.
 
 Threads that take part are called actors. Time stands still while one of them runs, and jumps to the next thing that
-happens as soon as all of them wait here. Of several that could go on at the same time, one goes first, chosen by a
-seed: a run with the same seed takes the same course.
+happens as soon as all of them wait here. Where several could go on at the same time, a seed chooses the one that goes
+first: a run with the same seed takes the same course.
 """
 
 import contextlib

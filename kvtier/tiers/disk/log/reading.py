@@ -21,11 +21,12 @@ class Wanted:
     """One block to read."""
 
     index: int
-    """In the caller's batch."""
+    """The block's place in the caller's batch."""
     segment: int
     page: int
     header: Header
-    """From the index, under the key that was asked for: whatever lies there instead does not match its checksum."""
+    """The header that the index has, under the key that was asked for: whatever lies there instead does not match its
+    checksum."""
     into: memoryview
 
     @property

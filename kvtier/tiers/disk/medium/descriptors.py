@@ -79,7 +79,7 @@ class Descriptors:
         self._close([entry.fd for entry in entries])
 
     def _take(self, number: int) -> _Open | None:
-        """Under _lock."""
+        """Counts a user of an open descriptor; None when it is not open. Caller holds _lock."""
         entry = self._open.pop(number, None)
         if entry is not None:
             self._open[number] = entry  # used last

@@ -56,7 +56,7 @@ class MediumHealth:
 
     @property
     def state(self) -> TierState:
-        """At this moment."""
+        """What the medium lets the tier do at this moment."""
         return self._state
 
     def may_write(self) -> bool:
@@ -118,7 +118,8 @@ class MediumHealth:
         self._quiet.warning(f"tier {self._name}: {message}")
 
     def _change(self, state: TierState) -> bool:
-        """Under _lock, so that events come in the order of the changes. False: it is off, and stays so."""
+        """Changes the state, so that events come in the order of the changes. False: the tier is off, and stays so.
+        Caller holds _lock."""
         if self._state is TierState.OFF:
             return False
         self._state = state

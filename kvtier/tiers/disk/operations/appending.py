@@ -74,7 +74,8 @@ class SegmentLog:
         *,
         sync_forgets: bool = True,
     ) -> Entries:
-        """See `SegmentFiles.write`. After an error the extent has been given back."""
+        """Writes an extent in one write, and returns the entries as they stand there. After an error the extent has
+        been given back."""
         try:
             return self._files.write(extent, headers, payloads, epochs, kinds, sync_forgets=sync_forgets)
         except BaseException:
@@ -82,7 +83,8 @@ class SegmentLog:
             raise
 
     def settle(self, extent: Extent, landed: Entries) -> Segment | None:
-        """Under the lock, after what was written was published; what to `seal` when it is released."""
+        """Gives an extent back after what was written was published; returns what to `seal` when the lock is released.
+        Caller holds the lock."""
         return self._state.settle(extent, landed)
 
     def seal(self, segment: Segment | None) -> None:

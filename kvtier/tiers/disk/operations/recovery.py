@@ -121,7 +121,7 @@ def adopt(content: Found, state: LogState) -> Gathered:
 def decide(gathered: list[Gathered], state: LogState) -> list[tuple[Entries, npt.NDArray[np.bool_]]]:
     """Enters the records that count, and says which of each segment's entries these are.
 
-    Of all that was ever said of a key, the latest counts; nothing that a purge has overtaken does.
+    The latest of all that was ever said of a key counts; nothing that a purge has overtaken does.
     """
     if not gathered:
         return []

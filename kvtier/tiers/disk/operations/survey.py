@@ -77,7 +77,7 @@ def survey(
 ) -> Survey:
     """Reads every footer, and segments without one whole; with `verify` all payloads. `OSError`.
 
-    Of a folder in use it is a picture of some moment: what is written or removed meanwhile may be missed.
+    It is a picture of some moment, if the folder is in use: what is written or removed meanwhile may be missed.
 
     :param on_progress: called with the number of segments that were read, and of all of them.
     """

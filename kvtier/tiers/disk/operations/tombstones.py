@@ -25,8 +25,8 @@ _MOST_AT_ONCE = 512
 _ROWS_AT_ONCE = 8192
 """Looked at by a purge while nobody else can look: about 1 ms."""
 _PATIENCE_S = 2.0
-"""For writes under way, all together, where only the removal of what they write to can forget: a drive that takes
-longer hangs."""
+"""Seconds to wait for writes under way, all together, where only the removal of what they write to can forget: a drive
+that takes longer hangs."""
 
 Place = tuple[StoreKey, int, int]
 """A key, and the segment and page of a record."""

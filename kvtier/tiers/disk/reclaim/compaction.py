@@ -179,7 +179,7 @@ class Compactor:
         return whole, payloads
 
     def _adopt(self, segment: Segment, origin: Segment, old: Entries, new: Entries, tags: Tags) -> None:
-        """Under the lock."""
+        """Points the index to the records where they lie now. Caller holds the lock."""
         state = self._state
         rows = state.rows_at(origin.number, old, tags)
         there = np.flatnonzero(rows >= 0)

@@ -93,7 +93,7 @@ class SpaceManager:
                 return
 
     def fit(self) -> None:
-        """At the start: evicts what exceeds the capacity. What cannot be removed stays. Raises nothing."""
+        """Evicts what exceeds the capacity, at the start. What cannot be removed stays. Raises nothing."""
         num_stuck = 0
         while True:
             with self._state.lock:
@@ -209,7 +209,7 @@ class SpaceManager:
         )
 
     def _victim(self) -> Segment | None:
-        """Under the lock: what is to give room, for `_give_up`."""
+        """Chooses what is to give room, for `_give_up`. Caller holds the lock."""
         segments = self._state.segments
         roomiest = segments.roomiest(self._capacity_bytes)
         if roomiest is not None:  # nobody loses anything by a cut

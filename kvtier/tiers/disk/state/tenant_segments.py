@@ -10,7 +10,7 @@ from kvtier.tiers.disk.state.lowest import Lowest
 
 @dataclass(slots=True)
 class TenantSegments:
-    """At least one segment, and sums over all. Not thread-safe: the tier's lock guards all of it."""
+    """The segments of a tenant, at least one, and sums over all. Not thread-safe: the tier's lock guards all of it."""
 
     segments: dict[int, Segment] = field(default_factory=dict)
     """The tenant's segments by number, oldest first."""

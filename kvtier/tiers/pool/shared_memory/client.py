@@ -47,7 +47,8 @@ class PoolMemory:
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Target], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
-        """See `PoolTransport.read`. Not yielded: what is not in the pool's memory at this moment, or comes too late."""
+        """Copies blocks out of the pool's memory, and yields (index, None) for each that has come, or why it is not
+        that block. What is not in memory at this moment, or comes too late, is not yielded."""
         parts: deque[ReadPart] = deque()
         try:
             for start, stop in self._ranges(self._reads, [len(buffer) for buffer in into], deadline):
@@ -63,7 +64,8 @@ class PoolMemory:
                 part.release()
 
     def write(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
-        """See `PoolTransport.write`. FAILED: not tried any more, or not mapped."""
+        """Copies blocks into the pool's memory; a status per block, in order. FAILED: the block was not tried any more,
+        or there was no room that is mapped."""
         parts: list[WritePart] = []
         try:
             for start, stop in self._ranges(self._writes, [len(payload) for _, payload, _ in items], deadline):
@@ -87,7 +89,8 @@ class PoolMemory:
         deadline: float,
         on_end: Callable[[int], None],
     ) -> PoolLease:
-        """See `LeasingTier.lease`. A large batch is not lent to its end: others can hold blocks, too.
+        """Holds blocks in the pool's memory and says where they lie. A large batch is not lent to its end: others can
+        hold blocks, too.
 
         :param on_end: told how many bytes were lent well.
         """

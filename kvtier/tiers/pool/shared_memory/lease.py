@@ -22,7 +22,8 @@ class PoolSlab:
 
     @property
     def has_ended(self) -> bool:
-        """See `MappableSlab.has_ended`. With its connection, too: the memory of a pool that has ended is nobody's."""
+        """Whether nothing in the slab holds any more. It ends with its connection, too: the memory of a pool that has
+        ended is nobody's."""
         slab = self._session.slabs.get(self._number)
         return self._session.has_ended or slab is None or not slab.in_use
 

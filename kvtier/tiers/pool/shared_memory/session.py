@@ -24,8 +24,8 @@ sockets' buffers, where they are smallest: neither side ever waits for the other
 _UNDO = {Verb.ACQUIRE: (Verb.RELEASE, "lease"), Verb.PREPARE: (Verb.ABORT, "write")}
 """What gives back an answer that nobody waits for any more, and by which number."""
 _GRACE_S = 0.1
-"""For giving back something when there is no time left: many times what it takes, and less than to connect anew costs
-all who share the session."""
+"""Seconds for giving back something when there is no time left: many times what it takes, and less than to connect anew
+costs all who share the session."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Session:
         self.slabs = {}
 
     def close(self) -> None:
-        """After `end`: waits for those who use the connection, which is not for long."""
+        """Waits for those who use the connection, which is not for long after `end`, and closes it."""
         with self._sending, self._lock:
             while self._receiving:
                 self._wait(math.inf)
@@ -215,7 +215,7 @@ class Session:
             self._changed.notify_all()
 
     def _wait(self, deadline: float) -> bool:
-        """Until another thread has received an answer; False: it has not. Caller holds _lock."""
+        """Waits until another thread has received an answer; False: it has not. Caller holds _lock."""
         self._num_waiting += 1
         try:
             return self._changed.wait(min(max(0.0, deadline - MONOTONIC()), threading.TIMEOUT_MAX))
