@@ -42,6 +42,11 @@ _MAX_ITEMS = 256
 _MAX_LISTS_AND_MAPS = 1024
 """The most lists and maps in a header: a few bytes each on the wire, and a hundred in memory."""
 _UINT64_MAX = 2**64 - 1
+_NAMELESS: dict[type[Exception], str] = {
+    msgpack.FormatError: "it holds a byte that msgpack does not use, 0xc1",
+    msgpack.StackError: "its lists and maps are nested too deeply",
+}
+"""What the errors of msgpack that have no message mean."""
 _E = TypeVar("_E", bound=enum.IntEnum)
 _T = TypeVar("_T")
 
@@ -135,7 +140,7 @@ class Fields:
 
     def numbers(self, name: str) -> list[int]:
         values: list[Any] = self._get(name, list)
-        if not all(isinstance(value, int) for value in values):
+        if not all(type(value) is int for value in values):  # a bool is none
             raise InvalidInputError(f"header: {name} must hold integers")
         return values
 
@@ -210,7 +215,8 @@ def decode_header(packed: bytes | bytearray | memoryview) -> Fields:
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise InvalidInputError(f"header: {error or type(error).__name__}") from error
+        reason = str(error) or _NAMELESS.get(type(error), type(error).__name__)
+        raise InvalidInputError(f"header: {reason}") from error
     return Fields(fields)
 
 

@@ -140,12 +140,13 @@ class Store:
     ) -> WriteSlot | WriteStatus:
         """Room for a payload; a slot ends in `commit_all`, `commit_write` or `abort_write`.
 
-        FAILED when the key names another tenant than the one who sends it.
+        FAILED when the key names another tenant than the one who sends it, and for a payload of no bytes: no reader
+        asks for one, and under its key it would keep out the block that readers ask for.
 
         :param writer: what will fill the room: this process, or a client that maps the memory, in one of its own slabs.
         """
         outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
-        if key.startswith(tenant):
+        if key.startswith(tenant) and nbytes:
             outcome = self._prepare(key, nbytes, writer)
         if isinstance(outcome, WriteStatus):
             self._count_write(outcome, 0)

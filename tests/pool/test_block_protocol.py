@@ -104,6 +104,7 @@ def prelude(header_bytes: int, payload_bytes: int = 0) -> bytes:
     ("sent", "result", "message"),
     [
         (hello(versions=[2, 99]), "incompatible", r"speaks versions \[1\]"),
+        (hello(versions=[True]), "invalid", "versions must hold integers"),
         (hello(token="wrong"), "unauthenticated", "not known"),
         (hello(token=None), "invalid", "token must be str"),
         (hello(token="x" * 2000), "unauthenticated", "longer than"),
@@ -111,6 +112,8 @@ def prelude(header_bytes: int, payload_bytes: int = 0) -> bytes:
         (request("usage"), "invalid", "must be hello"),
         (prelude(MAX_HELLO_BYTES + 1), "invalid", f"at most {MAX_HELLO_BYTES}"),
         (prelude(3) + b"\x93\x01\x02", "invalid", "header"),
+        (prelude(1) + b"\xc1", "invalid", "header: it holds a byte that msgpack does not use, 0xc1"),
+        (prelude(3000) + b"\x91" * 3000, "invalid", "header: its lists and maps are nested too deeply"),
         (HELLO + request("fetch"), "invalid", "'fetch' is not known"),
         (HELLO + request("usage", payload_bytes=5), "invalid", "payload of 5 bytes"),
         (HELLO + prelude(MAX_HEADER_BYTES + 1), "invalid", "at most 8388608"),

@@ -82,7 +82,7 @@ class TestContract(TierContract):
             yield make
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(1, 0), (3000, 100), (40, 3000), (3, 5 * MIB + 7)])
+@pytest.mark.parametrize(("count", "nbytes"), [(1, 1), (3000, 100), (40, 3000), (3, 5 * MIB + 7)])
 def test_blocks_of_any_size(block: str, site: Site, count: int, nbytes: int) -> None:
     """Smaller and larger than a record, fewer and more than a system call takes."""
     tier = tier_over(transport(block, site.client()))

@@ -117,7 +117,7 @@ class Removals:
 
         def is_heard() -> bool:
             probes.append(make_key(("probe", len(probes))))
-            probe.write([summed(probes[-1], b"")])
+            probe.write([summed(probes[-1], b"p")])
             return self._seen.is_set()
 
         until(is_heard)

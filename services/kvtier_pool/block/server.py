@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
+from functools import partial
 
 from kvtier.config import Config
 from kvtier.net.address import Address
@@ -15,6 +16,7 @@ from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.block.strangers import StrangerLog, name_of
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener
 from kvtier_pool.metrics import PoolMetrics
@@ -54,6 +56,7 @@ class BlockServer:
         """Owner only."""
         self._accepting: list[threading.Thread] = []
         """Complete after `start`; changed by the owner only."""
+        self._strangers = StrangerLog()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -114,6 +117,7 @@ class BlockServer:
                 _log.warning("a connection on %s was dropped: %s", listener.address, error)
 
     def _admit(self, connection: socket.socket) -> None:
+        peer = name_of(connection)  # before TLS takes the socket over
         stream = self._stream(connection)
         session = BlockSession(
             FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local),
@@ -123,6 +127,7 @@ class BlockServer:
             self._metrics,
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
+            partial(self._strangers.note, peer),
         )
         if not self._take_in(session):
             self._refuse(stream)

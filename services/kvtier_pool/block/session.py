@@ -40,11 +40,13 @@ class BlockSession:
         metrics: PoolMetrics,
         clients: SharedClients | None = None,
         certificate_names: Callable[[], frozenset[str]] = frozenset,
+        on_stranger: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """
         :param connection: owned from now on.
         :param clients: where the peer may share memory with the pool.
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
+        :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
         """
         self._connection = connection
         self._core = core
@@ -55,6 +57,7 @@ class BlockSession:
         self._memory: ClientMemory | None = None
         """What the peer holds in shared memory, where there is any. Own thread only."""
         self._certificate_names = certificate_names
+        self._on_stranger = on_stranger
         self.greeted = False
         """Whether the peer has shown which tenant it acts for. Written by the own thread only."""
         self._request_id = 0
@@ -74,12 +77,12 @@ class BlockSession:
                 while self._next_request():
                     self._serve(handlers)
         except WrongProtocolError as error:
-            _log.info("connection closed: %s", error)
+            self._on_stranger(error)
             self._end_with(Result.INVALID, str(error), stranger=None if self.greeted else answer_for(error.first))
         except KvtierError as error:
             self._end_with(result_for(error), str(error))
         except TlsError as error:
-            _log.info("connection refused: %s", error)
+            self._on_stranger(error)
         except OSError as error:
             _log.debug("connection lost: %s", error)
         except Exception:

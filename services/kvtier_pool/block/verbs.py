@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvtier.codec.stored_form import Header
+from kvtier.identity.keys import StoreKey
 from kvtier.protocol.arriving import ArrivingBlock, receive_blocks
 from kvtier.protocol.block import MAX_FRAME_BLOCKS, MAX_FRAME_PAYLOAD_BYTES, Verb
 from kvtier.protocol.groups import windows
@@ -103,6 +104,7 @@ class BlockVerbs:
         try:
             for header in headers:
                 outcomes.append(self._begin(header))
+            first_copies = _first_copies(headers, outcomes)
             arriving = [
                 ArrivingBlock.wanted(i, header, outcome.view)
                 if isinstance(outcome, WriteSlot)
@@ -118,6 +120,9 @@ class BlockVerbs:
         finally:
             self._commit(arrived, headers, outcomes)
             statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
+        for i, first in first_copies.items():
+            if statuses[first] is not WriteStatus.STORED:
+                statuses[i] = statuses[first]
         return statuses
 
     def _commit(
@@ -133,3 +138,17 @@ class BlockVerbs:
         if header.stored_length > self._max_block_bytes:
             return WriteStatus.FULL
         return self._core.begin_write(self._scope.tenant, header.key, header.stored_length)
+
+
+def _first_copies(headers: Sequence[Header], outcomes: Sequence[WriteSlot | WriteStatus]) -> dict[int, int]:
+    """For each block that exists only because these headers name it twice: its place, and that of its first copy."""
+    if WriteStatus.EXISTS not in outcomes:
+        return {}
+    arriving: dict[StoreKey, int] = {}
+    copies: dict[int, int] = {}
+    for i, (header, outcome) in enumerate(zip(headers, outcomes, strict=True)):
+        if isinstance(outcome, WriteSlot):
+            arriving[header.key] = i
+        elif outcome is WriteStatus.EXISTS and header.key in arriving:
+            copies[i] = arriving[header.key]
+    return copies

@@ -78,12 +78,18 @@ def test_large_batches_are_split(address: str) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, MIB, 2 * MIB + 5])
+@pytest.mark.parametrize("nbytes", [1, MIB, 2 * MIB + 5])
 def test_blocks_of_any_size(address: str, nbytes: int) -> None:
     tier = connect(address)
     payload = make_payload(nbytes, nbytes)
     assert tier.write([summed(make_key(("size", nbytes)), payload)]) == [WriteStatus.STORED]
     assert read_blocks(tier, [make_key(("size", nbytes))], nbytes) == [payload]
+    tier.close()
+
+
+def test_a_block_of_no_bytes_is_refused(address: str) -> None:
+    tier = connect(address)
+    assert tier.write([summed(make_key("nothing"), b"")]) == [WriteStatus.FAILED]
     tier.close()
 
 

@@ -100,12 +100,18 @@ def address() -> Iterator[str]:
         yield pool.block[0]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, MIB, 9 * MIB + 5])
+@pytest.mark.parametrize("nbytes", [1, MIB, 9 * MIB + 5])
 def test_blocks_of_any_size(address: str, nbytes: int) -> None:
     tier = connect(address)
     batch = [summed(make_key(("size", nbytes, i)), make_payload((nbytes, i), nbytes)) for i in range(3)]
     assert tier.write(batch) == [WriteStatus.STORED] * 3
     assert read_blocks(tier, [key for key, _, _ in batch], nbytes) == [payload for _, payload, _ in batch]
+    tier.close()
+
+
+def test_a_block_of_no_bytes_is_refused(address: str) -> None:
+    tier = connect(address)
+    assert tier.write([summed(make_key("nothing"), b"")]) == [WriteStatus.FAILED]
     tier.close()
 
 

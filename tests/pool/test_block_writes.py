@@ -1,0 +1,60 @@
+"""WRITE when some of its blocks are not stored: a status is true of its block, whatever else is in the request."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_frame, session
+from kvtier.codec.stored_form import encode_header, header_from_checksum
+from kvtier.protocol.block import encode_head
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier_pool.block.shared_memory import ClientMemory
+from pool_rig import MIB, RED, CoreRig, core_rig
+
+BROKEN = header_from_checksum(KEY, len(PAYLOAD), 1)
+STORED, EXISTS, FAILED = WriteStatus.STORED, WriteStatus.EXISTS, WriteStatus.FAILED
+
+
+@pytest.fixture
+def rig() -> Iterator[CoreRig]:
+    with core_rig() as rig:
+        yield rig
+
+
+def write(rig: CoreRig, headers: list[bytes], payload: bytes) -> list[WriteStatus]:
+    with session(rig) as client:
+        head = encode_head({"id": 2, "verb": "write", "headers": b"".join(headers)}, len(payload))
+        client.sendall(GOLDEN["hello"][0] + head + payload)
+        receive_frame(client)
+        return receive_frame(client)[0].members("statuses", WriteStatus)
+
+
+@pytest.mark.parametrize(
+    ("headers", "statuses"),
+    [
+        ([BROKEN, HEADER], [FAILED, FAILED]),
+        ([BROKEN, HEADER, BROKEN], [FAILED, FAILED, FAILED]),
+        ([HEADER, BROKEN], [STORED, EXISTS]),
+        ([HEADER, HEADER], [STORED, EXISTS]),
+    ],
+)
+def test_a_block_exists_only_when_it_is_there(rig: CoreRig, headers: list[bytes], statuses: list[WriteStatus]) -> None:
+    assert write(rig, headers, PAYLOAD * len(headers)) == statuses
+    assert rig.core.lookup([KEY]) == [Status.HIT if STORED in statuses else Status.MISS]
+
+
+def test_what_another_request_stored_exists_beside_a_broken_copy(rig: CoreRig) -> None:
+    assert write(rig, [HEADER], PAYLOAD) == [STORED]
+    assert write(rig, [BROKEN, HEADER], PAYLOAD * 2) == [EXISTS, EXISTS]
+
+
+def test_a_block_of_no_bytes_fails_and_keeps_nobody_out(rig: CoreRig) -> None:
+    assert write(rig, [encode_header(KEY, b""), HEADER], PAYLOAD) == [FAILED, STORED]
+    assert rig.load([KEY], len(PAYLOAD)) == [PAYLOAD]
+
+
+def test_a_block_of_no_bytes_cannot_be_prepared_either() -> None:
+    with core_rig(shared=True) as rig:
+        memory = ClientMemory(rig.core, RED, 1, lease_s=10.0, max_held_bytes=MIB, clock=lambda: 0.0)
+        assert memory.prepare([KEY], [0]) == (0, bytes([FAILED]), [])
+        memory.close()
