@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.tiers.redis.address import Kind, RedisAddress
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
@@ -61,3 +63,10 @@ def test_public_names_are_there() -> None:
         inside = [importlib.import_module(module) for module in re.findall(r"`(kvtier[.\w]+)`", modules)]
         for name in re.findall(r"`(\w+)(?:\.\w+)?`", names):
             assert any(hasattr(module, name) for module in inside), f"docs/api.md: {name} is not in {modules}"
+
+
+def test_urls_of_redis_can_be_read() -> None:
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    urls = re.findall(r"^\| `((?:redis|unix)[^`]+)`", text, flags=re.MULTILINE)
+    parsed = [RedisAddress.parse(url.replace("port", "7000").replace("/db", "/1")) for url in urls]
+    assert [address.kind for address in parsed] == [Kind.SINGLE, Kind.SINGLE, Kind.SENTINEL, Kind.CLUSTER]
