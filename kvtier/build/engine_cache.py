@@ -26,8 +26,8 @@ from kvtier.offload import (
     Hierarchy,
     HierarchyMetrics,
     InventoryLog,
-    LowerTiers,
     Mover,
+    MoverTiers,
     Planner,
     Replica,
 )
@@ -162,10 +162,10 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
             namespace=namespace,
             device=device,
             arena=arena,
-            tiers=LowerTiers(
+            tiers=MoverTiers(
                 by_name=below,
                 inventory=inventory,
-                direct_reads=direct_reads,
+                lenders=direct_reads,
                 shared=[POOL],
                 replica=replica,
                 forget_untold=forget_untold,

@@ -13,7 +13,7 @@ from kvtier.offload.hierarchy import Hierarchy
 from kvtier.offload.inventory import InventoryLog
 from kvtier.offload.jobs import Block, DirectorySettings, JobResult
 from kvtier.offload.metrics import HierarchyMetrics
-from kvtier.offload.mover import OTHER_COPIES, LowerTiers, Mover
+from kvtier.offload.mover import OTHER_COPIES, Mover, MoverTiers
 from kvtier.offload.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
 from kvtier.offload.replica import ALONE, Replica
 
@@ -32,8 +32,8 @@ __all__ = [
     "HierarchyMetrics",
     "InventoryLog",
     "JobResult",
-    "LowerTiers",
     "Mover",
+    "MoverTiers",
     "Planner",
     "Replica",
 ]

@@ -11,7 +11,7 @@ from hierarchy_rig import BLOCK_BYTES, PATIENCE_S, Held, chain, memory_tier, unt
 from kvtier.device.kv import Blocks, Fence, HostMemoryKV
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
-from kvtier.offload import InventoryLog, LowerTiers, Mover
+from kvtier.offload import InventoryLog, Mover, MoverTiers
 from kvtier.offload.messages import HOST, CancelBatch, Cancelled, Copied, LoadBatch, Loaded, SaveBatch, ToMover
 
 
@@ -70,7 +70,7 @@ def mover(device: Device, disk: Held) -> Iterator[Mover]:
         namespace=namespace,
         device=device,
         arena=Arena(16, BLOCK_BYTES),
-        tiers=LowerTiers(by_name={disk.name: disk}, inventory=InventoryLog([], namespace)),
+        tiers=MoverTiers(by_name={disk.name: disk}, inventory=InventoryLog([], namespace)),
     )
     yield mover
     disk.gate.set()

@@ -18,8 +18,8 @@ from kvtier.offload import (
     HierarchyMetrics,
     InventoryLog,
     JobResult,
-    LowerTiers,
     Mover,
+    MoverTiers,
     Replica,
 )
 from kvtier.tiers.base import Item, Status, WriteStatus
@@ -59,10 +59,10 @@ class Rank:
             namespace=NAMESPACE,
             device=HostMemoryKV(self.device),
             arena=Arena(NUM_SLOTS, BLOCK_BYTES),
-            tiers=LowerTiers(
+            tiers=MoverTiers(
                 by_name={"disk": self.disk, "pool": self.pool},
                 inventory=InventoryLog([TENANT], NAMESPACE),
-                direct_reads={"pool": self.leased} if borrows else {},
+                lenders={"pool": self.leased} if borrows else {},
                 shared=["pool"],
                 replica=Replica(rank, NUM_RANKS),
             ),

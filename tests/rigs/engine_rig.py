@@ -23,8 +23,8 @@ from kvtier.offload import (
     Hierarchy,
     HierarchyMetrics,
     InventoryLog,
-    LowerTiers,
     Mover,
+    MoverTiers,
 )
 from kvtier.tiers.base import Tier
 from kvtier_engine.model.arriving_kv import ArrivingKV
@@ -168,7 +168,7 @@ class EngineRig:
             namespace=namespace,
             device=self.device,
             arena=Arena(num_slots, self.kv.block_bytes),
-            tiers=LowerTiers(
+            tiers=MoverTiers(
                 by_name={shared.name: shared} if shared else {}, inventory=InventoryLog([tenant], namespace)
             ),
             layered=self.layered,

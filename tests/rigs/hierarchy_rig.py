@@ -26,8 +26,8 @@ from kvtier.offload import (
     HierarchyMetrics,
     InventoryLog,
     JobResult,
-    LowerTiers,
     Mover,
+    MoverTiers,
 )
 from kvtier.tiers.base import Item, Status, Tier, WriteStatus
 from kvtier.tiers.host.tier import HostTier
@@ -141,10 +141,10 @@ class Rig:
             namespace=namespace,
             device=HostMemoryKV(self.device),
             arena=self.arena,
-            tiers=LowerTiers(
+            tiers=MoverTiers(
                 by_name=tiers,
                 inventory=inventory or InventoryLog([tenant], namespace),
-                direct_reads={shared.name: direct_reads} if shared and direct_reads else {},
+                lenders={shared.name: direct_reads} if shared and direct_reads else {},
             ),
             layered=layered,
         )

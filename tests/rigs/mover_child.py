@@ -13,7 +13,7 @@ from hierarchy_rig import BLOCK_BYTES, TENANT
 from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
-from kvtier.offload import InventoryLog, LowerTiers, Mover
+from kvtier.offload import InventoryLog, Mover, MoverTiers
 from kvtier.offload.messages import decode, encode
 from kvtier.tiers.host.tier import HostTier
 
@@ -29,7 +29,7 @@ def main(rank: int) -> None:
         namespace=namespace,
         device=HostMemoryKV(device),
         arena=Arena(NUM_SLOTS, BLOCK_BYTES),
-        tiers=LowerTiers(by_name={"disk": disk}, inventory=inventory),
+        tiers=MoverTiers(by_name={"disk": disk}, inventory=inventory),
     )
     while header := sys.stdin.buffer.read(4):
         verb, argument = msgpack.unpackb(sys.stdin.buffer.read(struct.unpack("<I", header)[0]))

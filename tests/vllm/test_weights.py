@@ -26,7 +26,7 @@ from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import NamespaceId
 from kvtier.identity.weights_digest import weights_digest
 from kvtier.memory.arena import Arena
-from kvtier.offload import InventoryLog, LowerTiers, Mover
+from kvtier.offload import InventoryLog, Mover, MoverTiers
 from kvtier.offload.messages import (
     Cancelled,
     Copied,
@@ -441,7 +441,7 @@ def test_sleep_waits_for_no_tier(rank: Rank) -> None:
         namespace=namespace,
         device=HostMemoryKV(np.zeros((4, BLOCK_BYTES), dtype=np.uint8)),
         arena=Arena(4, BLOCK_BYTES),
-        tiers=LowerTiers(by_name={"disk": disk}, inventory=InventoryLog([], namespace)),
+        tiers=MoverTiers(by_name={"disk": disk}, inventory=InventoryLog([], namespace)),
     )
     with contextlib.closing(disk), contextlib.closing(mover):
         disk.gate.clear()

@@ -10,9 +10,8 @@ What they may take on is bounded by the arena: the directory gives every block o
 that a tier may lend.
 """
 
-from kvtier.offload.mover.direct_reads import DirectReads
-from kvtier.offload.mover.lower_tiers import LowerTiers
 from kvtier.offload.mover.mover import Mover
 from kvtier.offload.mover.threads import OTHER_COPIES
+from kvtier.offload.mover.tiers import MoverTiers
 
-__all__ = ["OTHER_COPIES", "DirectReads", "LowerTiers", "Mover"]
+__all__ = ["OTHER_COPIES", "Mover", "MoverTiers"]

@@ -10,9 +10,9 @@ from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import InvalidInputError
 from kvtier.offload.messages import HOST, Cancelled, LoadBatch, Loaded, Queued
 from kvtier.offload.mover.answers import Answers
-from kvtier.offload.mover.lower_tiers import LowerTiers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
+from kvtier.offload.mover.tiers import MoverTiers
 from kvtier.tiers.base import Status
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Fetcher:
     def __init__(
         self,
         memory: BlockMemory,
-        tiers: LowerTiers,
+        tiers: MoverTiers,
         threads: Threads,
         answers: Answers,
         *,
@@ -127,21 +127,21 @@ class Fetcher:
 
     def _bring_directly(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """Copies blocks from where they lie in the memory of their tier. What changed meanwhile is no block."""
-        keys, waited_s, direct_read = self._memory.store_keys(batch.keys), 0.0, None
-        direct_reads = self._tiers.direct_reads.get(batch.source)
-        if direct_reads is not None and not self._is_cancelled(batch):
-            direct_read = direct_reads.start_read(keys, self._memory.block_bytes)
-        if direct_reads is None or direct_read is None:
+        keys, waited_s, loan = self._memory.store_keys(batch.keys), 0.0, None
+        lender = self._tiers.lenders.get(batch.source)
+        if lender is not None and not self._is_cancelled(batch):
+            loan = lender.start_read(keys, self._memory.block_bytes)
+        if lender is None or loan is None:
             return bytes(len(keys)), waited_s
         try:
-            if direct_read.blocks and self._begin_copy(batch):
+            if loan.blocks and self._begin_copy(batch):
                 sources = [
                     Blocks(lent.memory, lent.slots, [batch.device_slots[i] for i in lent.indexes])
-                    for lent in direct_read.blocks
+                    for lent in loan.blocks
                 ]
                 waited_s = self._memory.device.scatter_all(sources, after=after)
         finally:
-            whole = direct_reads.end_read(direct_read)
+            whole = lender.end_read(loan)
         return bytes(whole), waited_s
 
     def _read(self, batch: LoadBatch) -> bytes:

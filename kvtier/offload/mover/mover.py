@@ -20,11 +20,11 @@ from kvtier.offload.messages import (
 )
 from kvtier.offload.mover.answers import Answers
 from kvtier.offload.mover.fetcher import Fetcher
-from kvtier.offload.mover.lower_tiers import LowerTiers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.saver import Saver
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tier_writer import TierWriter
+from kvtier.offload.mover.tiers import MoverTiers
 
 
 class Mover:
@@ -42,7 +42,7 @@ class Mover:
         namespace: NamespaceId,
         device: DeviceKV,
         arena: Arena,
-        tiers: LowerTiers,
+        tiers: MoverTiers,
         num_load_threads: int = 2,
         layered: CopiesByLayer | None = None,
     ) -> None:

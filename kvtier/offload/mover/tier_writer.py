@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvtier.codec.checksums import checksum
 from kvtier.offload.messages import DiscardBatch, Discarded, SaveBatch, StoreBatch, Stored
 from kvtier.offload.mover.answers import Answers
-from kvtier.offload.mover.lower_tiers import LowerTiers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
+from kvtier.offload.mover.tiers import MoverTiers
 from kvtier.tiers.base import Item, WriteStatus
 
 _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
@@ -38,7 +38,7 @@ class TierWriter:
     `_lock` guards what writers of several tiers change in a `_Write`, and is held for nothing else.
     """
 
-    def __init__(self, memory: BlockMemory, tiers: LowerTiers, threads: Threads, answers: Answers) -> None:
+    def __init__(self, memory: BlockMemory, tiers: MoverTiers, threads: Threads, answers: Answers) -> None:
         self._memory, self._tiers, self._threads, self._answers = memory, tiers, threads, answers
         self._lock = threading.Lock()
 

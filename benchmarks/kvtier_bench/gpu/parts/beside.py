@@ -16,7 +16,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
 from kvtier.offload.inventory import InventoryLog
-from kvtier.offload.mover import LowerTiers, Mover
+from kvtier.offload.mover import Mover, MoverTiers
 from kvtier_bench.gpu.measuring.comparing import require_equal
 from kvtier_bench.gpu.measuring.each import each
 from kvtier_bench.gpu.measuring.engine_steps import NeverIdle, prefill_work, step_of
@@ -56,7 +56,7 @@ def measure(setting: Setting) -> Iterator[Case]:
         device = stack.enter_context(mover_of(setting, blocks))
         device.attach(arena)
         namespace = NamespaceId(bytes(16))
-        tiers = LowerTiers(by_name={}, inventory=InventoryLog([], namespace))
+        tiers = MoverTiers(by_name={}, inventory=InventoryLog([], namespace))
         mover = Mover(namespace=namespace, device=device, arena=arena, tiers=tiers)
         stack.callback(mover.close)
         copies = _Copies(setting, blocks, arena, mover)

@@ -10,7 +10,7 @@ from kvtier.device.cuda import CudaKV
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import NamespaceId
 from kvtier.memory.arena import Arena
-from kvtier.offload import OTHER_COPIES, InventoryLog, LowerTiers, Mover
+from kvtier.offload import OTHER_COPIES, InventoryLog, Mover, MoverTiers
 from kvtier.offload.messages import LoadBatch, SaveBatch
 from kvtier_bench.gpu.races.chip import Chip
 from kvtier_bench.gpu.races.engine import Engine, key_of
@@ -169,7 +169,7 @@ def rig(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> Iter
             namespace=namespace,
             device=device,
             arena=arena,
-            tiers=LowerTiers(by_name={}, inventory=InventoryLog([], namespace), direct_reads={POOL: lender}),
+            tiers=MoverTiers(by_name={}, inventory=InventoryLog([], namespace), lenders={POOL: lender}),
             num_load_threads=_LOAD_THREADS,
             layered=layered,
         )

@@ -19,8 +19,8 @@ from kvtier.offload import (
     HierarchyMetrics,
     InventoryLog,
     JobResult,
-    LowerTiers,
     Mover,
+    MoverTiers,
 )
 from kvtier.offload.messages import Loaded
 from kvtier.offload.mover import threads as mover_threads
@@ -158,10 +158,10 @@ def worker(
             namespace=_NAMESPACE,
             device=device,
             arena=arena,
-            tiers=LowerTiers(
+            tiers=MoverTiers(
                 by_name={},
                 inventory=InventoryLog([], _NAMESPACE),
-                direct_reads={POOL: LendingPool(num_blocks, block_bytes, device, timeline, speeds)},
+                lenders={POOL: LendingPool(num_blocks, block_bytes, device, timeline, speeds)},
             ),
             num_load_threads=_LOAD_THREADS,
         )

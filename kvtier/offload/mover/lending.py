@@ -8,7 +8,7 @@ from kvtier.memory.slot_memory import SlotMemory
 
 
 class LentBlocks(Protocol):
-    """The blocks of one direct read that lie in one memory."""
+    """The blocks of one loan that lie in one memory."""
 
     @property
     def memory(self) -> SlotMemory: ...
@@ -22,24 +22,24 @@ class LentBlocks(Protocol):
         """The slots of the memory that the blocks are in, in the same order."""
 
 
-class DirectRead(Protocol):
-    """Blocks that may be copied from where they lie, until `DirectReads.end_read`."""
+class Loan(Protocol):
+    """Blocks that may be copied from where they lie, until `Lender.end_read`."""
 
     @property
     def blocks(self) -> Sequence[LentBlocks]: ...
 
 
-Read = TypeVar("Read", bound=DirectRead)
+LoanT = TypeVar("LoanT", bound=Loan)
 
 
-class DirectReads(Protocol[Read]):
+class Lender(Protocol[LoanT]):
     """Lends the blocks of one tier. Any thread."""
 
-    def start_read(self, keys: Sequence[StoreKey], nbytes: int) -> Read | None:
+    def start_read(self, keys: Sequence[StoreKey], nbytes: int) -> LoanT | None:
         """Returns what the tier lends of these blocks now, to be ended in any case; None if it lends nothing.
 
         :param nbytes: the size of each block.
         """
 
-    def end_read(self, direct_read: Read, /) -> Sequence[bool]:
-        """Ends a direct read, once. Returns for each block that was asked for whether what was copied is the block."""
+    def end_read(self, loan: LoanT, /) -> Sequence[bool]:
+        """Ends a loan, once. Returns for each block that was asked for whether what was copied is the block."""

@@ -6,20 +6,20 @@ from typing import Any
 
 from kvtier.identity.keys import StoreKey
 from kvtier.offload.inventory import InventoryLog
-from kvtier.offload.mover.direct_reads import DirectReads
+from kvtier.offload.mover.lending import Lender
 from kvtier.offload.replica import ALONE, Replica
 from kvtier.tiers.base import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowerTiers:
+class MoverTiers:
     """Tiers by name, and what is special about some. The caller owns them and closes them after the mover."""
 
     by_name: Mapping[str, Tier]
     inventory: InventoryLog
     """Hears the events of those tiers that belong to this rank alone."""
-    direct_reads: Mapping[str, DirectReads[Any]] = field(default_factory=dict)
-    """Direct reads from those tiers that lend their memory, by the name of the tier."""
+    lenders: Mapping[str, Lender[Any]] = field(default_factory=dict)
+    """What lends blocks of a tier for direct loads, by the name of the tier."""
     shared: Collection[str] = ()
     """The names of those tiers that the movers of all ranks have."""
     replica: Replica = ALONE
