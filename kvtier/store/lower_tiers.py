@@ -23,7 +23,8 @@ class LowerTier:
 
 
 class LowerTiers:
-    """From the fastest to the slowest, or none at all. Any thread, without a lock of memory's."""
+    """The tiers below memory, from the fastest to the slowest, or none at all. Any thread, without a lock of
+    memory's."""
 
     def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics) -> None:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""

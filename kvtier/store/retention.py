@@ -17,7 +17,7 @@ from kvtier.tiers.host.tier import HostTier
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
-"""Between two looks for pins whose time is over."""
+"""Seconds between two looks for pins whose time is over."""
 _BATCH = 1024
 """Blocks pinned at once: others wait for the memory tier meanwhile."""
 _SPARE_ENDS = 64
@@ -214,7 +214,7 @@ class Retention:
         return PinStatus.PINNED
 
     def _has_room(self, tenant: TenantId, pin: SlabPin) -> bool:
-        """Under the lock."""
+        """Whether the tenant may have this pin beside what it has. Caller holds the lock."""
         if not self.max_s:
             return False
         slab_bytes = 0 if pin.slab in self._num_in_slab else pin.slab_bytes
@@ -236,7 +236,7 @@ class Retention:
         return kept.pin
 
     def _count(self, tenant: TenantId, pin: SlabPin, sign: int) -> None:
-        """Under the lock."""
+        """Counts a pin of the tenant that comes or goes. Caller holds the lock."""
         before = self._num_in_slab[pin.slab]
         self._num_in_slab[pin.slab] += sign
         is_first_or_last = not before or not self._num_in_slab[pin.slab]

@@ -231,7 +231,7 @@ class Store:
         return [_share(tier, tenant) for tier in self._local_tiers()]
 
     def local_usages(self) -> dict[str, Callable[[], Usage]]:
-        """For each tier on this machine, by name, the function that asks it how full it is."""
+        """Returns the function that asks a tier on this machine how full it is, for each of them, by name."""
         return {tier.name: tier.usage for tier in self._local_tiers()}
 
     def subscribe(self, tenant: TenantId) -> Subscription:

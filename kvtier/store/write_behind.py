@@ -43,7 +43,7 @@ class DrainReport:
     num_abandoned: int
     """Waited, and there was no time left; those being written at this moment may still get there."""
     num_memory_only: int
-    """In memory alone, because the tier refused them or the queue was full when they came."""
+    """The number of blocks in memory alone, because the tier refused them or the queue was full when they came."""
 
 
 class WriteBehind:
@@ -227,7 +227,8 @@ class WriteBehind:
         return [lease is not None for lease in leases]
 
     def _has_place(self, key: StoreKey, nbytes: int, promised: bool) -> bool:
-        """Under the queue's lock. While the tier takes nothing, what was promised is no more than the rest."""
+        """Whether the queue takes this block. While the tier takes nothing, what was promised is no more than the rest.
+        Caller holds the queue's lock."""
         if self._waiting.closing or self._waiting.is_on_its_way(key) or self._waiting.is_barred(key):
             return False
         return (promised and self._waiting.works) or self._waiting.pinned_bytes + nbytes <= self._settings.queue_bytes
@@ -240,7 +241,7 @@ class WriteBehind:
                 self._tier.discard(gone)
 
     def _note_owed(self, key: StoreKey) -> None:
-        """Under the queue's lock."""
+        """Notes that the tier is owed this block. Caller holds the queue's lock."""
         if self._waiting.closing:
             self._waiting.leave_out(key)
             return

@@ -18,7 +18,7 @@ _NUM_THREADS = 2
 _WRITE_BACK_SHARE = 1 / 16
 """The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
 _RETRY_S = 5.0
-"""Between tries to give a tier that took nothing what was put off."""
+"""Seconds between tries to give a tier that took nothing what was put off."""
 _TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 _RESULTS = {
     WriteStatus.STORED: "stored",

@@ -21,7 +21,7 @@ _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
 _LOOK_S = 0.2
-"""Between looks at whether a signal has come."""
+"""Seconds between two looks at whether a signal has come."""
 
 app = typer.Typer(help="The cache pool service.", no_args_is_help=True, pretty_exceptions_enable=False)
 

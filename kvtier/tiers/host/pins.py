@@ -39,7 +39,8 @@ class SlabPin:
         """None once unpinned. Guarded by the tier's lock."""
 
     def is_of_same_block(self, other: "SlabPin") -> bool:
-        """Not only of the same key: a block that was discarded may have been stored again. Both are held."""
+        """Whether both hold one block, and not only blocks of one key: one that was discarded may have been stored
+        again."""
         return self._entry is other._entry
 
     @property

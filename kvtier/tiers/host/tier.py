@@ -84,7 +84,8 @@ class HostTier:
             return self._slots.lookup(keys)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`. The batch's last block becomes the coldest of it, as tails should."""
+        """Copies the payload of `keys[i]` over all of `into[i]`; a status per key, in order. The batch's last block
+        becomes the coldest of it, as tails should."""
         require_pairs(keys, into)
         with self._guard:
             leases = self._holds.acquire(keys)
@@ -94,7 +95,8 @@ class HostTier:
                 self._holds.release(leases)
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
-        """See `Tier.write`. The batch's last block becomes the coldest of it, as tails should."""
+        """Stores payloads; a status per block, in order. The batch's last block becomes the coldest of it, as tails
+        should."""
         with self._guard:
             slots: list[WriteSlot | WriteStatus] = []
             checksums: dict[WriteSlot, int] = {}
@@ -110,14 +112,14 @@ class HostTier:
             return [WriteStatus.STORED if isinstance(slot, WriteSlot) else slot for slot in slots]
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. A key being written is forgotten when its writer commits."""
+        """Forgets these keys; returns how many were there. A key being written is forgotten when its writer commits."""
         with self._guard:
             num_found = self._slots.discard(keys)
             self._events.flush()
             return num_found
 
     def usage(self) -> Usage:
-        """See `Tier.usage`: bytes are those of payloads that can be read."""
+        """Returns how full the tier is; bytes are those of payloads that can be read."""
         with self._guard:
             return self._slots.usage()
 
@@ -140,7 +142,8 @@ class HostTier:
             self._slots.check()
 
     def close(self) -> None:
-        """See `Tier.close`. Memory under a lease or write slot lives until its view is gone."""
+        """Gives back all memory but that under a lease or write slot, which lives until its view is gone.
+        Idempotent."""
         if self._guard.close():
             self._slots.clear()
             self._events.flush()

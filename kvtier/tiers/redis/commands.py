@@ -6,7 +6,7 @@ Command = tuple[str | bytes | int, ...]
 """The words of one command."""
 
 MAX_PARTS = 1024
-"""At most so many parts of one block are looked for: the length in its header may be garbled."""
+"""The most parts of one block that are looked for: the length in its header may be garbled."""
 _SCOPE = TENANT_ID_BYTES + NAMESPACE_ID_BYTES
 
 

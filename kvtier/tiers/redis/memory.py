@@ -16,7 +16,7 @@ class ServerMemory:
 
     num_keys: int
     used_bytes: int
-    """For keys and values, the allocator's rounding included."""
+    """The bytes that keys and values take, the allocator's rounding included."""
     max_bytes: int
     """0: no limit."""
     policy: str

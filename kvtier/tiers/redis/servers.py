@@ -14,7 +14,7 @@ T = TypeVar("T")
 Work = Callable[[Conversation, list[int]], list[int]]
 """Does what is to be done for the keys at these places, which one server has; gives the places that have moved."""
 _NUM_TRIES = 2
-"""With the map as it was known, and with a fresh one after a key was found to have moved."""
+"""The number of tries: with the map as it was known, and with a fresh one after a key was found to have moved."""
 _MAX_BATCH_KEYS = 4096
 
 

@@ -14,7 +14,7 @@ class RedisSettings:
     """
 
     username: str | None = None
-    """Of the server's ACL; None for its default user."""
+    """The name of the user in the server's ACL; None for its default user."""
     password: str | None = field(default=None, repr=False)
     """Never logged nor part of an error. A Sentinel is told it too."""
     ttl_s: float = 0.0

@@ -125,7 +125,8 @@ class RedisTier:
         return self._without_discarded(keys, statuses)
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """See `Tier.read`. Each payload is copied or unpacked from redis-py's answer to `into`."""
+        """Reads blocks; a status per key, in order. Each payload is copied or unpacked from redis-py's answer to
+        `into`."""
         require_pairs(keys, into)
         statuses = [Status.MISS] * len(keys)
         reader = BlockReader(keys, [key_name(key) for key in keys], into, self._form)
@@ -142,7 +143,8 @@ class RedisTier:
         return self._without_discarded(keys, statuses)
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
-        """See `Tier.write`. FAILED also when the server stored the block and its answer was lost."""
+        """Stores payloads; a status per block, in order. FAILED also when the server stored the block and its answer
+        was lost."""
         writer = BlockWriter(items, [key_name(key) for key, _, _ in items], self._form)
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
@@ -159,7 +161,8 @@ class RedisTier:
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """See `Tier.discard`. What a server that cannot be reached keeps is hidden here until it has heard of it."""
+        """Forgets these keys; returns how many were there. What a server that cannot be reached keeps is hidden here
+        until it has heard of it."""
         if num_given_up := self._undone.add(keys):
             self._refused.warning(
                 f"tier {self._name}: {num_given_up} discards given up: the server is out of reach and they are too many"
@@ -173,7 +176,7 @@ class RedisTier:
         return discards.num_removed
 
     def usage(self) -> Usage:
-        """See `Tier.usage`. All zero when a server does not answer.
+        """Returns how full the servers are. All numbers are zero when a server does not answer.
 
         Counts all keys of the database, parts and other people's included, and the memory of all the server's data.
         """
@@ -190,12 +193,12 @@ class RedisTier:
             return self._warning_of(self._memory("policy"))
 
     def check(self) -> None:
-        """See `Tier.check`. There are no books on this side."""
+        """Raises `ClosedError` after `close`, and verifies nothing: there are no books on this side."""
         with self._guard:
             pass
 
     def close(self) -> None:
-        """See `Tier.close`. Waits for calls in flight, at most their deadline."""
+        """Waits for calls in flight, at most until their deadline, and closes the connections. Idempotent."""
         if self._guard.close():
             self._topology.close()
 

@@ -13,7 +13,7 @@ _MAX_KEYS = 65_536
 class UndoneDiscards:
     """Keys that this process wants forgotten and could not tell the server. Any thread.
 
-    Of too many the oldest are given up: their blocks are found again when the server is. So are those of a
+    The oldest are given up where there are too many: their blocks are found again when the server is. So are those of a
     process that ends first, and other processes see what the server has.
     """
 
