@@ -4,6 +4,7 @@
 | --- | --- |
 | `attention`, `write` | what an engine calls; CPU tensors take torch's fused paths, CUDA tensors the Triton kernels |
 | `layer_attention` | both for all layers of a step: checked in the first one, launched in the others |
+| `attention_batch` | what attention is told of a batch, described and checked |
 | `attention_cpu` | the fast path of attention on CPU |
 | `prefix_prefill`, `paged_decode`, `shared_prefix_decode` | attention as Triton kernels with their launchers |
 | `scoring` | soft caps, slopes by distance, sinks: what some models do to scores |
@@ -29,6 +30,7 @@ wanted one by one, and for the KV of other engines, whose blocks lie in a page p
 The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
 """
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.layer_attention import LayerAttention, decode_attention, step_attention
 from kvtier_kernels.attention.paged_attention import find_shared_prefixes, paged_attention
 from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
@@ -44,6 +46,7 @@ from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.writes.kv_write import kv_write
 
 __all__ = [
+    "AttentionBatch",
     "LayerAttention",
     "Scoring",
     "SharedPrefixes",

@@ -4,20 +4,14 @@ All raise `ValueError` that names the argument and what it must be: a bug of the
 when they are needed: these checks run in every layer.
 """
 
-import math
-
 import torch
 from torch import Tensor
-
-from kvtier_kernels.scoring import PLAIN, Scoring
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """The dtypes of KV whose values are what is stored times a scale."""
 KV_DTYPES = FLOAT_DTYPES + QUANTISED_DTYPES
 INDEX_DTYPES = (torch.int32, torch.int64)
-_MAX_WINDOW = 2**30
-"""Kernels count keys in 32 bits, also those that a window reaches before the first one."""
 
 
 def check_kv_layer(kv_layer: Tensor) -> None:
@@ -92,41 +86,6 @@ def check_kv_scales(kv_scales: Tensor | None, kv_layer: Tensor) -> None:
         raise ValueError(f"kv_scales {_describe(kv_scales)}: needs contiguous blocks of {list(kv_layer.shape[:4])}")
     if kv_scales.stride(0) < 2 * inner[0]:
         raise ValueError(f"kv_scales {_describe(kv_scales)}: blocks overlap")
-
-
-def check_attention(
-    query: Tensor,
-    kv_layer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-    max_seq_len: int | None = None,
-    num_keys: int | None = None,
-    lse: Tensor | None = None,
-) -> None:
-    """What all kinds of paged attention take fits together: groups of query heads, a table and a length a sequence."""
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}: needs to be positive")
-    if window is not None and not 1 <= window <= _MAX_WINDOW:
-        raise ValueError(f"window is {window}: needs 1 to {_MAX_WINDOW:,} keys, or None")
-    for name, hint in (("max_seq_len", max_seq_len), ("num_keys", num_keys)):
-        if hint is not None and hint < 0:
-            raise ValueError(f"{name} is {hint}: needs at least 0, or None")
-    check_kv_layer(kv_layer)
-    check_kv_scales(kv_scales, kv_layer)
-    if lse is not None:
-        check_lse(lse, query)
-    check_rows("query", query, kv_layer)
-    scoring.check(query)
-    heads, kv_heads = query.size(1), kv_layer.size(3)
-    if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-    check_index("block_tables", block_tables, (-1, -1), kv_layer.device)
-    check_index("seq_lens", seq_lens, (block_tables.size(0),), kv_layer.device)
 
 
 def check_write(kv_layer: Tensor, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:

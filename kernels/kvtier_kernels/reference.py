@@ -5,41 +5,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.checksums import HALF, KEY_FACTOR, KEY_STEP, MIXER, SEED, WORD_BYTES, as_signed
-from kvtier_kernels.scoring import PLAIN, Scoring
 
 
 def paged_attention_reference(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its keys; arithmetic in float64.
 
-    Arguments as in `kvtier_kernels.attention.paged_attention.paged_attention`. Returns float32 `[num_tokens, num_heads,
+    `AttentionBatch` and its `check` describe the arguments. Returns float32 `[num_tokens, num_heads,
     head_dim]`, whatever the dtype of the inputs. A query that sees no key, in a sequence with more queries than
     keys, gets zeros. `lse`, float32 `[num_tokens, num_heads]`, takes the natural log-sum-exp of each query's scores.
     """
+    window, scoring, starts = batch.window, batch.scoring, batch.starts_on_host()
     group = query.size(1) // kv_layer.size(3)
     out = torch.full(query.shape, float("nan"), dtype=torch.float32, device=query.device)
-    for seq in range(seq_lens.numel()):
-        start, stop = int(query_starts[seq]), int(query_starts[seq + 1])
-        seq_len = int(seq_lens[seq])
+    for seq, seq_len in enumerate(batch.seq_lens.tolist()):
+        start, stop = starts[seq], starts[seq + 1]
         first_position = seq_len - (stop - start)
         # Nobody sees what is before: its block ids need not be any.
         first_key = 0 if window is None else max(0, first_position - window + 1)
-        keys, values = _gather(kv_layer, kv_scales, block_tables[seq], range(first_key, seq_len))
+        keys, values = _gather(kv_layer, kv_scales, batch.block_tables[seq], range(first_key, seq_len))
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[start:stop].double(), keys) * scale
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop].double(), keys) * batch.scale
         if scoring.soft_cap is not None:
             scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
         query_positions = torch.arange(first_position, seq_len, device=query.device)[:, None]

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from kvtier_kernels.attention import merge_states as merge_states_module  # noqa
 from kvtier_kernels.attention import paged_decode as paged_decode_module  # noqa: E402
 from kvtier_kernels.attention import prefix_prefill as prefix_prefill_module  # noqa: E402
 from kvtier_kernels.attention import shared_prefix_decode as shared_prefix_decode_module  # noqa: E402
+from kvtier_kernels.attention.attention_batch import AttentionBatch  # noqa: E402
 from kvtier_kernels.attention.paged_attention import attend_with_triton  # noqa: E402
 from kvtier_kernels.attention.shared_prefixes import SharedPrefixes  # noqa: E402
 from kvtier_kernels.copies import block_copy as block_copy_module  # noqa: E402
@@ -46,17 +48,17 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def attention_arguments(
     head_dim: int, dtype: torch.dtype, num_tokens: int, heads: int = 32, kv_heads: int = 8
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
     kv = torch.empty((64, 3, 2, TOKENS_PER_BLOCK, kv_heads, head_dim), dtype=dtype)
     query = torch.empty((num_tokens, heads + 2 * kv_heads, head_dim), dtype=dtype)[:, :heads]
     tables, starts, lens = (torch.zeros(shape, dtype=torch.int64) for shape in ((NUM_SEQS, 20), 6, 5))
-    return query, kv[:, 1], tables, starts, lens
+    return query, kv[:, 1], AttentionBatch(tables, starts, lens, scale=0.1)
 
 
 def record_prefill(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> Launch:
     with recorded(prefix_prefill_module, divmod(chip, 10)) as launches:
         arguments = attention_arguments(head_dim, dtype, 300, **geometry)
-        prefix_prefill_module.prefix_prefill(*arguments, scale=0.1)
+        prefix_prefill_module.prefix_prefill(*arguments)
     (launch,) = launches
     return launch
 
@@ -71,7 +73,7 @@ def record_quantised_prefill(
     scoring: Scoring = PLAIN,
 ) -> Launch:
     """Queries of bfloat16; with int8 a scale per token and head, with float8 two."""
-    query, kv_layer, *rest = attention_arguments(head_dim, torch.bfloat16, 300)
+    query, kv_layer, batch = attention_arguments(head_dim, torch.bfloat16, 300)
     kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
     scales = {
         torch.int8: torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1],
@@ -79,21 +81,19 @@ def record_quantised_prefill(
     }.get(kv_dtype)
     capability = divmod(chip, 10)
     with recorded(prefix_prefill_module, capability) as launches, recorded(merge_states_module, capability):
-        prefix_prefill_module.prefix_prefill(
-            query, kv_layer, *rest,
-            scale=0.1, kv_scales=scales, window=window, scoring=scoring, num_splits=num_splits,
-        )  # fmt: skip
+        batch = replace(batch, window=window, scoring=scoring)
+        prefix_prefill_module.prefix_prefill(query, kv_layer, batch, scales, num_splits=num_splits)
     (launch,) = launches
     return launch
 
 
 def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int) -> list[Launch]:
     """The kernel without splits, the kernel with splits, and the merge."""
-    query, kv_layer, tables, _, lens = attention_arguments(head_dim, dtype, NUM_SEQS, **geometry)
+    arguments = attention_arguments(head_dim, dtype, NUM_SEQS, **geometry)
     capability = divmod(chip, 10)
     with recorded(paged_decode_module, capability) as decodes, recorded(merge_states_module, capability) as merges:
         for num_splits in (1, 4):
-            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
+            paged_decode_module.paged_decode(*arguments, num_splits=num_splits)
     assert (len(decodes), len(merges)) == (2, 1)
     return decodes + merges
 
@@ -101,22 +101,22 @@ def record_decode(head_dim: int, dtype: torch.dtype, chip: int, **geometry: int)
 def record_shared(head_dim: int, kv_dtype: torch.dtype, chip: int, window: int | None = None) -> list[Launch]:
     """The kernel for what sequences share, and that for what they do not; with a window, the latter as for decodes."""
     dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
-    query, kv_layer, *_ = attention_arguments(head_dim, dtype, NUM_SEQS)
+    query, kv_layer, batch = attention_arguments(head_dim, dtype, NUM_SEQS)
     kv_layer = torch.empty((64, 3, *kv_layer.shape[1:]), dtype=kv_dtype)[:, 1]
     scales = torch.empty((64, 3, *kv_layer.shape[1:4]))[:, 1] if kv_dtype == torch.int8 else None
-    tables, lens = torch.zeros((NUM_SEQS, 20), dtype=torch.int64), torch.full((NUM_SEQS,), 50)
-    prefixes, capability = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK), divmod(chip, 10)
+    batch = replace(batch, seq_lens=torch.full((NUM_SEQS,), 50), window=window)
+    prefixes = SharedPrefixes.of(batch.block_tables, batch.seq_lens, TOKENS_PER_BLOCK)
+    capability = divmod(chip, 10)
     with (
         recorded(shared_prefix_decode_module, capability) as shared,
         recorded(paged_decode_module, capability) as own,
         recorded(merge_states_module, capability),
     ):
         if window is None:
-            shared_prefix_decode_module.shared_prefix_decode(
-                query, kv_layer, tables, lens, prefixes, scale=0.1, kv_scales=scales
-            )
+            sharing = replace(batch, prefixes=prefixes)
+            shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, sharing, scales)
         else:
-            paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=0.1, kv_scales=scales, window=window)
+            paged_decode_module.paged_decode(query, kv_layer, batch, scales)
     return shared + own
 
 
@@ -219,7 +219,7 @@ def test_prefills_with_changed_scores_spill_nothing(
 
 def record_candidate(head_dim: int, tile: Tile) -> Launch:
     with recorded(prefix_prefill_module, (9, 0)) as launches:
-        prefix_prefill_module.prefix_prefill(*attention_arguments(head_dim, torch.bfloat16, 300), scale=0.1, tile=tile)
+        prefix_prefill_module.prefix_prefill(*attention_arguments(head_dim, torch.bfloat16, 300), tile=tile)
     (launch,) = launches
     return launch
 
@@ -310,13 +310,13 @@ def test_batches_that_differ_share_compiled_kernels() -> None:
     """Compiling takes about a second: a new length must not do it in the middle of a step."""
     prefills, decodes, merges = set(), set(), set()
     for num_tokens, width, num_splits in ((NUM_SEQS + 1, 1, 2), (16, 16, 16), (2000, 21, 63)):
-        query, kv_layer, _, starts, lens = attention_arguments(64, torch.bfloat16, num_tokens)
-        tables = torch.zeros((NUM_SEQS, width), dtype=torch.int64)
+        query, kv_layer, batch = attention_arguments(64, torch.bfloat16, num_tokens)
+        batch = replace(batch, block_tables=torch.zeros((NUM_SEQS, width), dtype=torch.int64))
         with recorded(prefix_prefill_module, (9, 0)) as launches:
-            attend_with_triton(query, kv_layer, tables, starts, lens, scale=0.1)
+            attend_with_triton(query, kv_layer, batch)
         prefills.add(compile_launch(launches[0], 90).hash)
         with recorded(paged_decode_module, (9, 0)) as launches, recorded(merge_states_module, (9, 0)) as merge_launches:
-            paged_decode_module.paged_decode(query[:NUM_SEQS], kv_layer, tables, lens, scale=0.1, num_splits=num_splits)
+            paged_decode_module.paged_decode(query[:NUM_SEQS], kv_layer, batch, num_splits=num_splits)
         decodes.add(compile_launch(launches[0], 90).hash)
         merges.add(compile_launch(merge_launches[0], 90).hash)
     assert (len(prefills), len(decodes), len(merges)) == (1, 1, 1)
@@ -331,12 +331,13 @@ def test_batches_that_share_differently_share_compiled_kernels() -> None:
         lens = torch.full((num_seqs,), 64)
         prefixes = SharedPrefixes.of(tables, lens, TOKENS_PER_BLOCK)
         assert prefixes.num_groups == num_groups
+        batch = AttentionBatch(tables, None, lens, scale=0.1, prefixes=prefixes)
         with (
             recorded(shared_prefix_decode_module, (9, 0)) as launches,
             recorded(paged_decode_module, (9, 0)),
             recorded(merge_states_module, (9, 0)),
         ):
-            shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=0.1)
+            shared_prefix_decode_module.shared_prefix_decode(query, kv_layer, batch)
         hashes.add(compile_launch(launches[0], 90).hash)
     assert len(hashes) == 1
 
@@ -346,11 +347,11 @@ def test_limits_are_those_of_the_guide() -> None:
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
-    query, kv_layer, tables, starts, lens = attention_arguments(64, torch.float32, NUM_SEQS)
+    query, kv_layer, batch = attention_arguments(64, torch.float32, NUM_SEQS)
     rows, index = query[:, :8], torch.zeros(NUM_SEQS, dtype=torch.int64)
     for launch in (
-        lambda: prefix_prefill_module.prefix_prefill(query, kv_layer, tables, starts, lens, scale=1.0),
-        lambda: paged_decode_module.paged_decode(query, kv_layer, tables, lens, scale=1.0),
+        lambda: prefix_prefill_module.prefix_prefill(query, kv_layer, batch),
+        lambda: paged_decode_module.paged_decode(query, kv_layer, batch),
         lambda: merge_states_module.merge_states(query[:, None], rows[..., 0], query),
         lambda: slot_write_module.write_slots(kv_layer, rows, rows, index, index),
         lambda: block_copy_module.block_copy(torch.zeros(9, 4), index, torch.zeros(9, 4), index),
@@ -368,6 +369,7 @@ kv = torch.zeros(4, 2, 8, 2, 16)
 rows, index = torch.ones(3, 2, 16), torch.arange(3)
 kvtier_kernels.kv_write(kv, rows, rows, index * 0, index)
 tables, starts, lens = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 3]), torch.tensor([3])
-assert kvtier_kernels.paged_attention(rows, kv, tables, starts, lens, scale=1.0).allclose(rows)
+batch = kvtier_kernels.AttentionBatch(tables, starts, lens, scale=1.0)
+assert kvtier_kernels.paged_attention(rows, kv, batch).allclose(rows)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

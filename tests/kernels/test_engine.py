@@ -26,7 +26,7 @@ from kvtier_engine.model.devices import device_kv, engine_device, weights_on
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.scheduling.engine import EngineLimits
-from kvtier_kernels import LayerAttention, SharedPrefixes
+from kvtier_kernels import AttentionBatch, LayerAttention, SharedPrefixes
 from kvtier_kernels.records import LossyCodec
 from kvtier_kernels.tiles import prefill_splits
 
@@ -50,17 +50,12 @@ def test_the_forward_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     """Tensors without memory stand for those of CUDA."""
     there = torch.device("meta")
 
-    def step(
-        places: tuple[Tensor, Tensor],
-        *index: Tensor,
-        scale: float,
-        max_seq_len: int,
-        num_keys: int,
-        prefixes: SharedPrefixes | None,
-    ) -> LayerAttention:
+    def step(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
+        assert batch.query_starts is not None
+        index = batch.block_tables, batch.query_starts, batch.seq_lens
         assert {tensor.device for tensor in (*places, *index)} == {there}
-        assert (max_seq_len, num_keys) == (9, 9 + 1)
-        assert prefixes is None
+        assert (batch.max_seq_len, batch.num_keys) == (9, 9 + 1)
+        assert batch.prefixes is None
 
         def attend(*tensors: Tensor) -> Tensor:
             assert {tensor.device for tensor in tensors} == {there}
@@ -167,9 +162,10 @@ def test_attention_of_all_kinds_is_compiled_at_the_start(monkeypatch: pytest.Mon
     """Over runs of keys, and over shared blocks, too: in the middle of a step, each would take seconds."""
     seen = set()
 
-    def step(*_: Any, max_seq_len: int, prefixes: SharedPrefixes | None, **__: Any) -> LayerAttention:
+    def step(_places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
         def attend(_kv_layer: Tensor, query: Tensor, *_: Tensor) -> Tensor:
-            seen.add((query.size(0), max_seq_len, prefixes.num_seqs if prefixes is not None else None))
+            prefixes = batch.prefixes
+            seen.add((query.size(0), batch.max_seq_len, prefixes.num_seqs if prefixes is not None else None))
             return torch.zeros_like(query)
 
         return attend

@@ -33,8 +33,8 @@ DTYPE_IDS = ["float32", "bfloat16", "float16"]
 def test_fast_path_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     scale = case.head_dim**-0.5
-    out = paged_attention(*inputs.args(), scale=scale)
-    expected = paged_attention_reference(*inputs.args(), scale=scale)
+    out = paged_attention(*inputs.args(scale))
+    expected = paged_attention_reference(*inputs.args(scale))
     assert out.dtype == dtype
     assert out.is_contiguous()
     worst = (out.float() - expected).abs().max().item()
@@ -81,7 +81,7 @@ def test_scores_and_masks_of_few_queries_at_a_time_are_in_memory(monkeypatch: py
     )
     monkeypatch.setattr(attention_cpu, "_MAX_SCORES", 20 * 2 * 300)
     with Largest() as largest:
-        paged_attention(*inputs.args(), scale=0.125, **inputs.options())
+        paged_attention(*inputs.args(0.125))
     assert largest.elements == 20 * 2 * 300
 
 
@@ -99,8 +99,8 @@ class Largest(TorchDispatchMode):
 
 def check_with_lse(inputs: Inputs) -> None:
     lse, expected_lse = torch.full((2, *inputs.query.shape[:2]), math.nan).unbind()
-    out = paged_attention(*inputs.args(), scale=0.125, lse=lse, **inputs.options())
-    expected = paged_attention_reference(*inputs.args(), scale=0.125, lse=expected_lse, **inputs.options())
+    out = paged_attention(*inputs.args(0.125), lse)
+    expected = paged_attention_reference(*inputs.args(0.125), expected_lse)
     assert (out.float() - expected).abs().max().item() <= error_bound(inputs, 0.125)
     assert (lse - expected_lse).abs().max().item() <= cpu_lse_error_bound(inputs, 0.125)
 
@@ -108,9 +108,8 @@ def check_with_lse(inputs: Inputs) -> None:
 def test_the_bound_notices_a_key_too_many() -> None:
     inputs = make_inputs(CASES["prefill over a cached prefix"], torch.float32)
     scale = 0.125
-    out = paged_attention(*inputs.args(), scale=scale)
-    shorter = inputs.seq_lens - 1
-    other = paged_attention_reference(*inputs.args()[:4], shorter, scale=scale)
+    out = paged_attention(*inputs.args(scale))
+    other = paged_attention_reference(*replace(inputs, seq_lens=inputs.seq_lens - 1).args(scale))
     assert (out - other).abs().max().item() > 20 * error_bound(inputs, scale)
 
 
@@ -120,7 +119,7 @@ def test_physical_blocks_and_stale_bytes_do_not_change_a_bit(dtype: torch.dtype)
     first = make_inputs(case, dtype, block_seed=0, poison=math.nan)
     second = make_inputs(case, dtype, block_seed=7, poison=6e4)
     assert not torch.equal(first.block_tables, second.block_tables)
-    assert torch.equal(paged_attention(*first.args(), scale=0.125), paged_attention(*second.args(), scale=0.125))
+    assert torch.equal(paged_attention(*first.args(0.125)), paged_attention(*second.args(0.125)))
 
 
 def test_reference_agrees_with_dense_attention() -> None:
@@ -130,7 +129,7 @@ def test_reference_agrees_with_dense_attention() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         inputs.query.transpose(0, 1), dense[0], dense[1], is_causal=True, scale=0.125
     )
-    out = paged_attention_reference(*inputs.args(), scale=0.125)
+    out = paged_attention_reference(*inputs.args(0.125))
     assert (out - expected.transpose(0, 1)).abs().max().item() <= error_bound(inputs, 0.125)
 
 
@@ -150,6 +149,15 @@ def test_kv_write_writes_these_tokens_and_nothing_else(num_tokens: int, dtype: t
     assert torch.equal(written[:, 2], fresh[:, 2])
 
 
+def test_one_query_per_sequence_needs_no_query_starts() -> None:
+    query, kv_layer, batch, _ = make_inputs(Case((1, 1, 1), (17, 256, 67)), torch.float32).args(0.125)
+    without = replace(batch, query_starts=None)
+    for attend in (paged_attention, paged_attention_reference):
+        assert torch.equal(attend(query, kv_layer, without), attend(query, kv_layer, batch))
+    with pytest.raises(ValueError, match="query_starts from 0 to 3: needs 0 to 2"):
+        paged_attention(query[:2], kv_layer, without)
+
+
 def test_attention_refuses_what_does_not_fit() -> None:
     good = make_inputs(CASES["decode and prefill together"], torch.float32)
     refused = {
@@ -160,6 +168,7 @@ def test_attention_refuses_what_does_not_fit() -> None:
         "not a multiple": {"query": good.query[:, :7]},
         "needs shape": {"seq_lens": good.seq_lens[:2]},
         "needs int32 or int64": {"block_tables": good.block_tables.float()},
+        "query_starts .* needs int32 or int64": {"query_starts": good.query_starts.float()},
         "needs to be contiguous": {"block_tables": good.block_tables.t().contiguous().t()},
         "query_starts from": {"query": good.query[:-1]},
         "queries and": {"seq_lens": good.seq_lens - 20},
@@ -169,14 +178,14 @@ def test_attention_refuses_what_does_not_fit() -> None:
     }
     for words, changed in refused.items():
         with pytest.raises(ValueError, match=words.replace("[", r"\[")):
-            paged_attention(*good.swapped(**changed), scale=0.125)
+            paged_attention(*replace(good, **changed).args(0.125))
 
 
 def test_block_ids_out_of_range_are_refused() -> None:
     inputs = make_inputs(CASES["decode"], torch.float32)
     tables = inputs.block_tables + 1000
     with pytest.raises(IndexError):
-        paged_attention(*inputs.swapped(block_tables=tables), scale=0.125)
+        paged_attention(*replace(inputs, block_tables=tables).args(0.125))
 
 
 @pytest.mark.parametrize(("block_id", "offset"), [(-1, 0), (2, 0), (0, -1), (0, 4)])

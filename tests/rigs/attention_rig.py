@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier_kernels import AttentionBatch
 from kvtier_kernels.reference import dequantised
 from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.selfcheck.accuracy import attention_bound, lse_bound, scoring_error
@@ -61,15 +62,11 @@ class Inputs:
     window: int | None = None
     scoring: Scoring = PLAIN
 
-    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.query, self.kv_layer, self.block_tables, self.query_starts, self.seq_lens
-
-    def options(self) -> dict[str, Any]:
-        return {"kv_scales": self.kv_scales, "window": self.window, "scoring": self.scoring}
-
-    def swapped(self, **changed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`args` with some of them replaced."""
-        return replace(self, **changed).args()
+    def args(self, scale: float, **options: Any) -> tuple[Tensor, Tensor, AttentionBatch, Tensor | None]:
+        """As functions of attention take them. `options` are other fields of `AttentionBatch`, or take our place."""
+        fields = {"window": self.window, "scoring": self.scoring, **options}
+        batch = AttentionBatch(self.block_tables, self.query_starts, self.seq_lens, scale=scale, **fields)
+        return self.query, self.kv_layer, batch, self.kv_scales
 
 
 def make_inputs(case: Case, dtype: torch.dtype, *, block_seed: int = 0, poison: float = math.nan) -> Inputs:
@@ -164,12 +161,8 @@ def cpu_lse_error_bound(inputs: Inputs, scale: float) -> float:
 
 def kernel_error_bound(inputs: Inputs, scale: float) -> float:
     """How far the Triton kernels and the reference may lie apart."""
-    return attention_bound(*_bounded(inputs), scale=scale, kv_scales=inputs.kv_scales, scoring=inputs.scoring)
+    return attention_bound(*inputs.args(scale))
 
 
 def lse_error_bound(inputs: Inputs, scale: float) -> float:
-    return lse_bound(*_bounded(inputs), scale=scale, kv_scales=inputs.kv_scales, scoring=inputs.scoring)
-
-
-def _bounded(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs.query, inputs.kv_layer, inputs.seq_lens
+    return lse_bound(*inputs.args(scale))

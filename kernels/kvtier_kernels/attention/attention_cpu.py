@@ -13,6 +13,7 @@ So do scores that torch's attention does not make. A sink takes its share of wha
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.scoring import Scoring
 
 _MAX_SCORES = 1 << 22
@@ -21,42 +22,32 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_on_cpu(
-    query: Tensor,
-    kv_layer: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    kv_scales: Tensor | None,
-    window: int | None,
-    scoring: Scoring,
-    lse: Tensor | None,
+    query: Tensor, kv_layer: Tensor, batch: AttentionBatch, kv_scales: Tensor | None, lse: Tensor | None
 ) -> Tensor:
     """`kvtier_kernels.attention.paged_attention.paged_attention` for CPU tensors whose shapes have been checked there.
 
     :raises ValueError: on lengths that do not fit.
     :raises IndexError: on a block id that does not exist.
     """
-    first, last = int(query_starts[0]), int(query_starts[-1])
+    starts, lengths, window = batch.starts_on_host(), batch.seq_lens.tolist(), batch.window
+    first, last = starts[0], starts[-1]
     if (first, last) != (0, query.size(0)):
         raise ValueError(f"query_starts from {first} to {last}: needs 0 to {query.size(0)}")
     out = torch.empty(query.shape, dtype=query.dtype)
     tokens_per_block = kv_layer.size(2)
-    starts, lengths = query_starts.tolist(), seq_lens.tolist()
     for seq, seq_len in enumerate(lengths):
         start, stop = starts[seq], starts[seq + 1]
         if not (0 < stop - start <= seq_len):
             raise ValueError(f"sequence {seq} has {stop - start} queries and {seq_len} keys")
         num_blocks = -(-seq_len // tokens_per_block)
-        if num_blocks > block_tables.size(1):
+        if num_blocks > batch.block_tables.size(1):
             raise ValueError(f"sequence {seq} of {seq_len} keys needs {num_blocks} blocks")
         first_key = 0 if window is None else max(0, seq_len - (stop - start) - window + 1)
         first_block = first_key // tokens_per_block
-        block_ids = block_tables[seq, first_block:num_blocks]
+        block_ids = batch.block_tables[seq, first_block:num_blocks]
         seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
         keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype)[:, seen] for part in (0, 1))
-        seq_lse = _attend(query[start:stop], keys, values, scale, window, scoring, out[start:stop])
+        seq_lse = _attend(query[start:stop], keys, values, batch, out[start:stop])
         if lse is not None:
             lse[start:stop] = seq_lse
     return out
@@ -79,13 +70,12 @@ def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
     return gathered.flatten(0, 1).transpose(0, 1)
 
 
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, scoring: Scoring, out: Tensor
-) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, out: Tensor) -> Tensor:
     """Attends one sequence. `query`, `out`: `[queries, num_heads, D]`; `keys`, `values`: `[num_kv_heads, keys, D]`.
 
     Returns the log-sum-exp, `[queries, num_heads]`.
     """
+    scale, window, scoring = batch.scale, batch.window, batch.scoring
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group = num_heads // num_kv_heads

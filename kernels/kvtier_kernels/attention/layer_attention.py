@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.arguments import FLOAT_DTYPES, check_write
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.paged_attention import AttentionPlan, paged_attention, plan_with_triton
-from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
 from kvtier_kernels.tiles import decode_runs_of_any_length
 from kvtier_kernels.writes.kv_write import kv_write
 
@@ -18,65 +18,33 @@ LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 attention of the queries over all keys (`paged_attention`)."""
 
 
-def step_attention(
-    places: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    max_seq_len: int | None = None,
-    num_keys: int | None = None,
-    prefixes: SharedPrefixes | None = None,
-) -> LayerAttention:
+def step_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`kv_write` and `paged_attention` for one step, to be called for each layer in turn. One thread.
 
     On CUDA, the first call checks its arguments and chooses kernels. Those of later calls must have the same shapes,
     strides, dtypes and devices; comparing these takes the host a third of the time, launches aside
     (`python -m kvtier_bench.gpu.resources.launch_costs`).
 
-    :param places: `block_ids` and `offsets` as `kv_write` takes them. It and `paged_attention` describe the others.
+    :param places: `block_ids` and `offsets` as `kv_write` takes them.
     :returns: for KV that is not quantised, whose scales would differ by layer; raises `ValueError` on arguments that
         are not as they should be, or, after the first layer, not as they were.
     """
-    if block_tables.device.type != "cpu":
-        return step_with_triton(
-            places, block_tables, query_starts, seq_lens,
-            scale=scale, max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes,
-        )  # fmt: skip
+    if batch.block_tables.device.type != "cpu":
+        return step_with_triton(places, batch)
 
     def on_cpu(kv_layer: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kv_write(kv_layer, key, value, *places)
-        return paged_attention(query, kv_layer, block_tables, query_starts, seq_lens, scale=scale)
+        return paged_attention(query, kv_layer, batch)
 
     return on_cpu
 
 
-def step_with_triton(
-    places: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    max_seq_len: int | None = None,
-    num_keys: int | None = None,
-    prefixes: SharedPrefixes | None = None,
-) -> LayerAttention:
+def step_with_triton(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`step_attention` through the Triton kernels."""
-
-    def plan(query: Tensor, kv_layer: Tensor) -> AttentionPlan:
-        return plan_with_triton(
-            query, kv_layer, block_tables, query_starts, seq_lens,
-            scale=scale, max_seq_len=max_seq_len, num_keys=num_keys, prefixes=prefixes,
-        )  # fmt: skip
-
-    return TritonStep(places, plan)
+    return TritonStep(places, lambda query, kv_layer: plan_with_triton(query, kv_layer, batch))
 
 
-def decode_attention(
-    places: tuple[Tensor, Tensor], block_tables: Tensor, seq_lens: Tensor, *, scale: float
-) -> LayerAttention:
+def decode_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`step_with_triton` for sequences with one query each, computed in the same way whatever their lengths are.
 
     For CUDA graphs, whose replays read other values in the same tensors. A sequence of length 0 reads no block, and is
@@ -87,11 +55,9 @@ def decode_attention(
         from kvtier_kernels.attention.paged_decode import plan_decode
         from kvtier_kernels.launching import num_multiprocessors
 
-        max_keys, chip_size = block_tables.size(1) * kv_layer.size(2), num_multiprocessors(query.device)
+        max_keys, chip_size = batch.block_tables.size(1) * kv_layer.size(2), num_multiprocessors(query.device)
         num_splits, run_keys = decode_runs_of_any_length(query.size(0), kv_layer.size(3), max_keys, chip_size)
-        return plan_decode(
-            query, kv_layer, block_tables, seq_lens, scale=scale, num_splits=num_splits, run_keys=run_keys
-        )
+        return plan_decode(query, kv_layer, batch, num_splits=num_splits, run_keys=run_keys)
 
     return TritonStep(places, plan)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.merge_states import empty_states, launch_merge
 from kvtier_kernels.attention.paged_softmax import attend_keys, store_states
 from kvtier_kernels.launching import (
@@ -28,24 +28,18 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.scoring import PLAIN, Scoring
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim
 
 
 def paged_decode(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-    max_seq_len: int | None = None,
-    num_keys: int | None = None,
-    num_splits: int | None = None,
     lse: Tensor | None = None,
+    *,
+    num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Attention as `kvtier_kernels.attention.paged_attention.paged_attention` for batches with one query per sequence.
@@ -53,20 +47,13 @@ def paged_decode(
     Waits for nothing: values on the device are not looked at. Block ids must exist; a sequence without keys gets
     zeros; `seq_lens` beyond what `block_tables` has room for are cut.
 
-    :param query: `[num_seqs, num_heads, head_dim]`.
-    :param max_seq_len: decides with the shapes and `num_keys` into how many runs keys are cut. Too small or too large
-        costs time only.
-    :param num_keys: of all sequences together; all have `max_seq_len` when None.
+    :param batch: it and its `check` describe the arguments. `query_starts` and `prefixes` are not used; `max_seq_len`,
+        `num_keys` and the shapes decide into how many runs keys are cut.
     :param num_splits: into how many runs each sequence is cut; `tiles.decode_runs` chooses when None.
-    :param lse: float32 `[num_seqs, num_heads]`, takes the natural log-sum-exp of the scores, -inf without keys.
     :param tile: what `tiles.decode_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
-    plan = plan_decode(
-        query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
-        max_seq_len=max_seq_len, num_keys=num_keys, num_splits=num_splits, lse=lse, tile=tile,
-    )  # fmt: skip
+    plan = plan_decode(query, kv_layer, batch, kv_scales, lse, num_splits=num_splits, tile=tile)
     return plan.run(query, kv_layer, kv_scales, lse)
 
 
@@ -74,11 +61,7 @@ def paged_decode(
 class DecodePlan:
     """How `paged_decode` computes a batch: checked and chosen once, for all layers of a model."""
 
-    block_tables: Tensor
-    seq_lens: Tensor
-    scale: float
-    window: int | None
-    scoring: Scoring
+    batch: AttentionBatch
     num_splits: int
     run_keys: int
     tile: Tile
@@ -91,33 +74,27 @@ class DecodePlan:
         out = query.new_empty(query.shape)
         if query.size(0) == 0:
             return out
-        whole = self.num_splits == 1
+        batch, whole = self.batch, self.num_splits == 1
+        scoring = batch.scoring if whole else batch.scoring.without_sinks()
         parts, part_lse = (out, lse) if whole else empty_states(query, self.num_splits)
         launch_decode(
-            query, kv_layer, kv_scales, self.block_tables, self.seq_lens, None, parts, part_lse,
-            scale=self.scale, window=self.window, scoring=self.scoring if whole else self.scoring.without_sinks(),
-            num_splits=self.num_splits, run_keys=self.run_keys, tile=self.tile,
+            query, kv_layer, kv_scales, batch, None, parts, part_lse,
+            scoring=scoring, num_splits=self.num_splits, run_keys=self.run_keys, tile=self.tile,
         )  # fmt: skip
         if not whole and part_lse is not None:
-            launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+            launch_merge(parts, part_lse, out, lse, batch.scoring.sinks)
         return out
 
 
 def plan_decode(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-    max_seq_len: int | None = None,
-    num_keys: int | None = None,
+    lse: Tensor | None = None,
+    *,
     num_splits: int | None = None,
     run_keys: int = 1,
-    lse: Tensor | None = None,
     tile: Tile | None = None,
 ) -> DecodePlan:
     """Checks the arguments of `paged_decode`, which describes them, and chooses how they are computed.
@@ -126,21 +103,17 @@ def plan_decode(
     :raises ValueError: as `paged_decode` does.
     """
     check_launchable("kv_layer", kv_layer, _decode_kernel)
-    check_attention(
-        query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
-        max_seq_len=max_seq_len, num_keys=num_keys, lse=lse,
-    )  # fmt: skip
+    batch.check(query, kv_layer, kv_scales, lse)
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
-    if seq_lens.size(0) != num_seqs:
-        raise ValueError(f"{num_seqs} queries for {seq_lens.size(0)} sequences: needs one each")
-    check_block_ids(kv_layer, block_tables, seq_lens, None, window)
+    if batch.seq_lens.size(0) != num_seqs:
+        raise ValueError(f"{num_seqs} queries for {batch.seq_lens.size(0)} sequences: needs one each")
+    check_block_ids(kv_layer, batch.block_tables, batch.seq_lens, None, batch.window)
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     if num_splits is None:
-        room = block_tables.size(1) * tokens_per_block
-        max_keys = min(number for number in (room, max_seq_len, window) if number is not None)
-        mean_keys = max_keys if num_keys is None else min(num_keys // max(1, num_seqs), max_keys)
+        room = batch.block_tables.size(1) * tokens_per_block
+        max_keys = min(number for number in (room, batch.max_seq_len, batch.window) if number is not None)
+        mean_keys = max_keys if batch.num_keys is None else min(batch.num_keys // max(1, num_seqs), max_keys)
         num_splits, run_keys = decode_runs(
             num_seqs * num_kv_heads, mean_keys, max_keys, num_multiprocessors(query.device)
         )
@@ -150,21 +123,18 @@ def plan_decode(
     if tile is None:
         tile = decode_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
     check_tile(tile, query, kv_layer, chip)
-    return DecodePlan(block_tables, seq_lens, scale, window, scoring, num_splits, run_keys, tile)
+    return DecodePlan(batch, num_splits, run_keys, tile)
 
 
 def launch_decode(
     query: Tensor,
     kv_layer: Tensor,
     kv_scales: Tensor | None,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    batch: AttentionBatch,
     own_starts: Tensor | None,
     parts: Tensor,
     part_lse: Tensor | None,
     *,
-    scale: float,
-    window: int | None = None,
     scoring: Scoring,
     num_splits: int,
     run_keys: int,
@@ -175,23 +145,24 @@ def launch_decode(
 
     :param run_keys: no more runs than it takes for none to have more keys than this, or a tile more.
     :param own_starts: int32 `[num_seqs]`, the first key of each sequence to look at, at the start of a block; the first
-        of all when None. Not together with `window`.
+        of all when None. Not together with the batch's `window`.
     :param parts: `[num_seqs, num_heads, num_states, head_dim]`, the runs' results from state `first_state` on; or
         `[num_seqs, num_heads, head_dim]` for one run.
     :param part_lse: float32, `parts` without its last dimension.
+    :param scoring: the batch's, or that of one of several runs.
     """
     num_seqs, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-    table_width = block_tables.size(1)
+    block_tables, table_width = batch.block_tables, batch.block_tables.size(1)
     scales_stride = per_key_stride(kv_scales)
     with on_device_of(query):
         _decode_kernel[(num_seqs * num_kv_heads, num_splits)](
             query, stored_values(kv_layer, capability(query.device)), kv_scales,
-            block_tables, seq_lens, own_starts, scoring.alibi_slopes, scoring.sinks, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            block_tables, batch.seq_lens, own_starts, scoring.alibi_slopes, scoring.sinks, parts, part_lse,
+            batch.scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
             table_width, table_width * tokens_per_block, run_keys, first_state, parts.numel() // query.numel(),
             HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
-            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=window, SOFT_CAP=scoring.soft_cap,
+            TOKENS_PER_BLOCK=tokens_per_block, WINDOW=batch.window, SOFT_CAP=scoring.soft_cap,
             ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
         )  # fmt: skip

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention, check_index
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.merge_states import empty_states, launch_merge
 from kvtier_kernels.attention.paged_softmax import attend_keys, store_states
 from kvtier_kernels.launching import (
@@ -35,42 +35,33 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.scoring import PLAIN, Scoring
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.tiles import Tile, padded_head_dim, prefill_splits, prefill_tile
 
 
 def prefix_prefill(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-    max_seq_len: int | None = None,
-    num_splits: int | None = None,
     lse: Tensor | None = None,
+    *,
+    num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Causal attention as `kvtier_kernels.attention.paged_attention.paged_attention`, which describes the arguments.
+    """Causal attention as `kvtier_kernels.attention.paged_attention.paged_attention`.
 
     Waits for nothing: values on the device are not looked at. Block ids must exist; a sequence with fewer keys than
     queries gets zeros where a query sees no key; `seq_lens` beyond what `block_tables` has room for are cut.
     Scores, softmax and sums are in float32, products in the dtype of the queries.
 
-    :param max_seq_len: decides with the shapes how many runs there are. Too small or too large costs time only.
+    :param batch: it and its `check` describe the arguments. `num_keys` and `prefixes` are not used; `max_seq_len` and
+        the shapes decide into how many runs keys are cut.
     :param num_splits: that number itself; `tiles.prefill_splits` chooses when None.
     :param tile: what `tiles.prefill_tile` chooses when None.
     :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
     """
-    plan = plan_prefill(
-        query, kv_layer, block_tables, query_starts, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring,
-        max_seq_len=max_seq_len, num_splits=num_splits, lse=lse, tile=tile,
-    )  # fmt: skip
+    plan = plan_prefill(query, kv_layer, batch, kv_scales, lse, num_splits=num_splits, tile=tile)
     return plan.run(query, kv_layer, kv_scales, lse)
 
 
@@ -78,12 +69,7 @@ def prefix_prefill(
 class PrefillPlan:
     """How `prefix_prefill` computes a batch: checked and chosen once, for all layers of a model."""
 
-    block_tables: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    scale: float
-    window: int | None
-    scoring: Scoring
+    batch: AttentionBatch
     num_splits: int
     tile: Tile
 
@@ -95,12 +81,13 @@ class PrefillPlan:
         out = query.new_empty(query.shape)
         if query.size(0) == 0:
             return out
+        scoring = self.batch.scoring
         if self.num_splits == 1:
-            self._launch(query, kv_layer, kv_scales, out, lse, self.scoring)
+            self._launch(query, kv_layer, kv_scales, out, lse, scoring)
             return out
         parts, part_lse = empty_states(query, self.num_splits)
-        self._launch(query, kv_layer, kv_scales, parts, part_lse, self.scoring.without_sinks())
-        launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+        self._launch(query, kv_layer, kv_scales, parts, part_lse, scoring.without_sinks())
+        launch_merge(parts, part_lse, out, lse, scoring.sinks)
         return out
 
     def _launch(
@@ -114,20 +101,21 @@ class PrefillPlan:
     ) -> None:
         num_tokens, num_heads, head_dim = query.shape
         _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
-        num_seqs, table_width = self.block_tables.shape
-        group, tile = num_heads // num_kv_heads, self.tile
+        batch, tile = self.batch, self.tile
+        num_seqs, table_width = batch.block_tables.shape
+        group = num_heads // num_kv_heads
         tile_tokens = tile.rows // group
         num_tiles = num_tokens // tile_tokens + num_seqs
         scales_stride = per_key_stride(kv_scales)
         with on_device_of(query):
             _prefill_kernel[(num_tiles * num_kv_heads, self.num_splits)](
                 query, stored_values(kv_layer, capability(query.device)), kv_scales,
-                self.block_tables, self.query_starts, self.seq_lens,
+                batch.block_tables, batch.query_starts, batch.seq_lens,
                 scoring.alibi_slopes, scoring.sinks, parts, part_lse,
-                self.scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+                batch.scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
                 table_width, table_width * tokens_per_block, num_seqs, num_tiles,
                 HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-                WINDOW=self.window, SOFT_CAP=scoring.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
+                WINDOW=batch.window, SOFT_CAP=scoring.soft_cap, TILE_TOKENS=tile_tokens, ROWS=tile.rows, KEYS=tile.keys,
                 COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
             )  # fmt: skip
@@ -136,17 +124,11 @@ class PrefillPlan:
 def plan_prefill(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-    max_seq_len: int | None = None,
-    num_splits: int | None = None,
     lse: Tensor | None = None,
+    *,
+    num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> PrefillPlan:
     """Checks the arguments of `prefix_prefill`, which describes them, and chooses how they are computed.
@@ -154,14 +136,12 @@ def plan_prefill(
     :raises ValueError: as `prefix_prefill` does.
     """
     check_launchable("kv_layer", kv_layer, _prefill_kernel)
-    check_attention(
-        query, kv_layer, block_tables, seq_lens,
-        scale=scale, kv_scales=kv_scales, window=window, scoring=scoring, max_seq_len=max_seq_len, lse=lse,
-    )  # fmt: skip
+    batch.check(query, kv_layer, kv_scales, lse)
     check_attention_limits(query, kv_layer)
-    num_seqs, table_width = block_tables.shape
-    check_index("query_starts", query_starts, (num_seqs + 1,), kv_layer.device)
-    check_block_ids(kv_layer, block_tables, seq_lens, query_starts, window)
+    num_seqs, table_width = batch.block_tables.shape
+    if batch.query_starts is None:
+        raise ValueError(f"query_starts is None: needs [{num_seqs + 1}]; with one query per sequence use paged_decode")
+    check_block_ids(kv_layer, batch.block_tables, batch.seq_lens, batch.query_starts, batch.window)
     num_tokens, num_heads, head_dim = query.shape
     _, _, tokens_per_block, num_kv_heads, _ = kv_layer.shape
     group, chip = num_heads // num_kv_heads, capability(query.device)
@@ -170,18 +150,19 @@ def plan_prefill(
     if tile is None:
         tile = prefill_tile(
             head_dim, query.element_size(), group, chip,
-            kv_bytes=kv_layer.element_size(), windowed=window is not None, scored=scoring.changes_scores,
+            kv_bytes=kv_layer.element_size(), windowed=batch.window is not None, scored=batch.scoring.changes_scores,
         )  # fmt: skip
     check_tile(tile, query, kv_layer, chip)
     tile_tokens, room = tile.rows // group, table_width * tokens_per_block
     if num_splits is None:
-        max_keys = min(bound for bound in (room, max_seq_len, window and window + tile_tokens) if bound is not None)
+        seen = batch.window and batch.window + tile_tokens
+        max_keys = min(bound for bound in (room, batch.max_seq_len, seen) if bound is not None)
         # Of tiles there are no fewer than this, and no more than programs are started for.
         num_programs = max(num_seqs, -(-num_tokens // tile_tokens)) * num_kv_heads
         num_splits = prefill_splits(num_programs, max_keys, num_multiprocessors(query.device))
     elif not 1 <= num_splits <= 1024:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    return PrefillPlan(block_tables, query_starts, seq_lens, scale, window, scoring, num_splits, tile)
+    return PrefillPlan(batch, num_splits, tile)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier_kernels.arguments import check_attention
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.merge_states import empty_states, launch_merge
 from kvtier_kernels.attention.paged_decode import launch_decode
 from kvtier_kernels.attention.paged_softmax import attend_keys, store_states
@@ -32,39 +32,33 @@ from kvtier_kernels.launching import (
     per_key_stride,
     stored_values,
 )
-from kvtier_kernels.scoring import PLAIN, Scoring
 from kvtier_kernels.tiles import Tile, decode_runs, decode_tile, padded_head_dim, shared_prefix_tile
 
 
 def shared_prefix_decode(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    prefixes: SharedPrefixes,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    scoring: Scoring = PLAIN,
-    num_splits: tuple[int, int] | None = None,
     lse: Tensor | None = None,
+    *,
+    num_splits: tuple[int, int] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Attention as `kvtier_kernels.attention.paged_decode.paged_decode`, which describes the arguments.
+    """Attention as `kvtier_kernels.attention.paged_decode.paged_decode`, with the batch's `prefixes`.
 
     Waits for nothing. Sums are in an order that follows from the lengths and groups alone.
 
-    :param prefixes: of these `block_tables`, and of these `seq_lens` or shorter ones, on the same device. A sequence
-        that is shorter than what its group shares gets a wrong result.
+    :param batch: it and its `check` describe the arguments. `prefixes` are of its `block_tables`, and of its `seq_lens`
+        or shorter ones: a sequence that is shorter than what its group shares gets a wrong result. `query_starts` and
+        hints are not used.
     :param num_splits: into how many runs shared keys are cut, and into how many a sequence's own;
         `tiles.decode_runs` chooses when None.
     :param tile: for shared keys; what `tiles.shared_prefix_tile` chooses when None.
-    :raises ValueError: on a wrong shape, dtype, stride or device, or heads that do not fit the chip's shared memory.
+    :raises ValueError: on a wrong shape, dtype, stride or device, heads that do not fit the chip's shared memory, and
+        on a batch without prefixes, with a window or with slopes, all of which `paged_decode` takes.
     """
-    plan = plan_shared_decode(
-        query, kv_layer, block_tables, seq_lens, prefixes,
-        scale=scale, kv_scales=kv_scales, scoring=scoring, num_splits=num_splits, lse=lse, tile=tile,
-    )  # fmt: skip
+    plan = plan_shared_decode(query, kv_layer, batch, kv_scales, lse, num_splits=num_splits, tile=tile)
     return plan.run(query, kv_layer, kv_scales, lse)
 
 
@@ -72,11 +66,9 @@ def shared_prefix_decode(
 class SharedDecodePlan:
     """How `shared_prefix_decode` computes a batch: checked and chosen once, for all layers of a model."""
 
-    block_tables: Tensor
-    seq_lens: Tensor
+    batch: AttentionBatch
     prefixes: SharedPrefixes
-    scale: float
-    scoring: Scoring
+    """The batch's."""
     num_splits: tuple[int, int]
     """The numbers of runs into which shared keys are cut, and a sequence's own."""
     run_keys: tuple[int, int]
@@ -91,34 +83,31 @@ class SharedDecodePlan:
         out = query.new_empty(query.shape)
         if query.size(0) == 0:
             return out
+        batch, prefixes = self.batch, self.prefixes
         num_shared, num_own = self.num_splits
         shared_run, own_run = self.run_keys
         parts, part_lse = empty_states(query, num_shared + num_own)
         _launch_shared(
-            query, kv_layer, kv_scales, self.block_tables, self.prefixes, parts, part_lse, scale=self.scale,
-            soft_cap=self.scoring.soft_cap, num_splits=num_shared, run_keys=shared_run, tile=self.tile,
+            query, kv_layer, kv_scales, batch, prefixes, parts, part_lse,
+            num_splits=num_shared, run_keys=shared_run, tile=self.tile,
         )  # fmt: skip
         launch_decode(
-            query, kv_layer, kv_scales, self.block_tables, self.seq_lens, self.prefixes.own_starts, parts, part_lse,
-            scale=self.scale, scoring=self.scoring.without_sinks(), num_splits=num_own, run_keys=own_run,
+            query, kv_layer, kv_scales, batch, prefixes.own_starts, parts, part_lse,
+            scoring=batch.scoring.without_sinks(), num_splits=num_own, run_keys=own_run,
             first_state=num_shared, tile=self.own_tile,
         )  # fmt: skip
-        launch_merge(parts, part_lse, out, lse, self.scoring.sinks)
+        launch_merge(parts, part_lse, out, lse, batch.scoring.sinks)
         return out
 
 
 def plan_shared_decode(
     query: Tensor,
     kv_layer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    prefixes: SharedPrefixes,
-    *,
-    scale: float,
+    batch: AttentionBatch,
     kv_scales: Tensor | None = None,
-    scoring: Scoring = PLAIN,
-    num_splits: tuple[int, int] | None = None,
     lse: Tensor | None = None,
+    *,
+    num_splits: tuple[int, int] | None = None,
     tile: Tile | None = None,
 ) -> SharedDecodePlan:
     """Checks the arguments of `shared_prefix_decode`, which describes them, and chooses how they are computed.
@@ -126,18 +115,23 @@ def plan_shared_decode(
     :raises ValueError: as `shared_prefix_decode` does.
     """
     check_launchable("kv_layer", kv_layer, _shared_kernel)
-    check_attention(query, kv_layer, block_tables, seq_lens, scale=scale, kv_scales=kv_scales, scoring=scoring, lse=lse)
-    if scoring.alibi_slopes is not None:
+    batch.check(query, kv_layer, kv_scales, lse)
+    prefixes = batch.prefixes
+    if prefixes is None:
+        raise ValueError("prefixes is None: needs those of the batch; use paged_decode")
+    if batch.window is not None:
+        raise ValueError("window given: not all sequences of a group see what they share; use paged_decode")
+    if batch.scoring.alibi_slopes is not None:
         raise ValueError("alibi_slopes given: sequences of a group stand at different tokens; use paged_decode")
     check_attention_limits(query, kv_layer)
     num_seqs, num_heads, head_dim = query.shape
-    if seq_lens.size(0) != num_seqs or prefixes.num_seqs != num_seqs:
+    if batch.seq_lens.size(0) != num_seqs or prefixes.num_seqs != num_seqs:
         raise ValueError(
-            f"{num_seqs} queries, {seq_lens.size(0)} sequences, prefixes of {prefixes.num_seqs}: needs one each"
+            f"{num_seqs} queries, {batch.seq_lens.size(0)} sequences, prefixes of {prefixes.num_seqs}: needs one each"
         )
     if prefixes.index.device != query.device:
         raise ValueError(f"prefixes are on {prefixes.index.device}, query on {query.device}")
-    check_block_ids(kv_layer, block_tables, seq_lens, None, None)
+    check_block_ids(kv_layer, batch.block_tables, batch.seq_lens, None, None)
     num_kv_heads, chip = kv_layer.size(3), capability(query.device)
     group = num_heads // num_kv_heads
     own_tile = decode_tile(head_dim, query.element_size(), group, chip, kv_bytes=kv_layer.element_size())
@@ -154,9 +148,7 @@ def plan_shared_decode(
         (num_shared, num_own), shared_run, own_run = num_splits, 1, 1
     else:
         raise ValueError(f"num_splits is {num_splits}: needs 1 to 1024")
-    return SharedDecodePlan(
-        block_tables, seq_lens, prefixes, scale, scoring, (num_shared, num_own), (shared_run, own_run), tile, own_tile
-    )
+    return SharedDecodePlan(batch, prefixes, (num_shared, num_own), (shared_run, own_run), tile, own_tile)
 
 
 def _shared_runs(
@@ -174,13 +166,11 @@ def _launch_shared(
     query: Tensor,
     kv_layer: Tensor,
     kv_scales: Tensor | None,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     prefixes: SharedPrefixes,
     parts: Tensor,
     part_lse: Tensor,
     *,
-    scale: float,
-    soft_cap: float | None,
     num_splits: int,
     run_keys: int,
     tile: Tile,
@@ -193,13 +183,13 @@ def _launch_shared(
     scales_stride = per_key_stride(kv_scales)
     with on_device_of(query):
         _shared_kernel[((num_seqs // tile_seqs + prefixes.num_groups) * num_kv_heads, num_splits)](
-            query, stored_values(kv_layer, capability(query.device)), kv_scales, block_tables,
+            query, stored_values(kv_layer, capability(query.device)), kv_scales, batch.block_tables,
             prefixes.members, prefixes.group_starts, prefixes.group_keys, parts, part_lse,
-            scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
-            block_tables.size(1), prefixes.num_groups, run_keys, parts.size(2),
+            batch.scale * math.log2(math.e), query.stride(0), kv_layer.stride(0), scales_stride or 0,
+            batch.block_tables.size(1), prefixes.num_groups, run_keys, parts.size(2),
             HEAD_DIM=head_dim, GROUP=group, NUM_KV_HEADS=num_kv_heads, TOKENS_PER_BLOCK=tokens_per_block,
-            SOFT_CAP=soft_cap, TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys, COLUMNS=padded_head_dim(head_dim),
-            PER_KEY_SCALES=scales_stride is not None,
+            SOFT_CAP=batch.scoring.soft_cap, TILE_SEQS=tile_seqs, ROWS=tile.rows, KEYS=tile.keys,
+            COLUMNS=padded_head_dim(head_dim), PER_KEY_SCALES=scales_stride is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=FUSE,
         )  # fmt: skip
 

@@ -5,22 +5,15 @@ import math
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.reference import dequantised
-from kvtier_kernels.scoring import PLAIN, Scoring
+from kvtier_kernels.scoring import Scoring
 
 _UNIT_FLOAT32 = 2.0**-23
 """Relative error of a sum or product in float32; tensor cores cut where others round to 2**-24."""
 
 
-def attention_bound(
-    query: Tensor,
-    kv_layer: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    scoring: Scoring = PLAIN,
-) -> float:
+def attention_bound(query: Tensor, kv_layer: Tensor, batch: AttentionBatch, kv_scales: Tensor | None = None) -> float:
     """Largest difference between `prefix_prefill` or `paged_decode` and `paged_attention_reference`.
 
     A score in base 2 is a sum of D products times the key's scale, scale and log2(e), less the peak: in natural units
@@ -29,15 +22,15 @@ def attention_bound(
     sum of at most n terms: together less than (3 n + 16) u32. The reference, in float64, rounds its result. Below
     float32, weights (times the value's scale, where there is one) are rounded to u before they meet the values
     (u max|v|, and half a subnormal each where the dtype underflows, times the largest stored number), and so is the
-    result. What `scoring` adds to the error of a score is in `scoring_error`; a sink is one more key.
+    result. What the batch's `scoring` adds to the error of a score is in `scoring_error`; a sink is one more key.
 
     :param kv_layer: may hold NaN where no key is.
     """
-    dtype, num_keys = query.dtype, int(seq_lens.max())
+    dtype, num_keys = query.dtype, int(batch.seq_lens.max())
     values = dequantised(kv_layer, kv_scales)
     largest_value, largest_stored = _largest(values[:, 1]), _largest(kv_layer[:, 1].double())
-    score = _largest_score(query, values, scale)
-    score_error = (query.size(2) + 6) * score + scoring_error(scoring, num_keys)
+    score = _largest_score(query, values, batch.scale)
+    score_error = (query.size(2) + 6) * score + scoring_error(batch.scoring, num_keys)
     float32_part = 2 * score_error + 3 * num_keys + 17
     limits = torch.finfo(dtype)
     underflow = num_keys * limits.smallest_normal * limits.eps / 2
@@ -45,23 +38,15 @@ def attention_bound(
     return rounded + underflow * max(largest_value, largest_stored)
 
 
-def lse_bound(
-    query: Tensor,
-    kv_layer: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    scoring: Scoring = PLAIN,
-) -> float:
+def lse_bound(query: Tensor, kv_layer: Tensor, batch: AttentionBatch, kv_scales: Tensor | None = None) -> float:
     """Largest difference between the log-sum-exp of `prefix_prefill` or `paged_decode` and that of the reference.
 
     It is off by no more than a score is, and by the relative error of the sum; the result, of at most the largest
     score plus log(n), is rounded three times.
     """
-    num_keys = int(seq_lens.max())
-    score = _largest_score(query, dequantised(kv_layer, kv_scales), scale)
-    sums = (query.size(2) + 6) * score + scoring_error(scoring, num_keys) + 3 * num_keys + 16
+    num_keys = int(batch.seq_lens.max())
+    score = _largest_score(query, dequantised(kv_layer, kv_scales), batch.scale)
+    sums = (query.size(2) + 6) * score + scoring_error(batch.scoring, num_keys) + 3 * num_keys + 16
     return (sums + 6 * (score + math.log(num_keys))) * _UNIT_FLOAT32
 
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
 from kvtier_kernels.quantise_reference import quantise_reference
 from kvtier_kernels.reference import (
@@ -22,7 +22,7 @@ from kvtier_kernels.reference import (
     merge_states_reference,
     paged_attention_reference,
 )
-from kvtier_kernels.scoring import PLAIN, Scoring
+from kvtier_kernels.scoring import Scoring
 from kvtier_kernels.selfcheck.accuracy import attention_bound, lse_bound, merge_bound, merge_lse_bound
 from kvtier_kernels.selfcheck.copies import Check, copy_checks, random_bits
 
@@ -35,32 +35,26 @@ _MOST_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _Case:
     """Paged attention's arguments on CPU. What no key occupies is NaN."""
 
     query: Tensor
     kv_layer: Tensor
-    block_tables: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    scale: float
+    batch: AttentionBatch
     kv_scales: Tensor | None = None
-    window: int | None = None
-    scoring: Scoring = PLAIN
 
-    def options_on(self, device: torch.device) -> dict[str, Any]:
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, AttentionBatch, Tensor | None]:
+        batch, starts = self.batch, torch.tensor(self.batch.starts_on_host())
+        there = replace(
+            batch,
+            block_tables=batch.block_tables.to(device),
+            query_starts=starts.to(device),
+            seq_lens=batch.seq_lens.to(device),
+            scoring=batch.scoring.to(device),
+            prefixes=batch.prefixes and batch.prefixes.to(device),
+        )
         scales = None if self.kv_scales is None else _strided(self.kv_scales).to(device)[:, 1]
-        return {
-            "scale": self.scale,
-            "kv_scales": scales,
-            "window": self.window,
-            "scoring": self.scoring.to(device),
-        }
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        index = (self.block_tables, self.query_starts, self.seq_lens)
-        tables, starts, lens = (tensor.to(device) for tensor in index)
-        return self.query.to(device), _strided(self.kv_layer).to(device)[:, 1], tables, starts, lens
+        return self.query.to(device), _strided(self.kv_layer).to(device)[:, 1], there, scales
 
 
 def run_checks(
@@ -92,30 +86,30 @@ def all_checks(device: torch.device, longest: int) -> Iterator[tuple[str, Check]
     for dtype, (index, heads) in itertools.product(DTYPES, enumerate(HEADS)):
         tokens_per_block = BLOCK_SIZES[index % len(BLOCK_SIZES)]
         name = f"{str(dtype).removeprefix('torch.')} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
-        batch = _make(prefill, heads, tokens_per_block, dtype)
-        yield f"prefix_prefill {name}", partial(_check_prefill, batch, device)
-        batch = _make(decode, heads, tokens_per_block, dtype)
-        yield f"shared_prefix_decode {name}", partial(_check_shared, _sharing(batch), device)
+        case = _make(prefill, heads, tokens_per_block, dtype)
+        yield f"prefix_prefill {name}", partial(_check_prefill, case, device)
+        case = _make(decode, heads, tokens_per_block, dtype)
+        yield f"shared_prefix_decode {name}", partial(_check_shared, _sharing(case), device)
         yield f"merge_states {name}", partial(_check_merge, heads, dtype, device)
         for num_splits in (1, 5, None):
             yield (
                 f"paged_decode {name} splits {num_splits or 'auto'}",
-                partial(_check_decode, batch, num_splits, device),
+                partial(_check_decode, case, num_splits, device),
             )
         yield f"kv_write {name}", partial(_check_write, heads, tokens_per_block, dtype, device)
     for heads, tokens_per_block in zip(HEADS, (16, 64), strict=False):
         of_both = _make(prefill, heads, tokens_per_block, DTYPES[0]), _make(decode, heads, tokens_per_block, DTYPES[0])
         for variant, change in VARIANTS.items():
             name = f"{variant} heads {heads[0]}/{heads[1]}x{heads[2]} block {tokens_per_block}"
-            prefill_batch, decode_batch = map(change, of_both)
-            yield f"prefix_prefill {name} splits 4", partial(_check_prefill, prefill_batch, device, 4)
-            yield f"paged_decode {name}", partial(_check_decode, decode_batch, None, device)
+            prefill_case, decode_case = map(change, of_both)
+            yield f"prefix_prefill {name} splits 4", partial(_check_prefill, prefill_case, device, 4)
+            yield f"paged_decode {name}", partial(_check_decode, decode_case, None, device)
     yield from copy_checks(device)
 
 
 def _make(
     lengths: Sequence[tuple[int, int]], heads: tuple[int, int, int], tokens_per_block: int, dtype: torch.dtype
-) -> _Batch:
+) -> _Case:
     """:param lengths: queries and keys of each sequence."""
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(len(lengths) + head_dim)
@@ -131,7 +125,8 @@ def _make(
         layer[mine[position // tokens_per_block], :, position % tokens_per_block] = rows.transpose(0, 1)
     starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lengths)])
     query = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator).to(dtype)
-    return _Batch(query, layer, tables, starts, torch.tensor([keys for _, keys in lengths]), head_dim**-0.5)
+    batch = AttentionBatch(tables, starts, torch.tensor([keys for _, keys in lengths]), scale=head_dim**-0.5)
+    return _Case(query, layer, batch)
 
 
 def _strided(view: Tensor) -> Tensor:
@@ -141,65 +136,63 @@ def _strided(view: Tensor) -> Tensor:
     return both
 
 
-def _quantised(batch: _Batch, dtype: torch.dtype) -> _Batch:
-    stored, scales = quantise_reference(batch.kv_layer.float(), dtype)
-    return replace(batch, kv_layer=stored, kv_scales=scales)
+def _quantised(case: _Case, dtype: torch.dtype) -> _Case:
+    stored, scales = quantise_reference(case.kv_layer.float(), dtype)
+    return replace(case, kv_layer=stored, kv_scales=scales)
 
 
-def _windowed(batch: _Batch, window: int = 70) -> _Batch:
+def _windowed(case: _Case, window: int = 70) -> _Case:
     """What no query sees has block ids that do not exist."""
-    tables, first = batch.block_tables.clone(), batch.seq_lens - batch.query_starts.diff() - window + 1
-    for seq, num_unseen in enumerate((first.clamp(min=0) // batch.kv_layer.size(2)).tolist()):
+    batch, starts = case.batch, torch.tensor(case.batch.starts_on_host())
+    tables, first = batch.block_tables.clone(), batch.seq_lens - starts.diff() - window + 1
+    for seq, num_unseen in enumerate((first.clamp(min=0) // case.kv_layer.size(2)).tolist()):
         tables[seq, :num_unseen] = -1
-    return replace(batch, block_tables=tables, window=window)
+    return replace(case, batch=replace(batch, block_tables=tables, window=window))
 
 
-def _scored(batch: _Batch) -> _Batch:
-    numbers = torch.linspace(-1.0, 2.0, batch.query.size(1))
-    return replace(batch, scoring=Scoring(soft_cap=1.5, alibi_slopes=torch.exp2(-3 * numbers), sinks=2 * numbers))
+def _scored(case: _Case) -> _Case:
+    numbers = torch.linspace(-1.0, 2.0, case.query.size(1))
+    scoring = Scoring(soft_cap=1.5, alibi_slopes=torch.exp2(-3 * numbers), sinks=2 * numbers)
+    return replace(case, batch=replace(case.batch, scoring=scoring))
 
 
-VARIANTS: dict[str, Callable[[_Batch], _Batch]] = {
+VARIANTS: dict[str, Callable[[_Case], _Case]] = {
     "window": _windowed,
-    "int8": lambda batch: _quantised(batch, torch.int8),
-    "float8 window": lambda batch: _windowed(_quantised(batch, torch.float8_e4m3fn)),
+    "int8": lambda case: _quantised(case, torch.int8),
+    "float8 window": lambda case: _windowed(_quantised(case, torch.float8_e4m3fn)),
     "soft cap, slopes, sinks": _scored,
 }
 
 
-def _check_prefill(batch: _Batch, device: torch.device, num_splits: int | None = None) -> str:
+def _check_prefill(case: _Case, device: torch.device, num_splits: int | None = None) -> str:
     from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 
-    arguments, lse = batch.on(device), torch.full(batch.query.shape[:2], math.nan, device=device)
-    return _compare(batch, prefix_prefill(*arguments, **batch.options_on(device), lse=lse, num_splits=num_splits), lse)
+    lse = torch.full(case.query.shape[:2], math.nan, device=device)
+    return _compare(case, prefix_prefill(*case.on(device), lse, num_splits=num_splits), lse)
 
 
-def _check_decode(batch: _Batch, num_splits: int | None, device: torch.device) -> str:
+def _check_decode(case: _Case, num_splits: int | None, device: torch.device) -> str:
     from kvtier_kernels.attention.paged_decode import paged_decode
 
-    query, kv_layer, tables, _, lens = batch.on(device)
-    lse = torch.full(batch.query.shape[:2], math.nan, device=device)
-    out = paged_decode(query, kv_layer, tables, lens, **batch.options_on(device), num_splits=num_splits, lse=lse)
-    return _compare(batch, out, lse)
+    lse = torch.full(case.query.shape[:2], math.nan, device=device)
+    return _compare(case, paged_decode(*case.on(device), lse, num_splits=num_splits), lse)
 
 
-def _sharing(batch: _Batch) -> _Batch:
+def _sharing(case: _Case) -> _Case:
     """The first sequence and the third begin alike, and the fourth and the fifth, as far as their full blocks go."""
-    tables, tokens_per_block = batch.block_tables.clone(), batch.kv_layer.size(2)
+    tables, lens, tokens_per_block = case.batch.block_tables.clone(), case.batch.seq_lens, case.kv_layer.size(2)
     for seq, other in ((0, 2), (3, 4)):
-        num_full = int(batch.seq_lens[[seq, other]].min()) // tokens_per_block
+        num_full = int(lens[[seq, other]].min()) // tokens_per_block
         tables[other, :num_full] = tables[seq, :num_full]
-    return replace(batch, block_tables=tables)
+    prefixes = SharedPrefixes.of(tables, lens, tokens_per_block)
+    return replace(case, batch=replace(case.batch, block_tables=tables, prefixes=prefixes))
 
 
-def _check_shared(batch: _Batch, device: torch.device) -> str:
+def _check_shared(case: _Case, device: torch.device) -> str:
     from kvtier_kernels.attention.shared_prefix_decode import shared_prefix_decode
 
-    query, kv_layer, tables, _, lens = batch.on(device)
-    prefixes = SharedPrefixes.of(batch.block_tables, batch.seq_lens, kv_layer.size(2)).to(device)
-    lse = torch.full(batch.query.shape[:2], math.nan, device=device)
-    out = shared_prefix_decode(query, kv_layer, tables, lens, prefixes, scale=batch.scale, lse=lse)
-    return _compare(batch, out, lse)
+    lse = torch.full(case.query.shape[:2], math.nan, device=device)
+    return _compare(case, shared_prefix_decode(*case.on(device), lse), lse)
 
 
 def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
@@ -218,21 +211,12 @@ def _check_merge(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.
     )
 
 
-def _compare(batch: _Batch, out: Tensor, lse: Tensor) -> str:
-    tensors = batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens
-    expected_lse = torch.full(batch.query.shape[:2], math.nan)
-    expected = paged_attention_reference(
-        *tensors,
-        scale=batch.scale,
-        kv_scales=batch.kv_scales,
-        window=batch.window,
-        scoring=batch.scoring,
-        lse=expected_lse,
-    )
-    bounded = batch.query, batch.kv_layer, batch.seq_lens
-    options: dict[str, Any] = {"scale": batch.scale, "kv_scales": batch.kv_scales, "scoring": batch.scoring}
-    return _within("output", out, expected, attention_bound(*bounded, **options)) or _within(
-        "log-sum-exp", lse, expected_lse, lse_bound(*bounded, **options)
+def _compare(case: _Case, out: Tensor, lse: Tensor) -> str:
+    arguments = case.query, case.kv_layer, case.batch, case.kv_scales
+    expected_lse = torch.full(case.query.shape[:2], math.nan)
+    expected = paged_attention_reference(*arguments, expected_lse)
+    return _within("output", out, expected, attention_bound(*arguments)) or _within(
+        "log-sum-exp", lse, expected_lse, lse_bound(*arguments)
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtier_engine.model.decode_inputs import DecodeInputs
 from kvtier_engine.model.llama import Batch, Chunk, LlamaModel
 from kvtier_engine.model.paged_kv import PagedKV
-from kvtier_kernels import decode_attention, find_shared_prefixes
+from kvtier_kernels import AttentionBatch, decode_attention, find_shared_prefixes
 
 
 class Graph(Protocol):
@@ -96,9 +96,7 @@ class GraphedModel:
         inputs = self._inputs
         attend = decode_attention(
             (inputs.block_ids[:size], inputs.offsets[:size]),
-            inputs.block_tables[:size],
-            inputs.seq_lens[:size],
-            scale=self._model.scale,
+            AttentionBatch(inputs.block_tables[:size], None, inputs.seq_lens[:size], scale=self._model.scale),
         )
         return self._model.compute(Batch(inputs.token_ids[:size], inputs.positions[:size], attend, None), self._kv)
 

@@ -14,7 +14,7 @@ from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.model.rope import RopeTable, rotate
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
-from kvtier_kernels import LayerAttention, find_shared_prefixes, step_attention
+from kvtier_kernels import AttentionBatch, LayerAttention, find_shared_prefixes, step_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +128,21 @@ class LlamaModel:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         query_starts = there(np.array(starts))
+        prefixes = find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None
         return Batch(
             token_ids=there(token_ids),
             positions=there(positions),
             attend=step_attention(
                 (there(block_ids), there(positions % tokens_per_block)),
-                there(tables),
-                query_starts,
-                there(seq_lens.numpy()),
-                scale=self.scale,
-                max_seq_len=int(seq_lens.max()),
-                num_keys=int(seq_lens.sum()),
-                prefixes=find_shared_prefixes(tables_here, seq_lens, kv.layer(0), self.num_heads) if decodes else None,
+                AttentionBatch(
+                    there(tables),
+                    query_starts,
+                    there(seq_lens.numpy()),
+                    scale=self.scale,
+                    max_seq_len=int(seq_lens.max()),
+                    num_keys=int(seq_lens.sum()),
+                    prefixes=prefixes,
+                ),
             ),
             last_rows=None if decodes else query_starts[1:] - 1,
         )

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from kvtier_bench.gpu.resources import launch_costs
 from kvtier_bench.gpu.resources.compiling import kernel_modules
-from kvtier_kernels import SharedPrefixes
+from kvtier_kernels import AttentionBatch, SharedPrefixes
 from kvtier_kernels.attention.layer_attention import step_with_triton
 from kvtier_kernels.attention.paged_attention import attend_with_triton
 from kvtier_kernels.writes.slot_write import write_slots
@@ -42,16 +42,14 @@ def test_later_layers_launch_what_every_call_by_itself_would(num_seqs: int, new:
     tables, lens = torch.zeros((num_seqs, 60), dtype=torch.int64), torch.full((num_seqs,), 900)
     starts = torch.arange(0, num_seqs * new + 1, new)
     prefixes = SharedPrefixes.of(tables, lens, 16) if shared else None
+    batch = AttentionBatch(
+        tables, starts, lens, scale=0.1, max_seq_len=900, num_keys=900 * num_seqs, prefixes=prefixes
+    )  # fmt: skip
     with recorded(kernel_modules(), (9, 0)) as launches:
         write_slots(kv_layer, key, value, *places)
-        attend_with_triton(
-            query, kv_layer, tables, starts, lens, scale=0.1, max_seq_len=900, num_keys=900 * num_seqs,
-            prefixes=prefixes,
-        )  # fmt: skip
+        attend_with_triton(query, kv_layer, batch)
         num_expected = len(launches)
-        step = step_with_triton(
-            places, tables, starts, lens, scale=0.1, max_seq_len=900, num_keys=900 * num_seqs, prefixes=prefixes
-        )
+        step = step_with_triton(places, batch)
         for _ in range(3):
             step(kv_layer, query, key, value)
     expected, *layers = [

@@ -60,7 +60,7 @@ DECODES = {
 
 def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
     expected_lse = torch.full_like(lse, math.nan)
-    expected = paged_attention_reference(*inputs.args(), scale=scale, lse=expected_lse, **inputs.options())
+    expected = paged_attention_reference(*inputs.args(scale), expected_lse)
     assert out.dtype == inputs.query.dtype
     assert out.is_contiguous()
     # Written so that NaN fails.
@@ -69,18 +69,16 @@ def check(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, scale: float) ->
     assert (lse - expected_lse).masked_fill(both_empty, 0.0).abs().max().item() <= lse_error_bound(inputs, scale)
 
 
-def prefill(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill(
+    inputs: Inputs, scale: float, *, max_seq_len: int | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
-    return prefix_prefill(*inputs.args(), scale=scale, lse=lse, **inputs.options(), **options), lse
+    return prefix_prefill(*inputs.args(scale, max_seq_len=max_seq_len), lse, **options), lse
 
 
 def decode(inputs: Inputs, scale: float, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
-    query, kv_layer, block_tables, _, seq_lens = inputs.args()
-    attended = paged_decode(
-        query, kv_layer, block_tables, seq_lens, scale=scale, lse=lse, **inputs.options(), **options
-    )
-    return attended, lse
+    return paged_decode(*inputs.args(scale), lse, **options), lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=DTYPE_IDS[:2])
@@ -266,7 +264,7 @@ def test_any_batch_agrees_with_the_reference(
 def test_the_bound_notices_a_key_too_many() -> None:
     inputs = make_inputs(CASES["prefill over a cached prefix"], torch.float32)
     out, _ = prefill(inputs, 0.125)
-    shorter = paged_attention_reference(*inputs.swapped(seq_lens=inputs.seq_lens - 1), scale=0.125)
+    shorter = paged_attention_reference(*dataclasses.replace(inputs, seq_lens=inputs.seq_lens - 1).args(0.125))
     assert (out - shorter).abs().max().item() > 20 * kernel_error_bound(inputs, 0.125)
 
 
@@ -286,7 +284,7 @@ def test_a_query_that_sees_no_key_gets_zeros() -> None:
     out, lse = prefill(inputs, 0.125)
     assert torch.equal(out[:2], torch.zeros_like(out[:2]))
     assert (lse[:2] == -math.inf).all()
-    expected = paged_attention_reference(*inputs.args(), scale=0.125)
+    expected = paged_attention_reference(*inputs.args(0.125))
     assert torch.equal(expected[:2], out[:2])
     assert (out - expected).abs().max().item() <= kernel_error_bound(inputs, 0.125)
 
@@ -310,15 +308,16 @@ def test_lengths_beyond_the_block_table_are_cut() -> None:
 def test_mixed_and_single_query_batches_take_their_kernels(index_dtype: torch.dtype) -> None:
     for case in (CASES["decode and prefill together"], DECODES["around a block"]):
         inputs = make_inputs(case, torch.float32)
-        inputs = Inputs(*inputs.args()[:2], *(index.to(index_dtype) for index in inputs.args()[2:]))
-        out = attend_with_triton(*inputs.args(), scale=0.125)
-        expected = paged_attention_reference(*inputs.args(), scale=0.125)
+        index = inputs.block_tables, inputs.query_starts, inputs.seq_lens
+        inputs = Inputs(inputs.query, inputs.kv_layer, *(tensor.to(index_dtype) for tensor in index))
+        out = attend_with_triton(*inputs.args(0.125))
+        expected = paged_attention_reference(*inputs.args(0.125))
         assert (out - expected).abs().max().item() <= kernel_error_bound(inputs, 0.125)
 
 
 def test_nothing_to_do_is_done() -> None:
     inputs = make_inputs(Case((2,), (9,)), torch.float32)
-    no_query, no_seq = inputs.query[:0], inputs.seq_lens[:0]
-    none = prefix_prefill(no_query, inputs.kv_layer, inputs.block_tables[:0], inputs.query_starts[:1], no_seq, scale=1)
-    assert none.shape == no_query.shape
-    assert paged_decode(no_query, inputs.kv_layer, inputs.block_tables[:0], no_seq, scale=1).shape == no_query.shape
+    tables, starts, lens = inputs.block_tables[:0], inputs.query_starts[:1], inputs.seq_lens[:0]
+    none = Inputs(inputs.query[:0], inputs.kv_layer, tables, starts, lens)
+    for launcher in (prefix_prefill, paged_decode):
+        assert launcher(*none.args(1.0)).shape == none.query.shape

@@ -34,10 +34,9 @@ def test_fresh_memory_is_nan() -> None:
 def test_hints_decide_on_time_alone(max_seq_len: int | None, num_keys: int | None) -> None:
     """What no run has written is not looked at."""
     inputs = make_inputs(CASE, torch.bfloat16)
-    query, kv_layer, tables, _, lens = inputs.args()
-    lse, expected_lse = (torch.full(query.shape[:2], math.nan) for _ in range(2))
-    out = paged_decode(query, kv_layer, tables, lens, scale=0.2, max_seq_len=max_seq_len, num_keys=num_keys, lse=lse)
-    expected = paged_attention_reference(*inputs.args(), scale=0.2, lse=expected_lse)
+    lse, expected_lse = (torch.full(inputs.query.shape[:2], math.nan) for _ in range(2))
+    out = paged_decode(*inputs.args(0.2, max_seq_len=max_seq_len, num_keys=num_keys), lse)
+    expected = paged_attention_reference(*inputs.args(0.2), expected_lse)
     assert (out.float() - expected).abs().max().item() <= kernel_error_bound(inputs, 0.2)
     assert (lse - expected_lse).abs().max().item() <= lse_error_bound(inputs, 0.2)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.layer_attention import LayerAttention, step_with_triton
 from kvtier_kernels.reference import kv_write_reference, paged_attention_reference
 
@@ -23,8 +24,8 @@ def layer_tensors(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, T
     return kv_layer, rows[:, :HEADS], rows[:, HEADS : HEADS + KV_HEADS], rows[:, HEADS + KV_HEADS :]
 
 
-def step_of(num_queries: list[int]) -> tuple[LayerAttention, tuple[Tensor, Tensor], Tensor]:
-    """A step with so many new tokens of each sequence; the places of these; and query_starts."""
+def step_of(num_queries: list[int]) -> tuple[LayerAttention, tuple[Tensor, Tensor], AttentionBatch]:
+    """A step with so many new tokens of each sequence; the places of these; and the batch."""
     positions = [
         (seq, key)
         for seq, count in enumerate(num_queries)
@@ -32,18 +33,18 @@ def step_of(num_queries: list[int]) -> tuple[LayerAttention, tuple[Tensor, Tenso
     ]
     block_ids = torch.tensor([int(TABLES[seq, key // TOKENS_PER_BLOCK]) for seq, key in positions])
     places = block_ids, torch.tensor([key % TOKENS_PER_BLOCK for _, key in positions])
-    starts = torch.tensor([0, *num_queries]).cumsum(0)
-    return step_with_triton(places, TABLES, starts, SEQ_LENS, scale=0.3), places, starts
+    batch = AttentionBatch(TABLES, torch.tensor([0, *num_queries]).cumsum(0), SEQ_LENS, scale=0.3)
+    return step_with_triton(places, batch), places, batch
 
 
 @pytest.mark.parametrize("num_queries", [[1, 1, 1], [2, 1, 4]], ids=["decode", "prefill"])
 def test_every_layer_gets_its_own_attention(num_queries: list[int]) -> None:
-    attend, places, starts = step_of(num_queries)
+    attend, places, batch = step_of(num_queries)
     for seed in range(3):
         kv_layer, query, key, value = layer_tensors(seed, sum(num_queries))
         expected_kv = kv_layer.clone()
         kv_write_reference(expected_kv, key, value, *places)
-        expected = paged_attention_reference(query, expected_kv, TABLES, starts, SEQ_LENS, scale=0.3)
+        expected = paged_attention_reference(query, expected_kv, batch)
         assert (attend(kv_layer, query, key, value) - expected).abs().max().item() < 1e-5
         assert torch.equal(kv_layer, expected_kv)
 

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def far_apart(inputs: Inputs) -> Inputs:
     memory = sparse((num_blocks - 1) * FAR_ELEMENTS * 2 + 2 * tokens * row * 2).view(torch.bfloat16)
     layer = memory.as_strided(inputs.kv_layer.shape, (FAR_ELEMENTS, tokens * row, row, head_dim, 1))
     layer.copy_(inputs.kv_layer)
-    return Inputs(inputs.query, layer, *inputs.args()[2:])
+    return replace(inputs, kv_layer=layer)
 
 
 def test_blocks_may_lie_beyond_32_bits() -> None:
@@ -177,14 +178,13 @@ def test_blocks_may_lie_beyond_32_bits() -> None:
         near = make_inputs(case, torch.bfloat16)
         far = far_apart(near)
         assert int(near.block_tables.max()) * FAR_ELEMENTS > 2**32
-        out = prefix_prefill(*far.args(), scale=0.125)
-        assert torch.equal(out, prefix_prefill(*near.args(), scale=0.125))
-        expected = paged_attention_reference(*near.args(), scale=0.125)
+        out = prefix_prefill(*far.args(0.125))
+        assert torch.equal(out, prefix_prefill(*near.args(0.125)))
+        expected = paged_attention_reference(*near.args(0.125))
         assert (out.float() - expected).abs().max().item() <= kernel_error_bound(near, 0.125)
-    query, layer, tables, _, seq_lens = far.args()
-    expected = paged_decode(query, near.kv_layer, tables, seq_lens, scale=0.125)
-    assert torch.equal(paged_decode(query, layer, tables, seq_lens, scale=0.125), expected)
+    assert torch.equal(paged_decode(*far.args(0.125)), paged_decode(*near.args(0.125)))
 
+    layer = far.kv_layer
     last = torch.tensor([layer.size(0) - 1])
     rows = random_bits((1, *layer.shape[3:]), torch.bfloat16)
     write_slots(layer, rows, rows, last, torch.tensor([11]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_rig import CASES, make_inputs, quantised
-from kvtier_kernels import paged_attention
+from kvtier_kernels import AttentionBatch, paged_attention
 from kvtier_kernels.attention.paged_decode import paged_decode
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.copies.block_copy import block_copy
@@ -45,27 +46,28 @@ def test_prefill() -> None:
         "seq_lens .* int32 or int64": {"seq_lens": good.seq_lens.to(torch.int16)},
     }
     for words, changed in refused.items():
-        refuses(words, prefix_prefill, *good.swapped(**changed), scale=0.125)
+        refuses(words, prefix_prefill, *replace(good, **changed).args(0.125))
     shape = good.query.shape[:2]
     for lse in (torch.empty(shape[::-1]), torch.empty(shape, dtype=torch.float64), torch.empty(shape[::-1]).t()):
-        refuses("lse .* needs contiguous float32", prefix_prefill, *good.args(), scale=0.125, lse=lse)
-    refuses("lse is on meta", prefix_prefill, *good.args(), scale=0.125, lse=torch.empty(shape, device="meta"))
-    refuses("tile.rows is 2: ", prefix_prefill, *good.args(), scale=0.125, tile=Tile(2, 16, 4, 1))
-    refuses("tile.keys is 24: ", prefix_prefill, *good.args(), scale=0.125, tile=Tile(16, 24, 4, 1))
+        refuses("lse .* needs contiguous float32", prefix_prefill, *good.args(0.125), lse=lse)
+    refuses("lse is on meta", prefix_prefill, *good.args(0.125), lse=torch.empty(shape, device="meta"))
+    refuses("tile.rows is 2: ", prefix_prefill, *good.args(0.125), tile=Tile(2, 16, 4, 1))
+    refuses("tile.keys is 24: ", prefix_prefill, *good.args(0.125), tile=Tile(16, 24, 4, 1))
     huge = Tile(1024, 128, 4, 1)
-    refuses("tile of them may need .* bytes of shared memory", prefix_prefill, *good.args(), scale=0.125, tile=huge)
+    refuses("tile of them may need .* bytes of shared memory", prefix_prefill, *good.args(0.125), tile=huge)
     for scale in (0.0, -1.0, math.inf, math.nan):
-        refuses("scale is", prefix_prefill, *good.args(), scale=scale)
+        refuses("scale is", prefix_prefill, *good.args(scale))
     for window in (-1, 0, 2**30 + 1):
-        refuses(f"window is {window}", prefix_prefill, *good.args(), scale=0.125, window=window)
-    refuses("max_seq_len is -1", prefix_prefill, *good.args(), scale=0.125, max_seq_len=-1)
-    no_seqs = good.swapped(
-        block_tables=good.block_tables[:0], query_starts=good.query_starts[:1], seq_lens=good.seq_lens[:0]
+        refuses(f"window is {window}", prefix_prefill, *good.args(0.125, window=window))
+    query, kv_layer, batch, _ = good.args(0.125)
+    refuses("query_starts is None: .* paged_decode", prefix_prefill, query, kv_layer, replace(batch, query_starts=None))
+    no_seqs = replace(
+        good, block_tables=good.block_tables[:0], query_starts=good.query_starts[:1], seq_lens=good.seq_lens[:0]
     )
-    refuses("75 queries for 0 sequences", prefix_prefill, *no_seqs, scale=0.125)
-    refuses("3 queries for 4 sequences", prefix_prefill, *good.swapped(query=good.query[:3]), scale=0.125)
+    refuses("75 queries for 0 sequences", prefix_prefill, *no_seqs.args(0.125))
+    refuses("3 queries for 4 sequences", prefix_prefill, *replace(good, query=good.query[:3]).args(0.125))
     for num_splits in (0, 1025):
-        refuses("num_splits is", prefix_prefill, *good.args(), scale=0.125, num_splits=num_splits)
+        refuses("num_splits is", prefix_prefill, *good.args(0.125), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1000])
@@ -74,14 +76,14 @@ def test_block_ids_that_do_not_exist(wrong: int) -> None:
     good = make_inputs(CASES["decode and prefill together"], torch.float32)
     tables = good.block_tables.clone()
     tables[2, 3] = wrong
-    out_of_window = {"window": 256 - 64}
+    wrong_block = replace(good, block_tables=tables)
+    out_of_window = replace(wrong_block, window=256 - 64).args(0.125)
     words = rf"block_tables\[2, 3\] is {wrong}: there are {good.kv_layer.size(0)} blocks"
-    refuses(words, prefix_prefill, *good.swapped(block_tables=tables), scale=0.125)
-    refuses(words, prefix_prefill, *good.swapped(block_tables=tables), scale=0.125, window=256 - 63)
-    prefix_prefill(*good.swapped(block_tables=tables), scale=0.125, **out_of_window)
-    ones, (_, kv_layer, _, _, lens) = good.query[:4], good.args()
-    refuses(words, paged_decode, ones, kv_layer, tables, lens, scale=0.125)
-    paged_decode(ones, kv_layer, tables, lens, scale=0.125, **out_of_window)
+    refuses(words, prefix_prefill, *wrong_block.args(0.125))
+    refuses(words, prefix_prefill, *replace(wrong_block, window=256 - 63).args(0.125))
+    prefix_prefill(*out_of_window)
+    refuses(words, paged_decode, good.query[:4], *wrong_block.args(0.125)[1:])
+    paged_decode(good.query[:4], *out_of_window[1:])
 
 
 def test_scales_of_quantised_kv() -> None:
@@ -97,17 +99,11 @@ def test_scales_of_quantised_kv() -> None:
         "blocks overlap": per_key[:1].expand(per_key.shape),
     }
     for words, kv_scales in refused.items():
-        refuses(words, prefix_prefill, *good.args(), scale=0.125, kv_scales=kv_scales)
-        refuses(words, paged_attention, *good.args(), scale=0.125, kv_scales=kv_scales)
-    refuses(
-        "query .* needs float32, bf",
-        prefix_prefill,
-        *good.swapped(query=good.query.double()),
-        **good.options(),
-        scale=1,
-    )
+        for launcher in (prefix_prefill, paged_attention):
+            refuses(words, launcher, *replace(good, kv_scales=kv_scales).args(0.125))
+    refuses("query .* needs float32, bf", prefix_prefill, *replace(good, query=good.query.double()).args(1.0))
     plain = make_inputs(CASES["decode"], torch.float32)
-    refuses("float32 has none", prefix_prefill, *plain.args(), scale=1.0, kv_scales=per_key)
+    refuses("float32 has none", prefix_prefill, *replace(plain, kv_scales=per_key).args(1.0))
 
 
 def test_scoring() -> None:
@@ -121,41 +117,45 @@ def test_scoring() -> None:
         "sinks is on meta, query on cpu": Scoring(sinks=torch.ones(9, device="meta")),
     }
     for words, scoring in refused.items():
-        refuses(words, prefix_prefill, *good.args(), scale=0.125, scoring=scoring)
-        refuses(words, paged_attention, *good.args(), scale=0.125, scoring=scoring)
+        for launcher in (prefix_prefill, paged_attention):
+            refuses(words, launcher, *good.args(0.125, scoring=scoring))
 
 
 def test_decode() -> None:
     good = make_inputs(CASES["decode"], torch.float32)
-    query, kv_layer, tables, _, lens = good.args()
-    refuses("block_tables .* needs shape", paged_decode, query, kv_layer, tables[0], lens, scale=1.0)
-    refuses("1 queries for 0 sequences", paged_decode, query, kv_layer, tables[:0], lens[:0], scale=1.0)
-    refuses("seq_lens .* needs shape", paged_decode, query, kv_layer, tables, lens[:0], scale=1.0)
-    refuses("kv_layer is on meta", paged_decode, query, kv_layer.to("meta"), tables, lens, scale=1.0)
+    tables, lens = good.block_tables, good.seq_lens
+    refused: dict[str, dict[str, Tensor]] = {
+        "block_tables .* needs shape": {"block_tables": tables[0]},
+        "1 queries for 0 sequences": {
+            "block_tables": tables[:0], "query_starts": good.query_starts[:1], "seq_lens": lens[:0]
+        },
+        "seq_lens .* needs shape": {"seq_lens": lens[:0]},
+        "query_starts .* needs shape": {"query_starts": good.query_starts[1:]},
+        "kv_layer is on meta": {"kv_layer": good.kv_layer.to("meta")},
+    }  # fmt: skip
+    for words, changed in refused.items():
+        refuses(words, paged_decode, *replace(good, **changed).args(1.0))
     for num_splits in (0, 1025):
-        refuses("num_splits is", paged_decode, query, kv_layer, tables, lens, scale=1.0, num_splits=num_splits)
+        refuses("num_splits is", paged_decode, *good.args(1.0), num_splits=num_splits)
 
 
-def test_hints_that_cannot_be() -> None:
+@pytest.mark.parametrize("launcher", [prefix_prefill, paged_decode, paged_attention])
+@pytest.mark.parametrize("hint", ["max_seq_len", "num_keys"])
+def test_hints_that_cannot_be(hint: str, launcher: Callable[..., Tensor]) -> None:
     good = make_inputs(CASES["decode"], torch.float32)
-    query, kv_layer, tables, _, lens = good.args()
-    for hint in ("max_seq_len", "num_keys"):
-        refuses(f"{hint} is -1", paged_decode, query, kv_layer, tables, lens, scale=1.0, **{hint: -1})
-        refuses(f"{hint} is -1", paged_attention, *good.args(), scale=1.0, **{hint: -1})
+    refuses(f"{hint} is -1", launcher, *good.args(1.0, **{hint: -1}))
 
 
 def test_what_no_tile_can_hold() -> None:
     tables, lens = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    batch = AttentionBatch(tables, None, lens, scale=1.0)
     wide = torch.zeros(1, 2, 4, 1, 264)
-    refuses("head_dim is 264: at most 256", paged_decode, torch.zeros(1, 1, 264), wide, tables, lens, scale=1.0)
+    refuses("head_dim is 264: at most 256", paged_decode, torch.zeros(1, 1, 264), wide, batch)
     narrow = torch.zeros(1, 2, 4, 1, 16)
     large = sparse(2**31).view(1, 2, 2**26, 1, 16).view(torch.int8)
     scales = sparse(2**29).view(torch.float32).view(1, 2, 2**26, 1)
-    narrow_query = torch.zeros(1, 1, 16)
-    refuses(
-        "blocks of 2,147,483,648 elements", paged_decode, narrow_query, large, tables, lens, scale=1.0, kv_scales=scales
-    )
-    refuses("257 query heads for 1", paged_decode, torch.zeros(1, 257, 16), narrow, tables, lens, scale=1.0)
+    refuses("blocks of 2,147,483,648 elements", paged_decode, torch.zeros(1, 1, 16), large, batch, scales)
+    refuses("257 query heads for 1", paged_decode, torch.zeros(1, 257, 16), narrow, batch)
 
 
 def test_kv_write() -> None:

@@ -1,12 +1,13 @@
 """`python -m kvtier_kernels.selfcheck`, where the GPU is the interpreter."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvtier_kernels import paged_attention_reference
+from kvtier_kernels import AttentionBatch, paged_attention_reference
 from kvtier_kernels.attention import merge_states, paged_decode, prefix_prefill, shared_prefix_decode
 from kvtier_kernels.copies import block_checksum, block_copy, part_copy, quantised_copy
 from kvtier_kernels.selfcheck import command as selfcheck
@@ -47,22 +48,16 @@ def test_a_kernel_that_raises_stops_no_other_check(monkeypatch: pytest.MonkeyPat
     assert found == [("first", "RuntimeError: out of resource: shared memory"), ("second", "")]
 
 
-def _wrong_prefill(
-    *arguments: Tensor, scale: float, num_splits: int | None = None, lse: Tensor, **options: Any
+def _wrong(
+    query: Tensor, kv_layer: Tensor, batch: AttentionBatch, kv_scales: Tensor | None, lse: Tensor, **_options: Any
 ) -> Tensor:
-    return paged_attention_reference(*arguments, scale=1.1 * scale, lse=lse, **options)
-
-
-def _wrong_decode(
-    query: Tensor, kv_layer: Tensor, tables: Tensor, lens: Tensor, *_shared: Any, **options: Any
-) -> Tensor:
-    return _wrong_prefill(query, kv_layer, tables, torch.arange(lens.numel() + 1), lens, **options)
+    return paged_attention_reference(query, kv_layer, replace(batch, scale=1.1 * batch.scale), kv_scales, lse)
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_prefill, "prefix_prefill", _wrong_prefill)
-    monkeypatch.setattr(paged_decode, "paged_decode", _wrong_decode)
-    monkeypatch.setattr(shared_prefix_decode, "shared_prefix_decode", _wrong_decode)
+    monkeypatch.setattr(prefix_prefill, "prefix_prefill", _wrong)
+    monkeypatch.setattr(paged_decode, "paged_decode", _wrong)
+    monkeypatch.setattr(shared_prefix_decode, "shared_prefix_decode", _wrong)
     monkeypatch.setattr(merge_states, "merge_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)

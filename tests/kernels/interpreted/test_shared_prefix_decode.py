@@ -62,17 +62,16 @@ def prefixes_of(inputs: Inputs) -> SharedPrefixes:
     return SharedPrefixes.of(inputs.block_tables, inputs.seq_lens, inputs.kv_layer.size(2))
 
 
-def attend(inputs: Inputs, scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    inputs: Inputs, scale: float, *, prefixes: SharedPrefixes | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     lse = torch.full(inputs.query.shape[:2], math.nan)
-    query, kv_layer, block_tables, _, seq_lens = inputs.args()
-    prefixes = options.pop("prefixes", None) or prefixes_of(inputs)
-    out = shared_prefix_decode(query, kv_layer, block_tables, seq_lens, prefixes, scale=scale, lse=lse, **options)
-    return out, lse
+    return shared_prefix_decode(*inputs.args(scale, prefixes=prefixes or prefixes_of(inputs)), lse, **options), lse
 
 
 def check(inputs: Inputs, out: Tensor, lse: Tensor, scale: float) -> None:
     expected_lse = torch.full_like(lse, math.nan)
-    expected = paged_attention_reference(*inputs.args(), **inputs.options(), scale=scale, lse=expected_lse)
+    expected = paged_attention_reference(*inputs.args(scale), expected_lse)
     assert out.dtype == inputs.query.dtype
     assert (out.float() - expected).abs().max().item() <= kernel_error_bound(inputs, scale)
     assert (lse - expected_lse).abs().max().item() <= lse_error_bound(inputs, scale)
@@ -126,13 +125,13 @@ def test_physical_blocks_and_stale_bytes_do_not_change_a_bit() -> None:
 @pytest.mark.parametrize(("dtype", "per_key"), [(torch.int8, True), (torch.float8_e4m3fn, False)], ids=["int8", "fp8"])
 def test_quantised_keys_agree_with_the_reference(dtype: torch.dtype, per_key: bool) -> None:
     inputs = quantised(make_shared(CASES["two groups and one alone"], torch.bfloat16), dtype, per_key=per_key)
-    check(inputs, *attend(inputs, 0.125, kv_scales=inputs.kv_scales, num_splits=(2, 1)), 0.125)
+    check(inputs, *attend(inputs, 0.125, num_splits=(2, 1)), 0.125)
 
 
 @pytest.mark.parametrize("rules", [("soft_cap",), ("sinks",), ("soft_cap", "sinks")], ids="-".join)
 def test_scoring(rules: tuple[str, ...]) -> None:
     inputs = scored(make_shared(CASES["two groups and one alone"], torch.float32), *rules)
-    check(inputs, *attend(inputs, 0.3, scoring=inputs.scoring, num_splits=(2, 3)), 0.3)
+    check(inputs, *attend(inputs, 0.3, num_splits=(2, 3)), 0.3)
 
 
 def test_any_tile_gives_the_same() -> None:
@@ -146,45 +145,45 @@ def test_the_bound_notices_a_key_too_few() -> None:
     prefixes = prefixes_of(inputs)
     prefixes.own_starts[1] += 1
     out, _ = attend(inputs, 0.125, prefixes=prefixes)
-    expected = paged_attention_reference(*inputs.args(), scale=0.125)
+    expected = paged_attention_reference(*inputs.args(0.125))
     difference = (out - expected).abs().amax(dim=(1, 2))
     assert difference[1].item() > 20 * kernel_error_bound(inputs, 0.125) > 20 * difference[[0, 2]].max().item()
 
 
 def test_nothing_to_do_is_done() -> None:
     inputs = make_inputs(decodes(9), torch.float32)
-    none = SharedPrefixes.of(inputs.block_tables[:0], inputs.seq_lens[:0], 16)
-    out = shared_prefix_decode(
-        inputs.query[:0], inputs.kv_layer, inputs.block_tables[:0], inputs.seq_lens[:0], none, scale=1.0
-    )
-    assert out.shape == (0, 9, 64)
+    tables, starts, lens = inputs.block_tables[:0], inputs.query_starts[:1], inputs.seq_lens[:0]
+    none = Inputs(inputs.query[:0], inputs.kv_layer, tables, starts, lens)
+    assert attend(none, 1.0)[0].shape == (0, 9, 64)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     inputs = make_shared(CASES["all of them"], torch.float32)
-    query, kv_layer, tables, _, lens = inputs.args()
-    prefixes = prefixes_of(inputs)
+    tables, lens, prefixes = inputs.block_tables, inputs.seq_lens, prefixes_of(inputs)
     missing = tables.clone()
-    missing[1, 1] = kv_layer.size(0)
+    missing[1, 1] = inputs.kv_layer.size(0)
     fewer = SharedPrefixes.of(tables[:2], lens[:2], 16)
     away = dataclasses.replace(prefixes, index=prefixes.index.to("meta"))
-    wide = torch.zeros(3, 2, 4, 1, 264)
+    wide = {"query": torch.zeros(3, 1, 264), "kv_layer": torch.zeros(3, 2, 4, 1, 264)}
     sloping = {"scoring": scored(inputs, "alibi_slopes").scoring}
-    refused: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        ("alibi_slopes given: .*; use paged_decode", (query, kv_layer, tables, lens, prefixes), sloping),
-        ("3 queries, 3 sequences, prefixes of 2: ", (query, kv_layer, tables, lens, fewer), {}),
-        ("2 queries, 3 sequences, prefixes of 3: ", (query[:2], kv_layer, tables, lens, prefixes), {}),
-        ("prefixes are on meta, query on cpu", (query, kv_layer, tables, lens, away), {}),
-        (r"block_tables\[1, 1\] is \d+: there are", (query, kv_layer, missing, lens, prefixes), {}),
-        ("kv_layer is on meta", (query, kv_layer.to("meta"), tables, lens, prefixes), {}),
-        ("block_tables .* needs shape", (query, kv_layer, tables[0], lens, prefixes), {}),
-        ("query .* needs kv_layer's", (query.half(), kv_layer, tables, lens, prefixes), {}),
-        ("lse .* needs contiguous float32", (query, kv_layer, tables, lens, prefixes), {"lse": torch.empty(3)}),
-        ("num_splits is", (query, kv_layer, tables, lens, prefixes), {"num_splits": (0, 1)}),
-        ("num_splits is", (query, kv_layer, tables, lens, prefixes), {"num_splits": (1, 1025)}),
-        ("tile.rows is 2: ", (query, kv_layer, tables, lens, prefixes), {"tile": Tile(2, 16, 4, 1)}),
-        ("head_dim is 264: at most 256", (torch.zeros(3, 1, 264), wide, tables, lens, prefixes), {}),
+    refused: list[tuple[str, dict[str, Any], SharedPrefixes | None, dict[str, Any]]] = [
+        ("prefixes is None: .*; use paged_decode", {}, None, {}),
+        ("window given: .*; use paged_decode", {"window": 9}, prefixes, {}),
+        ("alibi_slopes given: .*; use paged_decode", sloping, prefixes, {}),
+        ("3 queries, 3 sequences, prefixes of 2: ", {}, fewer, {}),
+        ("2 queries, 3 sequences, prefixes of 3: ", {"query": inputs.query[:2]}, prefixes, {}),
+        ("prefixes are on meta, query on cpu", {}, away, {}),
+        (r"block_tables\[1, 1\] is \d+: there are", {"block_tables": missing}, prefixes, {}),
+        ("kv_layer is on meta", {"kv_layer": inputs.kv_layer.to("meta")}, prefixes, {}),
+        ("block_tables .* needs shape", {"block_tables": tables[0]}, prefixes, {}),
+        ("query .* needs kv_layer's", {"query": inputs.query.half()}, prefixes, {}),
+        ("lse .* needs contiguous float32", {}, prefixes, {"lse": torch.empty(3)}),
+        ("num_splits is", {}, prefixes, {"num_splits": (0, 1)}),
+        ("num_splits is", {}, prefixes, {"num_splits": (1, 1025)}),
+        ("tile.rows is 2: ", {}, prefixes, {"tile": Tile(2, 16, 4, 1)}),
+        ("head_dim is 264: at most 256", wide, prefixes, {}),
     ]
-    for words, args, options in refused:
+    for words, changed, shared, options in refused:
+        arguments = dataclasses.replace(inputs, **changed).args(0.125, prefixes=shared)
         with pytest.raises(ValueError, match=words):
-            shared_prefix_decode(*args, scale=0.125, **options)
+            shared_prefix_decode(*arguments, **options)

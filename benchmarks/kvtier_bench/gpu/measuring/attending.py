@@ -16,9 +16,8 @@ def prefilling(setting: Setting, batch: Batch, heads: Heads, *, tile: Tile | Non
         return _on_cpu(batch, heads)
     from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 
-    arguments = (batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens)
-    longest = int(batch.seq_lens.max())
-    return lambda: prefix_prefill(*arguments, scale=heads.scale, max_seq_len=longest, tile=tile)
+    arguments = batch.arguments(heads, max_seq_len=int(batch.seq_lens.max()))
+    return lambda: prefix_prefill(*arguments, tile=tile)
 
 
 def decoding(setting: Setting, batch: Batch, heads: Heads, *, tile: Tile | None = None) -> Callable[[], Tensor]:
@@ -27,11 +26,10 @@ def decoding(setting: Setting, batch: Batch, heads: Heads, *, tile: Tile | None 
         return _on_cpu(batch, heads)
     from kvtier_kernels.attention.paged_decode import paged_decode
 
-    arguments = (batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens)
-    return lambda: paged_decode(*arguments, scale=heads.scale, tile=tile)
+    arguments = batch.arguments(heads)
+    return lambda: paged_decode(*arguments, tile=tile)
 
 
 def _on_cpu(batch: Batch, heads: Heads) -> Callable[[], Tensor]:
-    return lambda: paged_attention(
-        batch.query, batch.kv_layer, batch.block_tables, batch.query_starts, batch.seq_lens, scale=heads.scale
-    )
+    arguments = batch.arguments(heads)
+    return lambda: paged_attention(*arguments)

@@ -1,11 +1,13 @@
 """Tensors to measure with: Llama 3 8B's attention, or as little as the interpreter takes in a second."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier_bench.gpu.measuring.setting import Setting
+from kvtier_kernels import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,18 @@ def heads_of(setting: Setting) -> Heads:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Arguments of paged attention, on the device."""
+    """Tensors of paged attention, on the device."""
 
     query: Tensor
     kv_layer: Tensor
     block_tables: Tensor
     query_starts: Tensor
     seq_lens: Tensor
+
+    def arguments(self, heads: Heads, **options: Any) -> tuple[Tensor, Tensor, AttentionBatch]:
+        """As functions of attention take them. `options` are further fields of `AttentionBatch`."""
+        index = self.block_tables, self.query_starts, self.seq_lens
+        return self.query, self.kv_layer, AttentionBatch(*index, scale=heads.scale, **options)
 
 
 def paged(

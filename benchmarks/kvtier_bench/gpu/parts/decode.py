@@ -86,8 +86,8 @@ def _sharing(setting: Setting, batch: Batch, heads: Heads) -> Callable[[], Tenso
     from kvtier_kernels.attention.shared_prefixes import SharedPrefixes
 
     found = SharedPrefixes.of(batch.block_tables.cpu(), batch.seq_lens.cpu(), batch.kv_layer.size(2))
-    arguments = (batch.query, batch.kv_layer, batch.block_tables, batch.seq_lens, found.to(setting.device))
-    return lambda: shared_prefix_decode(*arguments, scale=heads.scale)
+    arguments = batch.arguments(heads, prefixes=found.to(setting.device))
+    return lambda: shared_prefix_decode(*arguments)
 
 
 def _compared(out: Tensor, batch: Batch, heads: Heads) -> tuple[Tensor, Tensor]:

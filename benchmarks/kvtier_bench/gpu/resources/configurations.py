@@ -2,16 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvtier_bench.gpu.measuring.shapes import Batch
 from kvtier_bench.gpu.resources.candidates import decode_candidates, prefill_candidates
 from kvtier_bench.gpu.resources.compiling import Launch, kernel_modules, recorded
 from kvtier_bench.gpu.resources.copy_launches import copy_launches
+from kvtier_kernels.attention.attention_batch import AttentionBatch
 from kvtier_kernels.attention.paged_decode import paged_decode
 from kvtier_kernels.attention.prefix_prefill import prefix_prefill
 from kvtier_kernels.attention.shared_prefix_decode import shared_prefix_decode
@@ -77,25 +77,25 @@ def _launched(chip: int) -> contextlib.AbstractContextManager[list[Launch]]:
     return recorded(kernel_modules(), divmod(chip, 10))
 
 
-def _batch(heads: _Heads, num_tokens: int, kv_dtype: torch.dtype = _DTYPE) -> tuple[Batch, Tensor | None]:
+def _arguments(
+    heads: _Heads, num_tokens: int, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
+) -> tuple[Tensor, Tensor, AttentionBatch, Tensor | None]:
     """Attention's arguments, rows of the query and layers of the KV lying as an engine has them; scales."""
     num_heads, num_kv_heads, head_dim = heads
     kv = torch.empty((64, 3, 2, _TOKENS_PER_BLOCK, num_kv_heads, head_dim), dtype=kv_dtype)[:, 1]
     query = torch.empty((num_tokens, num_heads + 2 * num_kv_heads, head_dim), dtype=_DTYPE)[:, :num_heads]
     scales = None if kv_dtype == _DTYPE else torch.empty((64, 3, *kv.shape[1:4]))[:, 1]
     tables, starts = (torch.zeros(shape, dtype=torch.int64) for shape in ((_NUM_SEQS, 20), (_NUM_SEQS + 1,)))
-    return Batch(query, kv, tables, starts, torch.full((_NUM_SEQS,), 50)), scales
+    batch = AttentionBatch(tables, starts, torch.full((_NUM_SEQS,), 50), scale=0.1, scoring=scoring)
+    return query, kv, batch, scales
 
 
 def _prefill(
     heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
 ) -> list[Launch]:
-    of, scales = _batch(heads, 300, kv_dtype)
+    arguments = _arguments(heads, 300, kv_dtype, scoring)
     with _launched(chip) as launches:
-        prefix_prefill(
-            of.query, of.kv_layer, of.block_tables, of.query_starts, of.seq_lens,
-            scale=0.1, kv_scales=scales, scoring=scoring, tile=tile,
-        )  # fmt: skip
+        prefix_prefill(*arguments, tile=tile)
     return launches
 
 
@@ -103,22 +103,19 @@ def _decode(
     heads: _Heads, chip: int, tile: Tile | None = None, kv_dtype: torch.dtype = _DTYPE, scoring: Scoring = PLAIN
 ) -> list[Launch]:
     """Records decoding without splits, with splits, and the kernel that merges them."""
-    of, scales = _batch(heads, _NUM_SEQS, kv_dtype)
+    arguments = _arguments(heads, _NUM_SEQS, kv_dtype, scoring)
     with _launched(chip) as launches:
         for num_splits in (1, 4):
-            paged_decode(
-                of.query, of.kv_layer, of.block_tables, of.seq_lens,
-                scale=0.1, kv_scales=scales, scoring=scoring, num_splits=num_splits, tile=tile,
-            )  # fmt: skip
+            paged_decode(*arguments, num_splits=num_splits, tile=tile)
     return launches
 
 
 def _shared_prefix_decode(heads: _Heads, chip: int) -> list[Launch]:
     """What sequences share, what they do not, and what merges both."""
-    of, _ = _batch(heads, _NUM_SEQS)
-    prefixes = SharedPrefixes.of(of.block_tables, of.seq_lens, _TOKENS_PER_BLOCK)
+    query, kv_layer, batch, _ = _arguments(heads, _NUM_SEQS)
+    prefixes = SharedPrefixes.of(batch.block_tables, batch.seq_lens, _TOKENS_PER_BLOCK)
     with _launched(chip) as launches:
-        shared_prefix_decode(of.query, of.kv_layer, of.block_tables, of.seq_lens, prefixes, scale=0.1)
+        shared_prefix_decode(query, kv_layer, replace(batch, prefixes=prefixes))
     return launches
 
 
@@ -135,10 +132,10 @@ def _decode_candidate(heads: _Heads, place: int, chip: int) -> list[Launch]:
 
 
 def _write(chip: int) -> list[Launch]:
-    of, _ = _batch(HEADS[0], 7)
+    query, kv_layer, *_ = _arguments(HEADS[0], 7)
     index = torch.zeros(7, dtype=torch.int64)
     with _launched(chip) as launches:
-        write_slots(of.kv_layer, of.query[:, :8], of.query[:, :8], index, index)
+        write_slots(kv_layer, query[:, :8], query[:, :8], index, index)
     return launches
 
 

@@ -21,7 +21,7 @@ from kvtier_bench.gpu.measuring.shapes import LLAMA_8B
 from kvtier_bench.gpu.resources.compiling import kernel_modules, kernels_of
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import Subject, in_turn
-from kvtier_kernels import SharedPrefixes
+from kvtier_kernels import AttentionBatch, SharedPrefixes
 from kvtier_kernels.arguments import check_write
 from kvtier_kernels.attention.layer_attention import step_with_triton
 from kvtier_kernels.attention.paged_attention import attend_with_triton
@@ -91,19 +91,17 @@ def _subjects(
     rows = torch.empty((int(starts[-1]), heads + 2 * kv_heads, head_dim), dtype=torch.bfloat16)
     query, key, value = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
     places = torch.zeros(len(rows), dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int64)
-    options: dict[str, Any] = {
-        "scale": LLAMA_8B.scale,
-        "max_seq_len": _NUM_KEYS,
-        "num_keys": _NUM_SEQS * _NUM_KEYS,
-        "prefixes": prefixes,
-    }
+    batch = AttentionBatch(
+        tables, starts, lens,
+        scale=LLAMA_8B.scale, max_seq_len=_NUM_KEYS, num_keys=_NUM_SEQS * _NUM_KEYS, prefixes=prefixes,
+    )  # fmt: skip
 
     def checked() -> None:
         check_write(kv_layer, key, value, *places)
         write_slots(kv_layer, key, value, *places)
-        attend_with_triton(query, kv_layer, tables, starts, lens, **options)
+        attend_with_triton(query, kv_layer, batch)
 
-    step = step_with_triton(places, tables, starts, lens, **options)
+    step = step_with_triton(places, batch)
     return {_CHECKED: checked, _PLANNED: lambda: step(kv_layer, query, key, value)}
 
 
