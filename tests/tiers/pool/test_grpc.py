@@ -3,52 +3,33 @@
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from kvtier.metrics import Metrics
-from kvtier.testing.contract import (
-    MakeTier,
-    TierContract,
-    make_key,
-    make_payload,
-    read_blocks,
-    summed,
-    tier_state_machine,
-)
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool import grpc_transport
 from kvtier.tiers.pool.grpc_transport import GrpcTransport
 from kvtier.tiers.pool.tier import PoolTier
+from pool_contract import OverPool, run_states
 from pool_grpc_rig import PAYLOADS, connect, items, running
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, failed_calls
 
 
-class TestPoolTier(TierContract):
-    """Every test gets a pool of its own."""
-
-    tenants = (RED, RED)
-
-    @pytest.fixture
-    def make_tier(self) -> Iterator[MakeTier]:
-        with contextlib.ExitStack() as stack:
-
-            def make(capacity_bytes: int) -> Tier:
-                tier = connect(stack.enter_context(running(capacity_bytes)))
-                stack.callback(tier.close)
-                return tier
-
-            yield make
+class TestPoolTier(OverPool):
+    @contextlib.contextmanager
+    def opened(self, capacity_bytes: int, folder: Path) -> Iterator[Tier]:
+        with running(capacity_bytes) as address, contextlib.closing(connect(address)) as tier:
+            yield tier
 
 
 class TestPoolTierStates:
     def test_states(self) -> None:
         with running(2 * MIB) as address:
-            machine = tier_state_machine(
-                lambda capacity_bytes: connect(address), payload_bytes=128 * 1024, max_examples=20
-            )
-            machine.TestCase().runTest()
+            run_states(lambda: connect(address))
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from kvtier.metrics import Metrics
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ClientTls
 from kvtier.testing.blocks import summed
-from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, read_blocks
+from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.paths_transport import PathsTransport
 from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 from kvtier.tiers.pool.socket_transport import SocketTransport
+from pool_contract import OverPool
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, connect, running_pool
 
 ITEMS = [summed(make_key(i), make_payload(i, BLOCK_BYTES)) for i in range(4)]
@@ -24,22 +25,15 @@ KEYS = [key for key, _, _ in ITEMS]
 PAYLOADS = [payload for _, payload, _ in ITEMS]
 
 
-class TestOverTheSecondWay(TierContract):
+class TestOverTheSecondWay(OverPool):
     """The Unix socket that engines would like best is not there."""
 
-    tenants = (RED, RED)
-
-    @pytest.fixture
-    def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
-        with contextlib.ExitStack() as stack:
-
-            def make(capacity_bytes: int) -> Tier:
-                pool = stack.enter_context(running_pool(capacity_bytes))
-                tier = connect(f"grpc:{pool.grpc[0]},{pool.block[0]},unix:{tmp_path}/absent.sock")
-                stack.callback(tier.close)
-                return tier
-
-            yield make
+    @contextlib.contextmanager
+    def opened(self, capacity_bytes: int, folder: Path) -> Iterator[Tier]:
+        with running_pool(capacity_bytes) as pool:
+            addresses = f"grpc:{pool.grpc[0]},{pool.block[0]},unix:{folder}/absent.sock"
+            with contextlib.closing(connect(addresses)) as tier:
+                yield tier
 
 
 def moved(metrics: Metrics) -> dict[str, float]:

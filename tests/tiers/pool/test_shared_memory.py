@@ -23,23 +23,15 @@ from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.protocol.groups import group
-from kvtier.testing.contract import (
-    MakeTier,
-    TierContract,
-    make_key,
-    make_payload,
-    read_blocks,
-    summed,
-    tier_state_machine,
-)
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier_pool.limits import PoolLimits
+from pool_contract import OverPool, run_states
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,
     MIB,
-    RED,
     TOKENS,
     WAIT_S,
     connect,
@@ -62,36 +54,25 @@ def moved(metrics: Metrics, path: str, op: str) -> float:
     return metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": path, "op": op}) or 0.0
 
 
-class TestOverSharedMemory(TierContract):
-    tenants = (RED, RED)
+@contextlib.contextmanager
+def roomy_pool(capacity_bytes: int, folder: Path) -> Iterator[Addresses]:
+    """A pool that lets clients hold more than a test has."""
+    limits = PoolLimits(max_held_bytes=64 * MIB)
+    with running_pool(capacity_bytes, listen=(f"unix:{folder}/pool.sock",), limits=limits) as pool:
+        yield pool
 
-    @pytest.fixture
-    def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
-        with contextlib.ExitStack() as stack:
 
-            def make(capacity_bytes: int) -> Tier:
-                folder = tmp_path / str(len(list(tmp_path.iterdir())))
-                folder.mkdir()
-                limits = PoolLimits(max_held_bytes=64 * MIB)
-                listen = (f"unix:{folder}/pool.sock",)
-                pool = stack.enter_context(running_pool(capacity_bytes, listen=listen, limits=limits))
-                tier = connect(pool.block[0], shared_memory=True)
-                stack.callback(tier.close)
-                return tier
-
-            yield make
+class TestOverSharedMemory(OverPool):
+    @contextlib.contextmanager
+    def opened(self, capacity_bytes: int, folder: Path) -> Iterator[Tier]:
+        with roomy_pool(capacity_bytes, folder) as pool, local(pool.block[0]) as tier:
+            yield tier
 
 
 class TestStates:
     def test_states(self, tmp_path: Path) -> None:
-        limits = PoolLimits(max_held_bytes=64 * MIB)
-        with running_pool(2 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits) as pool:
-            machine = tier_state_machine(
-                lambda capacity_bytes: connect(pool.block[0], shared_memory=True),
-                payload_bytes=128 * 1024,
-                max_examples=20,
-            )
-            machine.TestCase().runTest()
+        with roomy_pool(2 * MIB, tmp_path) as pool:
+            run_states(lambda: connect(pool.block[0], shared_memory=True))
 
 
 @pytest.fixture

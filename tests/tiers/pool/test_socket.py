@@ -16,18 +16,11 @@ from kvtier.errors import UnavailableError
 from kvtier.identity.keys import NamespaceId
 from kvtier.metrics import Metrics
 from kvtier.protocol.block import Verb, encode_head
-from kvtier.testing.contract import (
-    MakeTier,
-    TierContract,
-    make_key,
-    make_payload,
-    read_blocks,
-    summed,
-    tier_state_machine,
-)
+from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier_pool.limits import PoolLimits
+from pool_contract import OverPool, run_states
 from pool_rig import (
     BLOCK_BYTES,
     BLUE,
@@ -51,45 +44,25 @@ from transfers_rig import kill_during_transfers
 KEYS, PAYLOADS = keys(range(16)), payloads(range(16))
 
 
-class OverTcp(TierContract):
-    """Every test gets a pool of its own."""
-
-    tenants = (RED, RED)
-
-    def listen(self, folder: Path) -> str:
-        return "127.0.0.1:0"
-
-    @pytest.fixture
-    def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
-        with contextlib.ExitStack() as stack:
-
-            def make(capacity_bytes: int) -> Tier:
-                folder = tmp_path / str(len(list(tmp_path.iterdir())))
-                folder.mkdir()
-                pool = stack.enter_context(running_pool(capacity_bytes, listen=(self.listen(folder),)))
-                tier = connect(pool.block[0])
-                stack.callback(tier.close)
-                return tier
-
-            yield make
+class TestOverTcp(OverPool):
+    @contextlib.contextmanager
+    def opened(self, capacity_bytes: int, folder: Path) -> Iterator[Tier]:
+        with running_pool(capacity_bytes) as pool, contextlib.closing(connect(pool.block[0])) as tier:
+            yield tier
 
 
-class TestOverTcp(OverTcp):
-    pass
-
-
-class TestOverUnixSocket(OverTcp):
-    def listen(self, folder: Path) -> str:
-        return f"unix:{folder}/pool.sock"
+class TestOverUnixSocket(OverPool):
+    @contextlib.contextmanager
+    def opened(self, capacity_bytes: int, folder: Path) -> Iterator[Tier]:
+        listen = (f"unix:{folder}/pool.sock",)
+        with running_pool(capacity_bytes, listen=listen) as pool, contextlib.closing(connect(pool.block[0])) as tier:
+            yield tier
 
 
 class TestStates:
     def test_states(self) -> None:
         with running_pool(2 * MIB) as pool:
-            machine = tier_state_machine(
-                lambda capacity_bytes: connect(pool.block[0]), payload_bytes=128 * 1024, max_examples=20
-            )
-            machine.TestCase().runTest()
+            run_states(lambda: connect(pool.block[0]))
 
 
 @pytest.fixture(scope="module")
