@@ -15,8 +15,8 @@ import redis
 
 from free_port import free_port
 from kvtier.metrics import Metrics
-from kvtier.testing.blocks import make_key, make_payload, summed
-from kvtier.tiers.base import Item
+from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
+from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.redis import RedisSettings, RedisTier
 from suspending import suspended
@@ -107,6 +107,12 @@ def running_redis(folder: Path, *arguments: str, password: str | None = None) ->
         server.kill()
 
 
+def fresh_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """For a fixture `server`, of tests that stop it or change it."""
+    with running_redis(tmp_path) as server:
+        yield server
+
+
 def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """For a module's fixture `running`."""
     with running_redis(tmp_path_factory.mktemp("redis")) as server:
@@ -166,6 +172,12 @@ def poll(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def assert_heals(tier: RedisTier) -> None:
+    """Blocks are written and read again, as soon as the server is there."""
+    poll(lambda: tier.write(items(2)) in ([WriteStatus.STORED] * 2, [WriteStatus.EXISTS] * 2))
+    assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
 
 
 def errors(metrics: Metrics, op: str, error: str) -> float:

@@ -1,6 +1,6 @@
 """Weights that change while vLLM runs: their KV never goes by the keys of others, and no other KV is used with them.
 
-vLLM on the CPU does not sleep, but its workers are told to; what they would lose is tested in `test_weights.py`.
+vLLM on the CPU does not sleep, but its workers are told to; what they would lose is tested in `test_weight_hooks.py`.
 """
 
 import itertools

@@ -27,6 +27,7 @@ from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.pool.local_transport import LocalTransport
 from kvtier_pool.limits import PoolLimits
+from kvtier_pool.service import Addresses
 from pool_contract import OverPool, run_states
 from pool_rig import (
     BLOCK_BYTES,

@@ -1,6 +1,7 @@
 """vLLM's own connector tests, out of its source distribution: fetched once, and nothing of it is in this repository."""
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 VERSION = "0.32.0"
 UNIT = PurePosixPath("tests/v1/kv_connector/unit")
@@ -44,6 +46,19 @@ def fetch(folder: Path = FOLDER) -> Path:
                 archive.extract(member, fresh, filter="data")
         fresh.replace(target)  # whole or not at all
     return target
+
+
+def load_helpers() -> ModuleType:
+    """`utils.py` of vLLM's connector tests. Not by the name it has there: `tests` is also a folder of ours."""
+    name = "vllm_unit_test_helpers"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, fetch() / UNIT / "utils.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 def unit_tests(root: Path) -> list[str]:

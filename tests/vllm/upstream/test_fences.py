@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from stepping_rig import BLOCK, Engine, Rank
+from stepping_rank import BLOCK, Rank
+from stepping_rig import Engine
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 

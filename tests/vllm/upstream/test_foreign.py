@@ -14,7 +14,8 @@ from typing import Any
 import lending_connector
 import pytest
 from arithmetic_model import NUM_LAYERS, states
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 from test_loads import MODES
 from test_ranks import beside
 from vllm.v1.request import RequestStatus

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from kv_events_rig import CPU, STORAGE, Place, Router
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 from vllm.distributed.kv_events import EventBatch, EventPublisher, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 

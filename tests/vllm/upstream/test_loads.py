@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 from vllm.v1.request import RequestStatus
 
 Start = Callable[..., Engine]

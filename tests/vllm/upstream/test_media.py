@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_events_rig import CPU, GPU, Router
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 from vllm.distributed.kv_events import EventBatch, EventPublisher
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 
 from cache_pool import CachePool, until
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 from test_loads import MODES, fill, require_no_detour
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from stepping_rig import BLOCK, Engine
+from stepping_rank import BLOCK
+from stepping_rig import Engine
 
 from cache_pool import CachePool
 from kvtier.errors import ConfigError
