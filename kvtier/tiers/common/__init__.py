@@ -1,1 +1,1 @@
-"""What tiers have in common: metrics, circuit breaker, deadlines, events, tenants, eviction."""
+"""What tiers have in common: metrics, circuit breaker, deadlines, events, tenants."""

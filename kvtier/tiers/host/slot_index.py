@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import InvalidInputError, InvariantError
+from kvtier.policies.base import UNKNOWN_USE, EvictionPolicy
+from kvtier.policies.lru import LRU
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.common.eviction import LRU
 
 K = TypeVar("K", bound=bytes)
 
@@ -56,7 +57,7 @@ class SlotIndex(Generic[K]):
 
     def __init__(self, num_slots: int) -> None:
         """Manages slots 0 to `num_slots - 1`."""
-        self._policy: LRU[K] = LRU()
+        self._policy: EvictionPolicy[K] = LRU()
         """Exactly the entries that are visible, ready and not parked."""
         self._free: dict[int, None] = dict.fromkeys(reversed(range(num_slots)))
         """Slots nobody holds. A dict, so that `remove_slots` finds them."""
@@ -130,7 +131,7 @@ class SlotIndex(Generic[K]):
         entry.ready = True
         self._num_ready += 1
         self._ready_bytes += nbytes
-        self._policy.insert(entry.key)
+        self._policy.insert(entry.key, UNKNOWN_USE)
         return True
 
     def abort(self, entry: Entry[K]) -> None:
@@ -160,13 +161,13 @@ class SlotIndex(Generic[K]):
             self._free_slot(entry)
         elif entry._parked:
             entry._parked = False
-            self._policy.insert(entry.key)
+            self._policy.insert(entry.key, UNKNOWN_USE)
 
     def touch(self, key: K) -> None:
         """Notes a use. Ignores keys that are absent or being written."""
         entry = self._entries.get(key)
         if entry is not None and entry.ready and not entry._parked:
-            self._policy.touch(key)
+            self._policy.touch(key, UNKNOWN_USE)
 
     def coldest(self, most: int) -> list[K]:
         """Ready keys that would be evicted first, pinned ones among them, at most so many. O(most)."""
@@ -178,7 +179,7 @@ class SlotIndex(Generic[K]):
         if entry is None:
             return False
         if entry.ready and not entry._parked:
-            self._policy.remove(key)
+            self._policy.remove(key, evicted=False)
         self._hide(entry)
         return True
 
@@ -236,12 +237,12 @@ class SlotIndex(Generic[K]):
             (key,) = coldest
             entry = self._entries[key]
             if entry.pins:
-                self._policy.remove(key)
+                self._policy.remove(key, evicted=True)
                 entry._parked = True
                 continue
             if entry.since_s > young_s:
                 return None
-            self._policy.remove(key)
+            self._policy.remove(key, evicted=True)
             self._hide(entry)
             return key
         return None
