@@ -59,6 +59,12 @@ class PoolServiceConfig(Section):
     just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at
     most, so large refuses bursts; 0 forgets them. Does not count above a disk with `write_through`, which keeps what
     memory evicts."""
+    record_trace: Path | None = None
+    """Writes down which blocks are looked up, read and written, hashed once more and without any token, for `kvtier
+    simulate`. A file of an earlier run is kept with `.old` behind its name. Without: nothing is recorded."""
+    record_trace_bytes: Bytes = ByteSize(256 * 2**20)
+    """Size of that file, 8 bytes for each time that a block is asked for; when it is full, recording ends. Small: a
+    few minutes, from which nothing follows. Large: a disk that others need."""
     disk_dir: Path | None = None
     """Folder of the disk tier, for this process alone; without it nothing survives a restart."""
     disk_bytes: TierBytes = ByteSize(10 * 2**30)

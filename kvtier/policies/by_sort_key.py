@@ -42,7 +42,7 @@ no heap. SGLang sorts nodes of its tree, which are runs of blocks, and evicts le
 
 
 class BySortKey(Generic[K]):
-    """Evicts the key with the smallest sort key. A call is O(log n), about 1 us; `coldest` is O(most log n).
+    """Evicts the key with the smallest sort key. A call is O(log n): 2 to 4 us. `coldest` is O(most log n).
 
     A key whose sort key changes gets a new entry in the heap; the stale one is dropped when it is met, or when half of
     all entries are stale.

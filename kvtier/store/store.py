@@ -9,7 +9,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.stored_form import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind, TierState
-from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
 from kvtier.protocol.retention import PinStatus
@@ -25,6 +25,8 @@ from kvtier.tiers.host.pins import PinnedSlots
 from kvtier.tiers.host.slab import OWN_PROCESS
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
+from kvtier.traces.recorder import TraceRecorder
+from kvtier.traces.records import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Store:
         shared: bool = False,
         pins: RetentionLimits | None = None,
         tier_metrics: Metrics | None = None,
+        recorder: TraceRecorder | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
@@ -82,10 +85,12 @@ class Store:
         :param shared: the memory is such that clients on this host can map it.
         :param pins: what tenants may pin in memory; None: nothing.
         :param tier_metrics: those of the tiers, for memory.
+        :param recorder: told of lookups, reads and writes; the caller's. None: nothing is recorded.
         :param clock: by which pins end.
         """
         self._hub = hub
         self._metrics = metrics
+        self._recorder = recorder
         self._num_mapped_reads = metrics.read_blocks.labels("memory")
         self._memory = HostTier(
             memory_bytes,
@@ -105,9 +110,8 @@ class Store:
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """A status per key, in order. Not a use."""
-        statuses = self._memory.lookup(keys)
-        self._below.look_up(keys, statuses)
-        return statuses
+        self._record(Kind.LOOKUP, keys)
+        return self._look_up(keys)
 
     @contextmanager
     def read(self, keys: Sequence[StoreKey], payload_bytes: int) -> Iterator[list[Block | None]]:
@@ -115,6 +119,7 @@ class Store:
 
         :param payload_bytes: a block of another length is a miss.
         """
+        self._record(Kind.READ, keys)
         blocks: dict[StoreKey, Block] = {}
         try:
             for key, lease in zip(keys, self._memory.acquire(keys), strict=True):
@@ -169,6 +174,7 @@ class Store:
         """
         self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
         kept = self._below.entered([slot.key for slot in slots])
+        self._record(Kind.WRITE, [slot.key for slot in slots], len(slots[0].view) if slots else 0)
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
         self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
         self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
@@ -182,6 +188,7 @@ class Store:
 
     def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> PinnedSlots:
         """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""
+        self._record(Kind.READ, keys)
         held = self._memory.acquire_places(keys, sizes)
         if self._below.tiers:
             self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
@@ -221,7 +228,7 @@ class Store:
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
         distinct = list(dict.fromkeys(keys))
-        num_there = sum(status is Status.HIT for status in self.lookup(distinct))
+        num_there = sum(status is Status.HIT for status in self._look_up(distinct))
         with self._below.without(distinct):
             self._memory.discard(distinct)
         return num_there
@@ -264,6 +271,16 @@ class Store:
         self._below.close()
         self._memory.close()
         self._pins.close()
+
+    def _look_up(self, keys: Sequence[StoreKey]) -> list[Status]:
+        statuses = self._memory.lookup(keys)
+        self._below.look_up(keys, statuses)
+        return statuses
+
+    def _record(self, kind: Kind, keys: Sequence[StoreKey], nbytes: int = 0) -> None:
+        """Blocks of one tenant, as all verbs take them."""
+        if self._recorder is not None and keys:
+            self._recorder.record(kind, keys[0][:TENANT_ID_BYTES], keys, nbytes)
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)

@@ -55,6 +55,9 @@ def serve(
     redis_url: Annotated[
         str | None, typer.Option(help="Redis or Valkey below memory and disk, e.g. redis://127.0.0.1:6379/0.")
     ] = None,
+    record_trace: Annotated[
+        Path | None, typer.Option(help="Record what is asked for in this file, for `kvtier simulate`.")
+    ] = None,
     shutdown_grace_s: Annotated[float | None, typer.Option(help="Seconds a stop may take to write down.")] = None,
     tenant: Annotated[
         list[str] | None,
@@ -77,6 +80,7 @@ def serve(
         "disk_dir": disk_dir,
         "disk_bytes": disk_bytes,
         "redis_url": redis_url,
+        "record_trace": record_trace,
         "shutdown_grace_s": shutdown_grace_s,
     }
     merged = configured(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])

@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
@@ -18,6 +18,7 @@ from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
+from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
@@ -69,7 +70,8 @@ class PoolService:
         metrics = PoolMetrics(registry)
         shares_memory = _shares_memory(table)
         pins = retention_limits(table, num_tenants=len({*tokens.values(), *names.values()}))
-        self._core = _open_store(config, limits, pins, registry, shared=shares_memory)
+        self._recorder = _recorder_of(config, registry)
+        self._core = _open_store(config, limits, pins, registry, shared=shares_memory, recorder=self._recorder)
         TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
         if shares_memory:
@@ -82,6 +84,9 @@ class PoolService:
         servicer = PoolServicer(self._core, authenticator, limits, metrics)
         with ExitStack() as undo:
             undo.callback(self._core.close)
+            if self._recorder is not None:
+                self._recorder.start()
+                undo.callback(self._recorder.close)
             self._core.start()
             if self._clients is not None:
                 self._clients.start()
@@ -120,6 +125,8 @@ class PoolService:
                 report.num_memory_only,
             )
         self._core.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._http.stop()
         return reports
 
@@ -130,7 +137,13 @@ class PoolService:
 
 
 def _open_store(
-    config: Config, limits: PoolLimits, pins: RetentionLimits, registry: CollectorRegistry, *, shared: bool
+    config: Config,
+    limits: PoolLimits,
+    pins: RetentionLimits,
+    registry: CollectorRegistry,
+    *,
+    shared: bool,
+    recorder: TraceRecorder | None,
 ) -> Store:
     """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does."""
     table, tier_metrics = config.pool_service, Metrics(registry)
@@ -144,6 +157,7 @@ def _open_store(
         shared=shared,
         pins=pins,
         tier_metrics=tier_metrics,
+        recorder=recorder,
     )
 
 
@@ -160,3 +174,16 @@ def retention_limits(table: PoolServiceConfig, *, num_tenants: int) -> Retention
         most_bytes=int(table.memory_bytes * table.pin_share),
         several_tenants=num_tenants > 1,
     )
+
+
+def _recorder_of(config: Config, registry: CollectorRegistry) -> TraceRecorder | None:
+    """The recorder that the configuration asks for, not started."""
+    table = config.pool_service
+    if table.record_trace is None:
+        return None
+    described: dict[str, str | int] = {"source": "pool", "policy": "lru", "capacity_bytes": int(table.memory_bytes)}
+    path = config.resolve_path(table.record_trace)
+    recorder = TraceRecorder(path, described, max_bytes=int(table.record_trace_bytes))
+    num_dropped = Gauge("kvtier_pool_trace_dropped_keys", "Keys that the recorded trace lacks.", registry=registry)
+    num_dropped.set_function(lambda: recorder.num_dropped)
+    return recorder

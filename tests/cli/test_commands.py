@@ -13,7 +13,8 @@ from kvtier.errors import KvtierError
 
 
 def without_blanks(text: str) -> str:
-    return re.sub(r"\s", "", text)
+    """Nor the backspace by which a paragraph says that its lines are not to be filled."""
+    return re.sub(r"[\s\x08]", "", text)
 
 
 def help_of(command: Any) -> str:

@@ -1,0 +1,1 @@
+"""`kvtier simulate`: what another policy, or more memory, would have given."""

@@ -1,0 +1,71 @@
+"""Conditions of admission as a short text, e.g. `second-use` or `frequency:3,min-run:4`."""
+
+from collections.abc import Callable, Mapping
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from kvtier.errors import ConfigError
+from kvtier.policies.admission import Admission, AllOf, BytesPerDay, Frequency, MinRun, SecondUse, TenantShare
+
+_SIZE = TypeAdapter(ByteSize)
+
+CONDITIONS: Mapping[str, str] = {
+    "second-use": "`second-use`: offered before, or `second-use:N` among the last N blocks offered",
+    "frequency": "`frequency:3`: offered three times lately, at most 15",
+    "min-run": "`min-run:4`: with at least four neighbours of its request, itself included",
+    "tenant-share": "`tenant-share:0.25`: while its tenant has less than a quarter of the tier",
+    "bytes-per-day": "`bytes-per-day:2TiB`: while that many bytes a day are not used up",
+}
+"""What can be said, with an example."""
+
+
+def parse_admission(text: str, *, capacity_blocks: int, capacity_bytes: int) -> Admission:
+    """New conditions that remember nothing yet; all of them have to hold. They are separated by commas.
+
+    :param capacity_blocks: of the tier: what is remembered of blocks that it does not have grows with it.
+    :param capacity_bytes: of the tier, in the unit of `Offer.nbytes`.
+    :raises ConfigError: the text says something else.
+    """
+    makers: Mapping[str, Callable[[str], Admission]] = {
+        "second-use": lambda value: SecondUse(_number(value) if value else max(1, capacity_blocks)),
+        "frequency": lambda value: Frequency(_number(value, 15), max(1, capacity_blocks)),
+        "min-run": lambda value: MinRun(_number(value)),
+        "tenant-share": lambda value: TenantShare(_share(value) * capacity_bytes),
+        "bytes-per-day": lambda value: BytesPerDay(_bytes(value)),
+    }
+    conditions = []
+    for part in text.split(","):
+        name, _, value = part.strip().partition(":")
+        if name not in makers:
+            raise ConfigError(f"there is no admission {name!r}: {'; '.join(CONDITIONS.values())}")
+        try:
+            conditions.append(makers[name](value.strip()))
+        except ValueError as error:
+            raise ConfigError(f"admission {part.strip()!r}: {error}; {CONDITIONS[name]}") from error
+    return conditions[0] if len(conditions) == 1 else AllOf(conditions)
+
+
+def _number(value: str, most: int = 1 << 31) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= most:
+        raise ValueError(f"{value!r} is no whole number from 1 to {most:,}")
+    return int(value)
+
+
+def _share(value: str) -> float:
+    share = float(value) if value else 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{value!r} is no share above 0 and up to 1")
+    return share
+
+
+def _bytes(value: str) -> int:
+    try:
+        return _positive(int(_SIZE.validate_python(value)))
+    except ValidationError as error:
+        raise ValueError(f"{value!r} is no number of bytes") from error
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{value} is not above 0")
+    return value

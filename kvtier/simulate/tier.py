@@ -1,0 +1,74 @@
+"""One level of a simulated cache: the very policy and admission that a real one would have, and no bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.policies.admission import Admission, Offer
+from kvtier.policies.base import EvictionPolicy, Use
+from kvtier.traces.form import Request
+
+
+@dataclass(slots=True)
+class SimulatedTier:
+    """Holds at most `capacity_blocks` keys, and counts. One thread. About 1 us a block with LRU."""
+
+    name: str
+    capacity_blocks: int
+    policy: EvictionPolicy[int]
+    admission: Admission | None = None
+    """None: every block is taken."""
+    num_writes: int = 0
+    num_evicted: int = 0
+    num_declined: int = 0
+    """Blocks that the admission did not let in."""
+
+    def take(
+        self, request: Request, uses: Sequence[Use[int]], order: Sequence[int], above: Sequence[bool] | None
+    ) -> None:
+        """A request uses its blocks: those that are here are touched, the others are offered.
+
+        :param uses: by index in the request.
+        :param order: the indices, in the order of use.
+        :param above: by index: the block was found in a tier above, so that this tier saw no use of it. None: no tier.
+        """
+        policy, keys = self.policy, request.keys
+        runs = _runs(keys, policy) if self.admission is not None else None
+        for index in order:
+            key = keys[index]
+            if key in policy:
+                if not request.is_write and (above is None or not above[index]):
+                    policy.touch(key, uses[index])
+                continue
+            if runs is not None and not self._admits(request, index, uses[index].nbytes, runs[index]):
+                continue
+            if len(policy) >= self.capacity_blocks:
+                self._evict()
+            policy.insert(key, uses[index])
+            self.num_writes += 1
+
+    def _evict(self) -> None:
+        key = self.policy.coldest(1)[0]
+        self.policy.remove(key, evicted=True)
+        self.num_evicted += 1
+        if self.admission is not None:
+            self.admission.left(key)
+
+    def _admits(self, request: Request, index: int, nbytes: int, run_blocks: int) -> bool:
+        assert self.admission is not None
+        offer = Offer(request.keys[index], request.tenant, nbytes, run_blocks, request.time_s)
+        if not self.admission.admits(offer):
+            self.num_declined += 1
+            return False
+        self.admission.entered(offer)
+        return True
+
+
+def _runs(keys: Sequence[int], policy: EvictionPolicy[int]) -> list[int]:
+    """For each block the length of the run of absent neighbours that it is in; 0 where it is there."""
+    runs = [0] * len(keys)
+    start = 0
+    for end in range(len(keys) + 1):
+        if end == len(keys) or keys[end] in policy:
+            runs[start:end] = [end - start] * (end - start)
+            start = end + 1
+    return runs

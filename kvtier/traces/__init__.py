@@ -1,0 +1,1 @@
+"""Which blocks were asked for, when and by whom: recorded, read from files, and held in memory. No tokens."""
