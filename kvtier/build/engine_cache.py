@@ -35,6 +35,7 @@ from kvtier.tiers.base import Tier
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.sidecar import DirectReads
+from kvtier.traces.recorder import TraceRecorder
 
 _log = logging.getLogger(__name__)
 _MIN_SLOTS = 16
@@ -224,8 +225,21 @@ def directory_half(
             selective_uses=config.cache.selective_uses,
         ),
         on_answer=on_answer,
+        recorder=_recorder(config, num_slots, block_bytes),
     )
     return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+
+def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder | None:
+    """The recorder that the configuration asks for, started. Raises `ConfigError` when its file cannot be written."""
+    cache = config.cache
+    if cache.record_trace is None:
+        return None
+    described: dict[str, str | int] = {"source": "engine", "policy": "lru", "capacity_blocks": num_slots}
+    path = config.resolve_path(cache.record_trace)
+    recorder = TraceRecorder(path, described, max_bytes=int(cache.record_trace_bytes))
+    recorder.start()
+    return recorder
 
 
 def planner(config: Config, directory: Directory) -> Planner:

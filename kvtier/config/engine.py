@@ -136,6 +136,14 @@ class CacheConfig(Section):
     """I/O of disk and pool in a process of its own, which costs about 40 MB; Linux only, and the default there. False
     does it in threads of the engine, which an engine busy in Python slows down to a tenth."""
 
+    record_trace: Path | None = None
+    """A file for the trace of this engine: which blocks its prompts ask for below the device and which become full, as
+    `kvtier simulate` reads it. A file of an earlier run is kept with `.old` behind its name. Without: nothing is
+    recorded."""
+    record_trace_bytes: Bytes = ByteSize(256 * 2**20)
+    """Size of that file, 8 bytes for each time that a block is asked for; when it is full, recording ends. Small: a
+    short trace. Large: nothing but disk."""
+
 
 class HostConfig(Section):
     """Host memory of an engine."""

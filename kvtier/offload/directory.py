@@ -12,10 +12,11 @@ about the last two: `host_policy` between the device and the arenas, `owed` belo
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
-from kvtier.identity.keys import BlockKey, NamespaceId
+from kvtier.identity.keys import TENANT_ID_BYTES, BlockKey, NamespaceId
 from kvtier.offload.changes import ContentChanges
 from kvtier.offload.host_policy import HostPolicy
 from kvtier.offload.index import BlockIndex
@@ -43,6 +44,8 @@ from kvtier.offload.saves import Saves
 from kvtier.offload.stores import Stores
 from kvtier.tiers.base import Tier
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+from kvtier.traces.recorder import TraceRecorder
+from kvtier.traces.records import Kind
 
 _log = logging.getLogger(__name__)
 _MAX_COUNTED_USES = 1 << 18
@@ -72,6 +75,7 @@ class Directory:
         settings: DirectorySettings | None = None,
         clock: Clock = MONOTONIC,
         on_answer: Callable[[], None] = lambda: None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         """
         :param namespaces: one per rank, in rank order; a block is a hit when all of them have it.
@@ -79,9 +83,11 @@ class Directory:
         :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
         :param shared: the tier that ranks and engines share; stays the caller's.
         :param on_answer: called from another thread when a lookup is worth polling.
+        :param recorder: told of lookups and of blocks that became full; started, and closed with the directory. None:
+            nothing is recorded.
         """
         settings = settings or DirectorySettings()
-        self._metrics, self._local_tiers = metrics, list(local_tiers)
+        self._metrics, self._local_tiers, self._recorder = metrics, list(local_tiers), recorder
         self._index = BlockIndex(num_slots, len(namespaces), local_tiers, self._note_evicted)
         self._movers = MessageQueue(len(namespaces))
         asking: SharedLookups | None = None
@@ -121,6 +127,7 @@ class Directory:
 
     def start_lookup(self, keys: Sequence[BlockKey]) -> int:
         """Asks where these blocks are; returns the ticket for `poll_lookup`."""
+        self._record(Kind.LOOKUP, keys)
         ticket = self._movers.new_id()
         self._lookups.start(ticket, keys)
         return ticket
@@ -163,6 +170,7 @@ class Directory:
 
         Returns the job of the save, to which all that `start_save` says of device slots applies; None if there is none.
         """
+        self._record(Kind.WRITE, [key for key, _ in blocks])
         wanted = self._policy.of_full(blocks)
         return self.start_save(wanted) if wanted else None
 
@@ -278,10 +286,18 @@ class Directory:
             raise InvariantError("no batch is under way, but a slot is being written")
 
     def close(self) -> None:
-        """Stops the lookup threads."""
+        """Stops the lookup threads, and ends the recording."""
         self._lookups.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # Inside
+
+    def _record(self, kind: Kind, keys: Sequence[BlockKey]) -> None:
+        """Tells the recorder, if there is one: a call for each run of blocks of one tenant."""
+        if self._recorder is not None:
+            for tenant, run in groupby(keys, key=lambda key: key[:TENANT_ID_BYTES]):
+                self._recorder.record(kind, tenant, list(run))
 
     def _note_end(self, result: JobResult) -> None:
         self._results.append(result)

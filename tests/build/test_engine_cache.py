@@ -14,6 +14,8 @@ from kvtier.config import token_sha256
 from kvtier.device.kv import HostMemoryKV, MemoryUse
 from kvtier.errors import ConfigError
 from kvtier.memory.slot_memory import SlotMemory
+from kvtier.traces.form import Recorded
+from kvtier.traces.read import read_trace
 from pool_rig import TENANTS, running_pool
 
 
@@ -147,3 +149,24 @@ def test_the_arena_is_taken_from_the_devices_node(tmp_path: Path, monkeypatch: p
         assert nodes == [1]
     with build(tmp_path, device):
         assert nodes == [1]
+
+
+def test_an_engine_records_its_trace(tmp_path: Path) -> None:
+    device, hashes = np.zeros((32, 4096), dtype=np.uint8), chain(8)
+    with build(tmp_path, device, cache={"record_trace": "engine.trace"}) as cache:
+        for num_asked in (4, 8):
+            ticket = cache.hierarchy.start_lookup(hashes[:num_asked])
+            assert until(lambda ticket=ticket: cache.hierarchy.poll_lookup(ticket)) is not None
+            full = list(zip(hashes[num_asked - 4 : num_asked], range(4), strict=True))
+            assert not result(cache.hierarchy, cache.hierarchy.save_full(full)).failed
+    trace = read_trace(tmp_path / "engine.trace")
+    assert [list(r.keys) for r in trace.requests if not r.is_write] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert trace.recorded == Recorded("lru", 4096)
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"missing/engine\.trace: cannot be written"),
+        build(tmp_path, np.zeros((32, 4096), dtype=np.uint8), cache={"record_trace": "missing/engine.trace"}),
+    ):
+        pass
