@@ -15,7 +15,7 @@ def test_all_ways_are_reported(tmp_path: Path) -> None:
         (name, f"fetch, {state}") for name in ("direct", "process", "threads") for state in ("idle", "busy")
     ]
     assert all(case["gb_per_s"] > 0 for case in found["cases"])
-    assert [note.split(":")[0] for note in found["notes"]] == ["direct", "process", "threads", "lent", "copies"]
+    assert [note.split(":")[0] for note in found["notes"]] == ["direct", "process", "threads", "leased", "copies"]
 
 
 def test_what_was_evicted_is_counted(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What tests know of a disk tier's folder: where a block lies, how many are there."""
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Iterator
@@ -29,8 +30,16 @@ def opened(folder: Path, capacity_bytes: int = 4 << 20, **options: object) -> It
 
 
 def killed(folder: Path, copy: Path) -> Path:
-    """The folder as a process would leave it that is killed now: nothing is sealed."""
-    return Path(shutil.copytree(folder, copy))
+    """The folder as a process would leave it that is killed now: nothing is sealed.
+
+    A segment that is unlinked meanwhile is gone in the copy, too.
+    """
+    return Path(shutil.copytree(folder, copy, copy_function=_copy_if_there))
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 def segments(folder: Path) -> list[Path]:
