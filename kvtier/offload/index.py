@@ -9,7 +9,8 @@ from kvtier.offload.changes import ContentChanges
 from kvtier.offload.messages import HOST, Inventory
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.host.slot_index import Entry, SlotIndex
+from kvtier.tiers.host.entries import Entry
+from kvtier.tiers.host.slot_index import SlotIndex
 
 
 class BlockIndex:

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from kvtier.identity.keys import BlockKey
 from kvtier.offload.messages import HOST
 from kvtier.tiers.common.write_policy import WritePolicy
-from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.entries import Entry
 
 _Item = TypeVar("_Item")
 

@@ -15,7 +15,7 @@ from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.pending_writes import PendingWrites
 from kvtier.offload.planner import PENDING
 from kvtier.offload.speeds import Speeds
-from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.entries import Entry
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from kvtier.offload.message_queue import MessageQueue
 from kvtier.offload.messages import HOST, Copied, SaveBatch
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.pending_writes import PendingWrites
-from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.entries import Entry
 
 
 @dataclass(slots=True)

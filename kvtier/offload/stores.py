@@ -9,7 +9,7 @@ from kvtier.offload.jobs import DirectorySettings, chunks
 from kvtier.offload.message_queue import MessageQueue
 from kvtier.offload.messages import StoreBatch
 from kvtier.offload.pending_writes import PendingWrites
-from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.entries import Entry
 
 
 @dataclass(slots=True)

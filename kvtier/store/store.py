@@ -22,9 +22,10 @@ from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import PinnedSlots
+from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import OWN_PROCESS
 from kvtier.tiers.host.slots import WriteSlot
-from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier
 from kvtier.traces.recorder import TraceRecorder
 from kvtier.traces.records import Kind
 
@@ -78,7 +79,7 @@ class Store:
         clock: Clock = MONOTONIC,
     ) -> None:
         """
-        :param memory_bytes: capacity of the memory tier, taken as it is used.
+        :param memory_bytes: capacity of the memory tier, bookkeeping included, taken as it is used.
         :param below: from the fastest to the slowest; owned from now on. Their events go to `hub` already.
         :param hub: receives the memory tier's events, and is closed with the core.
         :param min_residency_s: blocks stay in memory so long at least; 0 where a tier keeps what is acknowledged.
@@ -97,6 +98,7 @@ class Store:
             name="memory",
             min_residency_s=0.0 if any(lower.settings.keeps_acknowledged for lower in below) else min_residency_s,
             shared=shared,
+            block_overhead_bytes=BLOCK_OVERHEAD_BYTES,
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
@@ -185,6 +187,19 @@ class Store:
         self._memory.abort(slot)
         self._count_write(WriteStatus.FAILED, 0)
         return WriteStatus.FAILED
+
+    def abandon_writes(self, slots: Sequence[WriteSlot]) -> None:
+        """Gives up slots that a client has not committed in time, and may still write to: see `HostTier.abandon`."""
+        self._memory.abandon(slots)
+        self._count_write(WriteStatus.FAILED, 0, len(slots))
+
+    def set_share(self, tenant: TenantId, share: Share) -> None:
+        """What the tenant is owed of memory, from now on. `InvalidInputError`: more is guaranteed than there is."""
+        self._memory.set_share(tenant, share)
+
+    def owed_bytes(self, tenant: TenantId) -> int:
+        """Memory that the tenant can have, whatever those want who have memory now."""
+        return self._memory.owed_bytes(tenant)
 
     def acquire_places(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> PinnedSlots:
         """Holds blocks in memory for a client that maps it; those that are only below are a MISS here."""

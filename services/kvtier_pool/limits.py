@@ -25,7 +25,12 @@ class PoolLimits:
     """How long a client on this host may read a block in shared memory. Small sends slow clients to the socket, large
     lets a stopped one keep memory from others."""
     max_held_bytes: int | None = None
-    """Payload bytes that one such client may hold at a time, to read and to write. None: a quarter of the memory."""
+    """Payload bytes that one such client may hold at a time, to read and to write. None: a quarter of the memory. All
+    clients of a tenant together may hold half of what the tenant is owed of memory."""
+    max_prepared_s: float = 60.0
+    """How long such a client may take to write to the slots that it was given. Then they are taken from it, and no
+    other block ever gets their memory while it may still write there. Small fails writes of clients that wait for a
+    busy device, large lets a stopped one keep memory from others."""
     max_event_streams: int = 4
     """Each keeps one thread of `num_threads`."""
     event_buffer: int = 4096

@@ -20,6 +20,7 @@ from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.grpc.server import PoolServer
@@ -78,8 +79,11 @@ class PoolService:
             self._clients = SharedClients(
                 self._core,
                 metrics,
-                lease_s=limits.lease_s,
-                max_held_bytes=limits.max_held_bytes or int(table.memory_bytes) // 4,
+                ClientLimits(
+                    lease_s=limits.lease_s,
+                    max_held_bytes=limits.max_held_bytes or int(table.memory_bytes) // 4,
+                    max_prepared_s=limits.max_prepared_s,
+                ),
             )
         servicer = PoolServicer(self._core, authenticator, limits, metrics)
         with ExitStack() as undo:

@@ -13,12 +13,14 @@ from block_rig import GOLDEN, KEY, PAYLOAD, mutated, receive_frame, receive_rest
 from kvtier.codec.checksums import checksum
 from kvtier.memory import memfd
 from kvtier.memory.mapped_slab import MappedSlab
-from kvtier.memory.slab_layout import SharedSlab
+from kvtier.memory.slab_layout import SharedSlab, slab_bytes
 from kvtier.protocol.block import encode_head
 from kvtier.protocol.groups import group
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.testing.contract import make_key
-from kvtier.tiers.base import Status
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES
+from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
@@ -31,6 +33,9 @@ CHECKSUM = struct.pack("<Q", checksum(KEY, PAYLOAD))
 PREPARE = encode_head({"id": 6, "verb": "prepare", "groups": GROUPS})
 SLOT = 1 << 32
 """The first slot of the first slab."""
+GOLDEN_SLOTS = 3584
+GOLDEN_MEMORY_BYTES = 1024 * (slab_bytes(64, GOLDEN_SLOTS, shared=True) + GOLDEN_SLOTS * BLOCK_OVERHEAD_BYTES)
+"""Of which a first slab of the smallest slots has as many. Nearly all of it is never taken."""
 
 
 def request(verb: str, request_id: int = 7, **fields: object) -> bytes:
@@ -112,7 +117,8 @@ GOLDEN_SHARED: list[tuple[str, bytes, bytes]] = [
 @contextlib.contextmanager
 def clients_of(rig: CoreRig, max_held_bytes: int = MIB) -> Iterator[SharedClients]:
     metrics = PoolMetrics(CollectorRegistry())
-    clients = SharedClients(rig.core, metrics, lease_s=10.0, max_held_bytes=max_held_bytes)
+    limits = ClientLimits(lease_s=10.0, max_held_bytes=max_held_bytes, max_prepared_s=60.0)
+    clients = SharedClients(rig.core, metrics, limits)
     clients.start()
     try:
         yield clients
@@ -122,7 +128,7 @@ def clients_of(rig: CoreRig, max_held_bytes: int = MIB) -> Iterator[SharedClient
 
 def test_golden_conversation() -> None:
     """What clients and pools of version 1 say to each other. Changing it takes a new version."""
-    with core_rig(shared=True) as rig, clients_of(rig) as clients:
+    with core_rig(shared=True, memory_bytes=GOLDEN_MEMORY_BYTES) as rig, clients_of(rig) as clients:
         with session(rig, clients=clients) as client:
             converse(client)
         assert rig.core.lookup([KEY]) == [Status.HIT]
@@ -136,7 +142,7 @@ def converse(client: socket.socket) -> None:
         assert received == expected, verb
         if verb == "map":
             (descriptor,) = descriptors
-            slab = MappedSlab.map(SharedSlab(descriptor, writable=True, slot_bytes=64, num_slots=3584))
+            slab = MappedSlab.map(SharedSlab(descriptor, writable=True, slot_bytes=64, num_slots=GOLDEN_SLOTS))
             slab.slot(SLOT, len(PAYLOAD))[:] = PAYLOAD
         else:
             assert not descriptors
@@ -187,11 +193,12 @@ def test_only_unix_sockets_have_these_verbs() -> None:
         assert "'acquire' is not known here" in split_frames(receive_rest(client))[-1].text("message")
 
 
-def test_a_lease_ends_by_its_deadline_and_a_write_slot_does_not() -> None:
+def test_a_lease_ends_by_its_deadline_and_a_write_by_its_own() -> None:
     now_s = 100.0
     with core_rig(shared=True) as rig:
         metrics = PoolMetrics(CollectorRegistry())
-        clients = SharedClients(rig.core, metrics, lease_s=5.0, max_held_bytes=MIB, clock=lambda: now_s)
+        limits = ClientLimits(lease_s=5.0, max_held_bytes=MIB, max_prepared_s=60.0)
+        clients = SharedClients(rig.core, metrics, limits, clock=lambda: now_s)
         client = clients.open(RED)
         rig.store("a")
         size = rig.core.usage(RED)[0].used_bytes
@@ -208,6 +215,12 @@ def test_a_lease_ends_by_its_deadline_and_a_write_slot_does_not() -> None:
         assert rig.core.lookup([make_key("c")]) == [Status.PENDING]
         client.commit(write, [1])
         assert rig.core.lookup([make_key("c")]) == [Status.HIT]
+        write, _, slots = client.prepare([make_key("d"), make_key("e")], [size, size])
+        assert len(slots) == 2
+        assert (client.end_writes(159.0), client.end_writes(160.0)) == (0, 2)
+        assert client.held_bytes == 0
+        assert client.commit(write, [1, 1]) == [WriteStatus.FAILED] * 2
+        assert rig.core.lookup([make_key("d"), make_key("c")]) == [Status.MISS, Status.HIT]
         clients.end(client)
         assert client.held_bytes == 0
 

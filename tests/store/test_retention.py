@@ -23,11 +23,17 @@ from kvtier.tiers.host.tier import HostTier
 from kvtier_pool.service import retention_limits
 from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, core_rig, keys, pool_config, until
 
-SLAB_BYTES = MIB
-"""Of a core with 8 MiB: an eighth, 16 blocks."""
-PER_SLAB = SLAB_BYTES // BLOCK_BYTES
+PER_SLAB = 15
+"""Blocks of a slab of `large_slabs` in a core with 8 MiB: an eighth, and what is kept of each block is part of it."""
+SLAB_BYTES = PER_SLAB * BLOCK_BYTES
 TWO_SLABS = RetentionLimits(max_s=3600.0, most_bytes=2 * SLAB_BYTES, several_tenants=False)
 PINNED, MISS, FULL = PinStatus.PINNED, PinStatus.MISS, PinStatus.FULL
+
+
+@pytest.fixture(autouse=True)
+def large_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tenant with much memory has them: several blocks are in each."""
+    monkeypatch.setattr("kvtier.tiers.host.slab_sizes._LEAST_PART", 8)
 
 
 @pytest.fixture
@@ -264,7 +270,7 @@ def test_what_a_dead_client_wrote_stays_as_long_as_it_is_pinned() -> None:
 
 
 def slabs(rig: CoreRig) -> list[object]:
-    return [slab for size_class in rig.core._memory._slots.memory._classes.values() for slab in size_class.slabs()]
+    return [slab for tenant in rig.core._memory._slots.memory.tenants() for slab in tenant.slabs()]
 
 
 def test_a_thread_that_is_gone_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

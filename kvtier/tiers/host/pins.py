@@ -5,24 +5,23 @@ from collections.abc import Iterable, Sequence
 from kvtier.identity.keys import StoreKey
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.tiers.base import Status
-from kvtier.tiers.host.slab import Slab, WriterSlots
-from kvtier.tiers.host.slot_index import Entry
+from kvtier.tiers.host.entries import Entry
+from kvtier.tiers.host.slab import Slab
 from kvtier.tiers.host.slots import HostSlots, give_back
 
 
 class ReadPin:
     """A committed block that stays in place until `HostTier.release`."""
 
-    __slots__ = ("_entry", "_writer_slots", "checksum", "view")
+    __slots__ = ("_entry", "checksum", "view")
 
-    def __init__(self, view: memoryview, entry: Entry[StoreKey], writer_slots: WriterSlots) -> None:
+    def __init__(self, view: memoryview, entry: Entry[StoreKey]) -> None:
         self.view = view
         """The payload, read-only. Do not use it after release: the slot may hold another block."""
         self.checksum = entry.checksum
         """What was given to commit: the writer's (`kvtier.codec.checksums`)."""
         self._entry: Entry[StoreKey] | None = entry
         """None once released. Guarded by the tier's lock."""
-        self._writer_slots = writer_slots
 
 
 class SlabPin:
@@ -59,7 +58,7 @@ class PinnedSlots:
 
     __slots__ = ("_held", "places", "statuses")
 
-    def __init__(self, held: list[tuple[WriterSlots, Entry[StoreKey]]], statuses: bytes, places: bytes) -> None:
+    def __init__(self, held: list[Entry[StoreKey]], statuses: bytes, places: bytes) -> None:
         self._held = held
         """Empty once released. Guarded by the tier's lock."""
         self.statuses = statuses
@@ -83,16 +82,11 @@ class Pins:
         """Holds committed blocks in place, to be read without a copy; None where a read would miss. A use if
         `touch`."""
         leases: list[ReadPin | None] = []
-        with self._slots.lock:
-            for key in reversed(keys):
-                held = self._slots.hold(key, touch=touch)
-                if held is None:
-                    leases.append(None)
-                    continue
-                writer_slots, entry = held
-                leases.append(
-                    ReadPin(writer_slots.size_class.view(entry, entry.nbytes).toreadonly(), entry, writer_slots)
-                )
+        slots = self._slots
+        with slots.lock:
+            for i in range(len(keys) - 1, -1, -1):
+                entry = slots.hold(keys, i, touch=touch)
+                leases.append(ReadPin(slots.memory.view(entry).toreadonly(), entry) if entry is not None else None)
         leases.reverse()
         return leases
 
@@ -101,23 +95,23 @@ class Pins:
         with self._slots.lock:
             for lease in leases:
                 if lease is not None and lease._entry is not None:
-                    lease._writer_slots.index.unpin(lease._entry)
+                    lease._entry.owner.unpin(lease._entry)
                     lease._entry = None
+            dropped = self._slots.memory.take_dropped()
+        give_back(dropped)
 
     def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> PinnedSlots:
         """Holds committed blocks for a process that maps the slabs; other lengths are a MISS. Counts as a use."""
-        every: list[tuple[WriterSlots, Entry[StoreKey]]] = []
+        every: list[Entry[StoreKey]] = []
         places: list[bytes] = []
         statuses = bytearray(len(keys))
         with self._slots.lock:
             for i in range(len(keys) - 1, -1, -1):
-                held = self._slots.hold(keys[i], nbytes=payload_bytes[i])
-                if held is None:
-                    continue
-                _, entry = held
-                every.append(held)
-                places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
-                statuses[i] = Status.HIT
+                entry = self._slots.hold(keys, i, nbytes=payload_bytes[i])
+                if entry is not None:
+                    every.append(entry)
+                    places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
+                    statuses[i] = Status.HIT
         places.reverse()
         return PinnedSlots(every, bytes(statuses), b"".join(places))
 
@@ -125,20 +119,21 @@ class Pins:
         """Gives back all blocks that are held. Idempotent."""
         with self._slots.lock:
             held, places._held = places._held, []
-            for writer_slots, entry in held:
-                writer_slots.index.unpin(entry)
+            for entry in held:
+                entry.owner.unpin(entry)
+            dropped = self._slots.memory.take_dropped()
+        give_back(dropped)
 
     def pin(self, keys: Sequence[StoreKey]) -> list[SlabPin | None]:
         """Keeps committed blocks in memory until `unpin`; None where a read would miss. Counts as a use."""
         pins: list[SlabPin | None] = []
         with self._slots.lock:
-            for key in reversed(keys):
-                held = self._slots.hold(key)
-                if held is None:
+            for i in range(len(keys) - 1, -1, -1):
+                entry = self._slots.hold(keys, i)
+                if entry is None:
                     pins.append(None)
                     continue
-                writer_slots, entry = held
-                slab = writer_slots.size_class.slab_of(entry)
+                slab = self._slots.memory.slab_of(entry)
                 slab.num_pins += 1
                 pins.append(SlabPin(entry, slab))
         pins.reverse()
@@ -149,17 +144,14 @@ class Pins:
         with self._slots.lock:
             for pin in pins:
                 entry, pin._entry = pin._entry, None
-                if entry is None:
-                    continue
-                writer_slots = pin._slab.writer_slots
-                pin._slab.num_pins -= 1
-                writer_slots.index.unpin(entry)
-                if writer_slots.retired:
-                    self._slots.memory.note_freed(writer_slots, entry.slot)
+                if entry is not None:
+                    pin._slab.num_pins -= 1
+                    entry.owner.unpin(entry)
             dropped = self._slots.memory.take_dropped()
         give_back(dropped)
 
     def are_findable(self, pins: Sequence[SlabPin]) -> list[bool]:
         """Whether each pinned block is what lookups of its key find: not once it was discarded."""
         with self._slots.lock:
-            return [p._entry is not None and p._slab.writer_slots.index.find(p.key) is p._entry for p in pins]
+            blocks = self._slots.memory.blocks
+            return [p._entry is not None and blocks.get(p.key) is p._entry for p in pins]

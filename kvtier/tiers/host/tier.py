@@ -1,6 +1,6 @@
 """The host tier: blocks in this process's memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
@@ -10,23 +10,32 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import PAGE_BYTES, copy_bytes
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.lru import LRU
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.host.pins import PinnedSlots, Pins, ReadPin, SlabPin
+from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import OWN_PROCESS
-from kvtier.tiers.host.slab_allocator import SlabMemory
+from kvtier.tiers.host.slab_memory import SlabMemory
+from kvtier.tiers.host.slab_sizes import SlabSizes
 from kvtier.tiers.host.slots import HostSlots, WriteSlot
+
+BLOCK_OVERHEAD_BYTES = 640
+"""What a block takes of this process besides its slot: its key, its entry, its place in the order of eviction."""
 
 
 class HostTier:
     """Blocks in slabs of memory, each slab of one tenant, one slot size and one writer.
 
-    Slabs are made on demand until `capacity_bytes`. Then a block takes the place of the least recently
-    used one of its own size class; a class that holds less than others gets a slab of the largest one,
-    whose blocks are evicted, until shares are even (`kvtier.tiers.host.slab_allocator`). A slab that somebody reads
-    from or writes to stays, and so does one with pins. The memory of all slabs together never exceeds the
-    capacity. A payload larger than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
+    Slabs are made on demand until `capacity_bytes`. Then blocks are evicted, in one order for each tenant, whatever
+    their size, their writer and their slab: memory goes from sizes and writers with cold blocks to those that need it,
+    by copying the blocks that a slab is left with to others of its kind (`kvtier.tiers.host.reclaim`). Tenants
+    share the memory by what each is owed (`set_share`): equal parts, if nothing else was said. What one does not
+    use others have, until it asks for it. A slab that somebody reads from or writes to stays, and so does one with
+    pins. All slabs together never exceed the capacity, but by the one that the blocks of a dead writer are
+    copied to. A payload larger than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
 
     With `shared`, slabs lie in memory that other processes may map: they read what `acquire_places` holds for
     them, and write to slots that were prepared for them as `writer`.
@@ -43,19 +52,25 @@ class HostTier:
         name: str = "host",
         prefault: bool = True,
         shared: bool = False,
+        block_overhead_bytes: int = 0,
+        make_policy: Callable[[], EvictionPolicy[StoreKey]] = LRU,
         min_residency_s: float = 0.0,
         on_event: EventSink = ignore_event,
         metrics: Metrics | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
-        :param capacity_bytes: memory for payloads, rounded down to whole pages.
-        :param slab_bytes: memory taken at a time; smaller wastes fewer bytes on small tenants, larger
-            takes less bookkeeping. Limited to an eighth of the capacity.
+        :param capacity_bytes: memory for slabs and for what is kept of their blocks, rounded down to whole pages.
+        :param slab_bytes: the most memory that is taken at a time; a tenant's first slabs are smaller. Limited to an
+            eighth of the capacity.
         :param prefault: touch new memory before use. Off only where start-up counts more than speed.
         :param shared: in memory that other processes may map; Linux only.
-        :param min_residency_s: a block is not evicted before: writers hear FULL instead, unless they have no memory
-            at all yet; else a client that writes without a pause would keep all others out.
+        :param block_overhead_bytes: what a block takes of the capacity besides its slot: `BLOCK_OVERHEAD_BYTES` where
+            the capacity is all that the process may take.
+        :param make_policy: makes the order in which a tenant's blocks are evicted.
+        :param min_residency_s: a block is not evicted before: writers hear FULL instead. Except for writers of its own
+            tenant that have no memory at all yet, else a client that writes without a pause would keep all others
+            out; and for tenants that have less than they are owed.
         :param on_event: called from the threads that use the tier; must not call `close`.
         :param metrics: counts evictions.
         """
@@ -66,7 +81,12 @@ class HostTier:
         self._events = EventQueue(name, on_event)
         self._slots = HostSlots(
             name,
-            SlabMemory(capacity_bytes, slab_bytes, shared=shared, prefault=prefault),
+            SlabMemory(
+                SlabSizes(capacity_bytes, slab_bytes, shared=shared, block_overhead_bytes=block_overhead_bytes),
+                make_policy,
+                shared=shared,
+                prefault=prefault,
+            ),
             self._events,
             min_residency_s=min_residency_s,
             num_evicted=(metrics or Metrics()).evicted_blocks.labels(name),
@@ -129,7 +149,7 @@ class HostTier:
             return self._slots.usage(tenant)
 
     def near_eviction(self, share: float) -> list[StoreKey]:
-        """The blocks that are evicted next: of each size class that cannot grow, the coldest `share` of its slots.
+        """The blocks that are evicted next: of each tenant that cannot grow, the coldest `share` of its slots.
 
         :param share: from 0 to 1; slots that are free already count as part of it. O(blocks returned).
         """
@@ -188,7 +208,15 @@ class HostTier:
 
     def abort(self, slot: WriteSlot) -> None:
         """Gives the slot back unwritten; does nothing after commit, abort or `close`."""
-        self._slots.abort(slot)
+        self._slots.abort([slot])
+
+    def abandon(self, slots: Iterable[WriteSlot]) -> None:
+        """Gives up slots that their writer did not commit in time, and may still write to.
+
+        Their slabs take no new block, and go when they are empty; what is committed in them can be read until then.
+        Nobody else ever gets their memory. Ignores slots that were committed or aborted. Allowed after `close`.
+        """
+        self._slots.abandon(slots)
 
     def acquire_places(self, keys: Sequence[StoreKey], payload_bytes: Sequence[int]) -> PinnedSlots:
         """Holds committed blocks in place for another process that maps the slabs; counts as a use.
@@ -225,6 +253,17 @@ class HostTier:
         Commit or abort all its slots first. Allowed after `close`.
         """
         self._slots.retire_writer(writer)
+
+    def set_share(self, tenant: TenantId, share: Share) -> None:
+        """What the tenant is owed of memory, from now on. Slabs change hands as they are asked for.
+
+        `InvalidInputError`: more is guaranteed to all tenants than there is.
+        """
+        self._slots.set_share(tenant, share)
+
+    def owed_bytes(self, tenant: TenantId) -> int:
+        """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""
+        return self._slots.owed_bytes(tenant)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:
         """A descriptor of one of the tenant's slabs, to be passed to `writer`: writable if the slab is its own.

@@ -12,9 +12,10 @@ from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, R
 from kvtier.protocol.block_socket import FrameSocket, require_no_payload
 from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
 from kvtier_pool.block.request_context import RequestContext
-from kvtier_pool.block.shared_memory import ClientMemory, SharedClients
+from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
 from kvtier_pool.block.verbs import BlockVerbs, Handler
 from kvtier_pool.limits import PoolLimits
@@ -129,8 +130,8 @@ class BlockSession:
         """What this pool has beyond the verbs that all have."""
         offers: dict[str, object] = {}
         if self._clients is not None:
-            offers["lease_ms"] = round(self._clients.lease_s * 1000)
-            offers["max_held_bytes"] = self._clients.max_held_bytes
+            offers["lease_ms"] = round(self._clients.limits.lease_s * 1000)
+            offers["max_held_bytes"] = self._clients.limits.max_held_bytes
         if self._core.max_pin_s:
             offers["max_pin_ms"] = round(self._core.max_pin_s * 1000)
         return offers

@@ -5,9 +5,9 @@ import struct
 
 from kvtier.protocol.block import Verb
 from kvtier.protocol.shared_memory import WORD
+from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
 from kvtier_pool.block.request_context import RequestContext
-from kvtier_pool.block.shared_memory import ClientMemory
 from kvtier_pool.block.verbs import Handler
 
 

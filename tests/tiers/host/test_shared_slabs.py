@@ -297,7 +297,7 @@ def test_sizes_that_are_refused_leave_nothing_behind() -> None:
     slots = [tier.prepare(key_of(i), 100 * KIB) for i in range(20)]
     for i in range(1000):
         assert tier.prepare(key_of(("odd", i)), 200 * KIB + 64 * i) is WriteStatus.FULL
-    assert len(tier._slots.memory._classes) == 1
+    assert [len(tenant.lanes) for tenant in tier._slots.memory.tenants()] == [1]
     for slot in slots:
         if isinstance(slot, WriteSlot):
             tier.abort(slot)

@@ -7,7 +7,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.tiers.base import WriteStatus
-from kvtier.tiers.host.slot_index import Entry, Prepared, SlotIndex
+from kvtier.tiers.host.entries import Entry
+from kvtier.tiers.host.slot_index import Prepared, SlotIndex
 
 
 def make_index(num_slots: int) -> SlotIndex[bytes]:
@@ -139,29 +140,11 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     assert len(index) == 1
 
 
-def test_slots_are_added_and_removed_as_ranges() -> None:
-    index = make_index(0)
-    assert index.prepare(b"a") is WriteStatus.FULL
-    index.add_slots(range(100, 102))
-    index.add_slots(range(200, 202))
-    store(index, b"a", b"b", b"c")
-    by_slot = {entry.slot: key for key in (b"a", b"b", b"c") if (entry := index.find(key))}
-    leaving = [by_slot[slot] for slot in (200, 201) if slot in by_slot]
-    held = pin(index, leaving[0])
-    assert index.remove_slots(range(200, 202)) is None
-    assert index.num_slots == 4
-    index.unpin(held)
-    assert index.remove_slots(range(200, 202)) == leaving
-    assert index.num_slots == 2
-    assert all(index.find(key) is None for key in leaving)
-    index.check()
-
-
 def test_check_finds_broken_books() -> None:
     index = make_index(2)
     store(index, b"a")
     index.check()
-    index._free[0] = index._free[1] = None
+    index._free_slots[0] = index._free_slots[1] = None
     with pytest.raises(InvariantError):
         index.check()
 

@@ -52,9 +52,13 @@ class Everything(set[int]):
 ALL = Everything([0])
 
 
+LARGE = 512 * MIB
+"""Of such memory a slab has several blocks. Hardly any of it is taken."""
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    with running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock", "127.0.0.1:0")) as pool:
+    with running_pool(LARGE, listen=(f"unix:{tmp_path}/pool.sock", "127.0.0.1:0")) as pool:
         yield ",".join(pool.block)
 
 
@@ -291,7 +295,7 @@ def test_a_pool_that_cannot_be_reached_lends_nothing(tmp_path: Path) -> None:
 
 def test_a_loan_outlives_its_pool_and_its_tier(tmp_path: Path) -> None:
     listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(32 * MIB, listen=listen) as pool, tier_at(pool.block[0]) as tier:
+    with running_pool(LARGE, listen=listen) as pool, tier_at(pool.block[0]) as tier:
         tier.write(items(range(4)))
         first, second = lease_from(tier, KEYS[:4]), lease_from(tier, KEYS[:4])
         slabs = lease_from(tier, KEYS[:4], ready=()).not_ready

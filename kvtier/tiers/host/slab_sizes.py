@@ -1,0 +1,67 @@
+"""How large slabs are, and what they cost."""
+
+from kvtier.memory.pages import PAGE_BYTES
+from kvtier.memory.slab_layout import WORD_BYTES, slab_bytes
+from kvtier.tiers.host.slab import OWN_PROCESS
+
+_LEAST_PART = 1024
+"""A slab has at least this fraction of the capacity, if a slot has no more: a hundred lengths have a hundred slabs that
+are half empty, and descriptors are few. Lanes grow by larger ones."""
+_PART_OF_LANE = 16
+"""A lane grows by this fraction of what it has: so much of it may be free and unused."""
+_OWN_PART = 8
+"""A slab is at most this fraction of the capacity, so that several tenants and sizes fit beside each other."""
+_CLIENT_PART = 32
+"""A slab that clients write to is at most this fraction of the capacity: each client has slabs of its own."""
+_MOST_SLOTS = 4096
+"""The most slots of a slab: tiny blocks must not take memory by the dozens of MiB, nor bookkeeping by the million."""
+_FEW_SLABS = 2048
+"""As many descriptors are taken, if slabs are not so small beside the capacity that twice as many are needed."""
+
+
+class SlabSizes:
+    """The arithmetic of a tier's capacity. Immutable."""
+
+    def __init__(self, capacity_bytes: int, most_bytes: int, *, shared: bool, block_overhead_bytes: int) -> None:
+        """
+        :param most_bytes: memory taken at a time, if a slot is not larger.
+        :param shared: slabs have words.
+        :param block_overhead_bytes: what a slot costs besides its memory.
+        """
+        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self.most_slabs = max(_FEW_SLABS, 2 * self.capacity_bytes // max(1, most_bytes))
+        """As many there may be."""
+        self._most_bytes = most_bytes
+        self._shared = shared
+        self._overhead_bytes = block_overhead_bytes
+
+    def cost(self, slot_bytes: int, num_slots: int) -> int:
+        """What a slab of so many slots takes of the capacity."""
+        return slab_bytes(slot_bytes, num_slots, shared=self._shared) + num_slots * self._overhead_bytes
+
+    def may_hold(self, slot_bytes: int) -> bool:
+        """Whether a slot of this size fits at all."""
+        return self.cost(slot_bytes, 1) <= self.capacity_bytes
+
+    def least_cost(self, slot_bytes: int, writer: int) -> int:
+        """What the smallest slab costs that a lane may get."""
+        least_bytes = min(self.capacity_bytes // _LEAST_PART, self._most_of(writer))
+        return self.cost(slot_bytes, max(1, self._slots_within(slot_bytes, least_bytes)))
+
+    def slots_of_next(self, slot_bytes: int, writer: int, lane_bytes: int, room_bytes: int) -> int:
+        """How many slots the next slab has of a lane with `lane_bytes`, within a room for the smallest at least."""
+        wanted_bytes = max(self.capacity_bytes // _LEAST_PART, lane_bytes // _PART_OF_LANE)
+        return max(1, self._slots_within(slot_bytes, min(room_bytes, wanted_bytes, self._most_of(writer))))
+
+    def _most_of(self, writer: int) -> int:
+        """The most bytes of a slab for this writer."""
+        return min(self._most_bytes, self.capacity_bytes // (_OWN_PART if writer == OWN_PROCESS else _CLIENT_PART))
+
+    def _slots_within(self, slot_bytes: int, room_bytes: int) -> int:
+        """How many slots, at most 4096, fit into a slab that costs at most `room_bytes`."""
+        per_slot_bytes = slot_bytes + self._overhead_bytes + (WORD_BYTES if self._shared else 0)
+        pages_bytes = 2 * PAGE_BYTES + WORD_BYTES if self._shared else PAGE_BYTES
+        num_slots = min(_MOST_SLOTS, max(0, room_bytes - pages_bytes) // per_slot_bytes)
+        while num_slots < _MOST_SLOTS and self.cost(slot_bytes, num_slots + 1) <= room_bytes:
+            num_slots += 1
+        return num_slots

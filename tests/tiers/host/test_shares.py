@@ -1,0 +1,147 @@
+"""How tenants share the memory of a host tier: guarantees, weights, caps, and who gives way to whom at once."""
+
+import pytest
+
+from kvtier.errors import InvalidInputError
+from kvtier.identity.keys import TenantId, tenant_id
+from kvtier.memory import memfd
+from kvtier.testing.contract import make_key
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.host.shares import Share
+from kvtier.tiers.host.slots import WriteSlot
+from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier
+
+KIB = 1024
+MIB = 1024 * KIB
+RED, BLUE, GREEN = tenant_id("red"), tenant_id("blue"), tenant_id("green")
+
+
+def put(tier: HostTier, tenant: TenantId, label: object, nbytes: int = 16 * KIB, writer: int = 0) -> WriteStatus:
+    slot = tier.prepare(make_key(label, tenant=tenant), nbytes, writer=writer)
+    if isinstance(slot, WriteSlot):
+        tier.commit(slot, 0)
+        return WriteStatus.STORED
+    return slot
+
+
+def fill(tier: HostTier, tenant: TenantId, num_blocks: int = 1024, nbytes: int = 16 * KIB) -> set[WriteStatus]:
+    return {put(tier, tenant, i, nbytes) for i in range(num_blocks)}
+
+
+def used_bytes(tier: HostTier, tenant: TenantId) -> int:
+    return tier.usage_of(tenant).used_bytes
+
+
+def make_tier(**options: float) -> HostTier:
+    return HostTier(16 * MIB, prefault=False, min_residency_s=options.get("min_residency_s", 0.0))
+
+
+def test_one_who_idles_with_a_hundred_lengths_gives_way_at_once() -> None:
+    """As in an attack: a hundred lengths, then nothing more. The other has its half after as many bytes as that."""
+    tier = make_tier(min_residency_s=1e9)
+    for i in range(2000):
+        put(tier, RED, i, 2 * KIB + 640 * (i % 100))
+    before = used_bytes(tier, RED)
+    assert before > 12 * MIB
+    assert fill(tier, BLUE, 8 * MIB // (16 * KIB) - 16) == {WriteStatus.STORED}
+    assert used_bytes(tier, BLUE) > 7.5 * MIB
+    assert used_bytes(tier, RED) > 6 * MIB
+    tier.check()
+
+
+def test_many_lengths_are_no_larger_share() -> None:
+    tier = make_tier()
+    fill(tier, BLUE)
+    for i in range(4000):
+        put(tier, RED, i, 2 * KIB + 640 * (i % 100))
+    assert used_bytes(tier, BLUE) > 7.5 * MIB
+    tier.check()
+
+
+def test_a_second_length_of_one_who_is_at_its_share_takes_from_itself() -> None:
+    tier = make_tier()
+    fill(tier, RED)
+    fill(tier, BLUE)
+    before = used_bytes(tier, RED)
+    for i in range(300):
+        assert put(tier, BLUE, ("other", i), 24 * KIB, writer=i % 3) is WriteStatus.STORED
+    assert used_bytes(tier, RED) >= before - 128 * KIB
+    assert tier.lookup([make_key(("other", i), tenant=BLUE) for i in range(290, 300)]) == [Status.HIT] * 10
+    tier.check()
+
+
+def test_what_is_guaranteed_comes_back_and_stays() -> None:
+    tier = make_tier()
+    tier.set_share(BLUE, Share(guaranteed_bytes=12 * MIB))
+    fill(tier, RED)
+    assert used_bytes(tier, RED) > 15 * MIB  # lent
+    assert fill(tier, BLUE) == {WriteStatus.STORED}
+    assert used_bytes(tier, BLUE) > 11.5 * MIB
+    fill(tier, GREEN)
+    fill(tier, RED)
+    assert used_bytes(tier, BLUE) > 11.5 * MIB
+    assert abs(used_bytes(tier, GREEN) - used_bytes(tier, RED)) < MIB
+    tier.check()
+
+
+def test_the_rest_is_shared_by_weight() -> None:
+    tier = make_tier()
+    tier.set_share(BLUE, Share(weight=3.0))
+    for _ in range(3):
+        fill(tier, RED)
+        fill(tier, BLUE)
+    assert used_bytes(tier, BLUE) / used_bytes(tier, RED) == pytest.approx(3, rel=0.1)
+    tier.set_share(BLUE, Share(weight=0.0))
+    fill(tier, RED)
+    assert used_bytes(tier, BLUE) < MIB
+    tier.check()
+
+
+def test_nobody_has_more_than_its_cap() -> None:
+    tier = make_tier()
+    tier.set_share(RED, Share(cap_bytes=4 * MIB))
+    assert fill(tier, RED) == {WriteStatus.STORED}
+    assert 3.9 * MIB < used_bytes(tier, RED) <= 4 * MIB
+    tier.check()
+
+
+def test_what_a_tenant_is_owed() -> None:
+    tier = make_tier()
+    assert tier.owed_bytes(RED) == 16 * MIB
+    put(tier, BLUE, "a")
+    assert tier.owed_bytes(RED) == 8 * MIB
+    tier.set_share(RED, Share(guaranteed_bytes=8 * MIB, weight=0.0))
+    assert (tier.owed_bytes(RED), tier.owed_bytes(BLUE)) == (8 * MIB, 8 * MIB)
+    tier.set_share(BLUE, Share(cap_bytes=2 * MIB))
+    assert tier.owed_bytes(BLUE) == 2 * MIB
+
+
+def test_shares_that_make_no_sense_are_refused() -> None:
+    tier = make_tier()
+    tier.set_share(RED, Share(guaranteed_bytes=10 * MIB))
+    with pytest.raises(InvalidInputError, match="lower one"):
+        tier.set_share(BLUE, Share(guaranteed_bytes=7 * MIB))
+    tier.set_share(RED, Share(guaranteed_bytes=9 * MIB))
+    tier.set_share(BLUE, Share(guaranteed_bytes=7 * MIB))
+    for wrong in ({"guaranteed_bytes": -1}, {"weight": -1.0}, {"weight": float("nan")}):
+        with pytest.raises(InvalidInputError, match="0 or more"):
+            Share(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="raise it"):
+        Share(guaranteed_bytes=2, cap_bytes=1)
+
+
+@pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
+def test_slots_that_are_held_do_not_keep_others_from_their_share() -> None:
+    """What is prepared and not committed stays; all else of the tenant's gives way."""
+    tier = HostTier(16 * MIB, shared=True, block_overhead_bytes=BLOCK_OVERHEAD_BYTES)
+    held = [tier.prepare(make_key(i, tenant=RED), 64 * KIB + 64 * (i % 9), writer=1 + i % 5) for i in range(64)]
+    for i in range(64, 400):
+        put(tier, RED, i, 64 * KIB + 64 * (i % 9), writer=1 + i % 5)
+    assert fill(tier, BLUE, 400) == {WriteStatus.STORED}
+    assert used_bytes(tier, BLUE) > 6 * MIB
+    tier.abandon([slot for slot in held if isinstance(slot, WriteSlot)])
+    tier.check()
+    assert fill(tier, BLUE, 480) <= {WriteStatus.STORED, WriteStatus.EXISTS}
+    assert used_bytes(tier, BLUE) > 7 * MIB
+    tier.check()
+    tier.close()
