@@ -93,8 +93,11 @@ class Reclaim:
             return True
         if slab is not None and (relocation := self._relocation(slab)) is not None:
             return relocation
-        if lender.idle_bytes * _MOST_IDLE <= lender.cost_bytes and self._evict(lender, young_s):
-            return False
+        if lender.idle_bytes * _MOST_IDLE <= lender.cost_bytes:
+            if self._evict(lender, young_s):
+                return False
+            if lender.entries.coldest(1):  # which is too young
+                return None
         slab = lender.slab_to_drop(spare_bytes, young_s)
         if slab is not None:
             self._evict_all(slab)
@@ -121,7 +124,9 @@ class Reclaim:
         """Evicts a lane's coldest block, if it is among the coldest of its tenant and may go. O(blocks looked at)."""
         for key in lane.tenant.entries.coldest(_MOST_STEPS):
             entry = self._memory.blocks[key]
-            if entry.is_at_rest and entry.since_s <= young_s and self._memory.slab_of(entry).lane is lane:
+            if entry.since_s > young_s:
+                return False
+            if entry.is_at_rest and self._memory.slab_of(entry).lane is lane:
                 self._evicted.append(key)
                 entry.owner.forget(entry, evicted=True)
                 return True

@@ -14,7 +14,7 @@ _WORTH_EMPTYING = 8
 """A retired slab is emptied when one in so many of its slots is free: sooner, more would be copied for less room."""
 _TRIED_SLABS = 4
 """Retired slabs that are looked at when one is to be emptied."""
-_TRIED_TO_DROP = 64
+_TRIED_TO_DROP = 16
 """Slabs that are looked at when one has to be dropped with its blocks."""
 
 
