@@ -24,7 +24,7 @@ from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
-from pool_rig import MIB, RED, CoreRig, core_rig
+from pool_rig import BLUE, MIB, RED, CoreRig, core_rig
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 HELLO = GOLDEN["hello"][0]
@@ -223,6 +223,40 @@ def test_a_lease_ends_by_its_deadline_and_a_write_by_its_own() -> None:
         assert rig.core.lookup([make_key("d"), make_key("c")]) == [Status.MISS, Status.HIT]
         clients.end(client)
         assert client.held_bytes == 0
+
+
+def test_connections_of_a_tenant_hold_half_of_what_it_is_owed_together() -> None:
+    size = 64 * 1024
+    with core_rig(shared=True) as rig, clients_of(rig, 8 * MIB) as clients:
+        one, other, blue = clients.open(RED), clients.open(RED), clients.open(BLUE)
+        _, statuses, slots = one.prepare([make_key(i) for i in range(100)], [size] * 100)
+        assert 3 * MIB < one.held_bytes <= 4 * MIB
+        assert statuses == bytes([WriteStatus.STORED] * len(slots) + [WriteStatus.FAILED] * (100 - len(slots)))
+        other.prepare([make_key(("other", i)) for i in range(100)], [size] * 100)
+        assert one.held_bytes + other.held_bytes <= 4 * MIB
+        assert blue.prepare([make_key("other", tenant=BLUE)], [size])[1] == bytes([WriteStatus.STORED])
+        clients.end(one)
+        before = other.held_bytes
+        other.prepare([make_key(("more", i)) for i in range(20)], [size] * 20)
+        assert other.held_bytes - before >= 20 * size
+        for client in (other, blue):
+            clients.end(client)
+
+
+def test_a_block_under_a_lease_counts_for_its_tenant_however_small_it_is() -> None:
+    with core_rig(shared=True) as rig, clients_of(rig, 8 * MIB) as clients:
+        client = clients.open(RED)
+        rig.store("a", nbytes=1)
+        held = [client.acquire([make_key("a")] * 10_000, [1] * 10_000)[0] for _ in range(5)]
+        assert [lease != 0 for lease in held] == [True] * 3 + [False] * 2
+        clients.end(client)
+
+
+@pytest.mark.parametrize("verb", ["write", "prepare"])
+def test_a_block_of_no_bytes_is_refused(verb: str) -> None:
+    with core_rig(shared=True) as rig:
+        writer = 0 if verb == "write" else 1
+        assert rig.core.begin_write(RED, make_key("a"), 0, writer) is WriteStatus.FAILED
 
 
 @pytest.fixture(scope="module")

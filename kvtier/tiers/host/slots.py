@@ -251,9 +251,12 @@ class HostSlots:
 
     def _grow(self, growth: Growth, lane: Lane) -> bool:
         """Makes the slab that is charged; False when there is no memory. Unlocked."""
-        slab = self._make(growth)
-        with self.lock:
-            self._settle(growth, slab, lane)
+        slab = None
+        try:
+            slab = self._make(growth)
+        finally:
+            with self.lock:
+                self._settle(growth, slab, lane)
         return slab is not None
 
     def _relocate(self, relocation: Relocation, lane: Lane) -> None:
