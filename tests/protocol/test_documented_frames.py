@@ -21,6 +21,7 @@ from kvtier.protocol.block import encode_head
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import Status
+from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.metrics import PoolMetrics
 from pool_rig import MIB, RED, CoreRig, core_rig, until
@@ -45,7 +46,8 @@ def fields_of(frame: bytes) -> dict[str, object]:
 
 @contextlib.contextmanager
 def sharing(rig: CoreRig) -> Iterator[socket.socket]:
-    clients = SharedClients(rig.core, PoolMetrics(CollectorRegistry()), lease_s=10.0, max_held_bytes=MIB)
+    limits = ClientLimits(lease_s=10.0, max_held_bytes=MIB, max_prepared_s=60.0)
+    clients = SharedClients(rig.core, PoolMetrics(CollectorRegistry()), limits)
     with session(rig, clients=clients) as client:
         yield client
 
