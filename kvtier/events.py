@@ -15,7 +15,7 @@ class TierState(enum.Enum):
     READ_ONLY = "read_only"
     """Writes fail, and are tried every few seconds. What is there is read."""
     OFF = "off"
-    """Reads fail: all is a miss until the tier's process starts again."""
+    """All is a miss: while the medium hangs, or, where reads fail, until the tier's process starts again."""
 
 
 class EventKind(enum.Enum):
@@ -27,7 +27,8 @@ class EventKind(enum.Enum):
     READ_ONLY = TierState.READ_ONLY.value
     """It takes none for now."""
     OFF = TierState.OFF.value
-    """It has nothing, of which CLEARED tells, and takes nothing."""
+    """It answers nothing and takes nothing. Where that is for good, CLEARED tells, too; else WRITABLE or READ_ONLY
+    will, and what it had is there again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Metrics:
         )
         self.degraded = Counter(
             "kvtier_tier_degraded",
-            "Times a failing medium made a tier read_only, or switched it off until its process starts again",
+            "Times a failing medium made a tier read_only, or switched it off: while it hangs, or for good",
             ["tier", "state"],
             registry=self.registry,
         )

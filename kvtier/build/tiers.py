@@ -164,6 +164,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         segment_bytes=int(config.disk.segment_bytes),
         sync=SyncPolicy(config.disk.sync),
         direct_io=DirectIo(config.disk.direct_io),
+        timeout_s=config.disk.timeout_s,
         name=DISK,
         on_event=on_event,
         metrics=metrics,

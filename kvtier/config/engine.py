@@ -184,6 +184,10 @@ class DiskConfig(Section):
     """Whether payloads go past the page cache (O_DIRECT), which would keep them a second time. `auto`: where the file
     system can. `on` refuses a file system that cannot; `off` suits network file systems that are slow so, and takes
     memory from everybody else."""
+    timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    """How long one operation of the disk may take, such as a read of 4 MiB; then it hangs, and everything misses until
+    it answers. Small: a disk that is merely busy is left alone for moments. Large: so long do requests wait for one
+    that hangs, once."""
 
 
 class PoolConfig(Section):

@@ -83,6 +83,8 @@ class PoolServiceConfig(Section):
     """What outlives a loss of power, `none`, `sealed` or `batch`: see `sync` in `[disk]`."""
     disk_direct_io: DirectIoName = "auto"
     """Whether blocks go past the page cache, `auto`, `on` or `off`: see `direct_io` in `[disk]`."""
+    disk_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    """How long one operation of the disk may take: see `timeout_s` in `[disk]`."""
     redis_url: str | None = None
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""

@@ -1,13 +1,17 @@
 """Blocks that memory does not have and a tier below does."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import header_from_checksum
+from kvtier.errors import ClosedError
 from kvtier.identity.keys import StoreKey
+from kvtier.store.lending import read_lent
 from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
@@ -72,6 +76,7 @@ class ColdReads:
 
     def _load(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
         """Adds what memory has by now, and the rest from the tier."""
+        lent = LentMemory()
         slots: dict[StoreKey, WriteSlot] = {}
         buffers: dict[StoreKey, memoryview] = {}
         try:
@@ -83,7 +88,7 @@ class ColdReads:
                     found[key] = block_of(key, lease, self._tier.name)
                 else:
                     buffers[key] = memoryview(bytearray(nbytes))
-            statuses = self._tier.read(list(buffers), list(buffers.values()))
+            statuses = read_lent(self._tier, list(buffers), list(buffers.values()), lent)
             checksums: dict[WriteSlot, int] = {}
             for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
                 if status is not Status.HIT:
@@ -96,7 +101,12 @@ class ColdReads:
                     found[key] = Block(header, buffer, None, f"{self._tier.name}_private")
             self._admit(checksums, found)
         finally:
-            for slot in slots.values():
+            lent.when_done(lambda: self._abort(slots.values()))
+
+    def _abort(self, slots: Iterable[WriteSlot]) -> None:
+        """What could not be read. A slot that a tier which hangs may still fill is given back when it answers."""
+        for slot in slots:
+            with contextlib.suppress(ClosedError):
                 self._memory.abort(slot)
 
     def _admit(self, checksums: dict[WriteSlot, int], found: dict[StoreKey, Block]) -> None:

@@ -11,6 +11,7 @@ from kvtier.store.cold_reads import Block, ColdReads
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
 from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
 
 
@@ -43,6 +44,11 @@ class LowerTiers:
         """What keeps blocks from getting here, None when nothing does."""
         gone = [tier.name for tier, way in zip(self.tiers, self._ways, strict=True) if not way.alive]
         return f"a thread that writes to {gone[0]} is gone" if gone else None
+
+    def degraded(self) -> list[str]:
+        """Which tiers do less than they should because of their media, and why. Blocks are kept without them."""
+        disks = [tier for tier in self.tiers if isinstance(tier, DiskTier)]
+        return [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
 
     def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> None:
         """Changes the statuses, which are memory's, of keys that are no HIT there and are one here."""
@@ -111,6 +117,12 @@ class LowerTiers:
         for way in self._ways:
             way.begin_drain()
         return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
+
+    def hurry(self, timeout_s: float) -> None:
+        """Before a stop: what hangs holds it up no longer than this."""
+        for tier in self.tiers:
+            if isinstance(tier, DiskTier):
+                tier.hurry(timeout_s)
 
     def check(self) -> None:
         """Verifies the tiers' bookkeeping; raises `InvariantError`."""

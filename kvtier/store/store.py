@@ -266,6 +266,10 @@ class Store:
             return "the thread that ends pins is gone"
         return self._below.problem()
 
+    def degraded(self) -> list[str]:
+        """What works less well than it should, although the pool does its work. Never waits."""
+        return self._below.degraded()
+
     def end_event_streams(self) -> None:
         """Ends all subscriptions, and takes no new ones."""
         self._hub.close()
@@ -273,6 +277,10 @@ class Store:
     def drain(self, grace_s: float) -> list[DrainReport]:
         """Gives the lower tiers up to `grace_s` seconds to take what they are owed; what comes now is not queued."""
         return self._below.drain(grace_s)
+
+    def hurry(self, timeout_s: float) -> None:
+        """Before a stop: from now on a disk whose operations take longer than this hangs."""
+        self._below.hurry(timeout_s)
 
     def check(self) -> None:
         """Verifies the bookkeeping of all tiers and of pins; raises `InvariantError`."""

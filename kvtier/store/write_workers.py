@@ -3,11 +3,14 @@
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvtier.identity.keys import StoreKey
+from kvtier.store.lending import write_lent
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
 
@@ -70,15 +73,18 @@ class WriteWorkers:
         while batch := self._take():
             leases = {key: lease for key, lease in batch.items() if lease is not None}
             answers: _Answers
+            lent = LentMemory()
             try:
                 # With the checksums of their writers: what was changed since is a miss to its readers there.
                 items = [(key, lease.view, lease.checksum) for key, lease in leases.items()]
-                answers = dict(zip(leases, self._tier.write(items), strict=True)) if items else {}
+                answers = dict(zip(leases, write_lent(self._tier, items, lent), strict=True)) if items else {}
             except Exception:
                 # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
                 _log.exception("writing %d blocks to %s failed", len(batch), self._tier.name)
                 answers = dict.fromkeys(leases, WriteStatus.FAILED)
             self._finish(batch, answers)
+            # A tier that hangs may still read what it was given: its room is not used again before that is over.
+            lent.when_done(partial(self._memory.release, list(batch.values())))
 
     def _take(self) -> dict[StoreKey, ReadPin | None]:
         """The next few blocks to write; empty when closing and nothing is left."""
@@ -115,7 +121,10 @@ class WriteWorkers:
         return batch
 
     def _finish(self, batch: Mapping[StoreKey, ReadPin | None], answers: _Answers) -> None:
-        """:param answers: for all of `batch` that memory still had."""
+        """Its leases are not released yet.
+
+        :param answers: for all of `batch` that memory still had.
+        """
         waiting = self._waiting
         # Before anybody hears that they are done: a thread that has waited for a drain finds them counted.
         self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(batch) - len(answers))
@@ -131,4 +140,3 @@ class WriteWorkers:
                 elif answer is not None:
                     waiting.put_off(key)
             waiting.changed.notify_all()
-        self._memory.release(batch.values())

@@ -59,6 +59,9 @@ class FaultyFiles:
         _raise(self._fault("open"), path)
         return self._inner.open(path, writable=writable)
 
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         code = self._fault("write", errno.ENOSPC, errno.EIO)
         with self._lock:

@@ -27,18 +27,20 @@ _LOOK_S = 0.1
 
 
 class StatusServer:
-    """Answers `GET /healthz` (200, or 503 with the reason) and `GET /metrics`, each on a thread of its own."""
+    """Answers `GET /healthz` (200 and `ok`, or 503 with the reason) and `GET /metrics`, each on a thread of its own."""
 
     def __init__(
         self,
         listen: str,
         registry: CollectorRegistry,
         problem: Callable[[], str | None],
+        degraded: Callable[[], list[str]],
         files: TlsFiles | None = None,
     ) -> None:
         """
         :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
-        :param problem: None while all is well; called from any thread.
+        :param problem: None while it serves; called from any thread.
+        :param degraded: what works less well than it should while it serves: lines below the `ok`. Likewise.
         :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
         tls: ServerTls | None = None
@@ -52,7 +54,8 @@ class StatusServer:
             def do_GET(self) -> None:
                 if self.path == "/healthz":
                     reason = problem()
-                    self._answer(503 if reason else 200, _TEXT, f"{reason or 'ok'}\n".encode())
+                    lines = [reason] if reason else ["ok", *degraded()]
+                    self._answer(503 if reason else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode())
                 elif self.path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
                 else:

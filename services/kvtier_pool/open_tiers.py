@@ -46,6 +46,7 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
                 segment_bytes=int(table.disk_segment_bytes),
                 sync=SyncPolicy(table.disk_sync),
                 direct_io=DirectIo(table.disk_direct_io),
+                timeout_s=table.disk_timeout_s,
             )
             undo.callback(disk.close)
             policy = WritePolicy(table.disk_write_policy)

@@ -33,6 +33,8 @@ from kvtier_pool.open_tiers import open_lower_tiers
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
 """The part of a stop's time that calls in flight may take; the disk gets what is left."""
+_SHORTEST_S = 0.25
+"""How long an operation of the disk may take in a stop that has no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class PoolService:
             if self._clients is not None:
                 self._clients.start()
                 undo.callback(self._clients.stop)
-            self._http = StatusServer(table.http_listen, registry, self._problem, tls)
+            self._http = StatusServer(table.http_listen, registry, self._problem, self._core.degraded, tls)
             self._http.start()
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, authenticator, config)
@@ -113,6 +115,7 @@ class PoolService:
         deadline = MONOTONIC() + grace_s
         self._phase = "stopping"
         self._core.end_event_streams()
+        self._core.hurry(max(_SHORTEST_S, grace_s * _CALLS_SHARE_OF_GRACE))
         calls_deadline = MONOTONIC() + grace_s * _CALLS_SHARE_OF_GRACE
         self._block.stop(calls_deadline - MONOTONIC())
         self._grpc.stop(max(0.0, calls_deadline - MONOTONIC()))

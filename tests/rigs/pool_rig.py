@@ -102,6 +102,9 @@ class GatedFiles:
     def open(self, path: str, *, writable: bool = True) -> int:
         return self._inner.open(path, writable=writable)
 
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self.writing.release()
         assert self.may_write.wait(WAIT_S)

@@ -1,15 +1,15 @@
 """The disk tier: a log of segments on a local file system (`kvtier.tiers.disk.log`)."""
 
+import contextlib
 import logging
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvtier.codec.stored_form import Codec
-from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.errors import ConfigError
 from kvtier.events import EventKind, EventSink, TierState, ignore_event
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
@@ -17,36 +17,31 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.buffers import Buffers
-from kvtier.tiers.disk.log.parts import in_parallel
-from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
+from kvtier.tiers.disk.log.parts import BatchThreads
+from kvtier.tiers.disk.log.reading import BlockReader
 from kvtier.tiers.disk.medium.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import MediumHealth
-from kvtier.tiers.disk.operations.appending import SMALLEST_SEGMENT_BYTES, SegmentLog
+from kvtier.tiers.disk.medium.io_threads import IoThreads
+from kvtier.tiers.disk.medium.watch import HangWatch
+from kvtier.tiers.disk.medium.watched_files import WatchedFiles
+from kvtier.tiers.disk.operations.appending import SegmentLog
 from kvtier.tiers.disk.operations.read_path import ReadPath
 from kvtier.tiers.disk.operations.recovery import recover
 from kvtier.tiers.disk.operations.tombstones import Tombstones
-from kvtier.tiers.disk.operations.writing import BlockWriter, parts_of, sort_out
+from kvtier.tiers.disk.operations.write_path import WritePath
+from kvtier.tiers.disk.operations.writing import BlockWriter, sort_out
+from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.reclaim.compaction import Compactor
 from kvtier.tiers.disk.reclaim.space import SpaceManager
 from kvtier.tiers.disk.state.log_state import LogState
 from kvtier.tiers.disk.state.segment_files import SegmentFiles, SyncPolicy
-from kvtier.tiers.disk.state.tag_table import Tags
 
-
-@dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """How a disk tier works. `DiskTier.open` documents the fields and has the defaults."""
-
-    reserve_bytes: int
-    segment_bytes: int
-    sync: SyncPolicy
-    codec: Codec
-    write_amplification: float
-    num_threads: int
+_log = logging.getLogger(__name__)
 
 
 class DiskTier:
@@ -62,6 +57,10 @@ class DiskTier:
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
     but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
     and in `state`.
+
+    A disk that hangs holds nobody up for longer than an operation may take: the calls that wait for it end with MISS
+    or FAILED, and all that come are answered so at once, until the operations that hung have ended. The tier is off
+    meanwhile, and forgets nothing. At most a few threads of the tier's own stay in them.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
     the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
@@ -85,14 +84,18 @@ class DiskTier:
         self._folder = folder
         self._name = name
         self._capacity_bytes = capacity_bytes
+        self._num_threads = options.num_threads
         self._metrics = metrics
         self._on_event = on_event
-        self._reads = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}")
-        self._writes = ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"kvtier-{name}-write")
+        self._reads = IoThreads(options.num_threads, f"kvtier-{name}")
+        self._writes = IoThreads(options.num_threads, f"kvtier-{name}-write")
         """Threads for writes alone: a read is not to wait behind all of a large batch that is being written."""
+        self._forgets = IoThreads(options.num_threads, f"kvtier-{name}-forget")
         self._guard = CallGuard(f"tier {name}")
         self._events = EventQueue(name, on_event)
-        self._health = MediumHealth(name, metrics, self._events, logging.getLogger(__name__))
+        self._health = MediumHealth(name, metrics, self._events, _log)
+        self._watch = HangWatch(options.timeout_s, self._note_hang)
+        files = WatchedFiles(files, self._watch)
         self._state = LogState()
         buffers = Buffers(2 * options.num_threads)
         self._files = SegmentFiles(folder, files, self._state, buffers, self._health, options.sync)
@@ -116,15 +119,24 @@ class DiskTier:
             reserve_bytes=options.reserve_bytes,
         )
         self._log = SegmentLog(self._state, self._files, self._space, options.segment_bytes, capacity_bytes)
-        self._tombstones = Tombstones(self._state, self._log, self._space, self._events, self._health)
-        packer = BlockPacker(options.codec, tier=name, metrics=metrics)
-        self._reader = BlockReader(self._files.read, buffers, direct=files.direct)
-        self._read_path = ReadPath(self._state, self._tombstones, self._events, self._health)
-        new_bytes = metrics.disk_bytes.labels(name, "new")
-        self._writer = BlockWriter(
-            self._state, self._log, self._tombstones, self._events, self._health, new_bytes, packer
+        self._tombstones = Tombstones(
+            self._state, self._log, self._space, self._events, self._health, self._watch, self._forgets
         )
-        self._part_bytes = self._log.segment_bytes // 4
+        packer = BlockPacker(options.codec, tier=name, metrics=metrics)
+        reader = BlockReader(self._files.read, buffers, direct=files.direct)
+        self._read_path = ReadPath(
+            self._state, self._tombstones, self._events, self._health, reader, BatchThreads(self._reads, self._watch)
+        )
+        new_bytes = metrics.disk_bytes.labels(name, "new")
+        writer = BlockWriter(self._state, self._log, self._tombstones, self._events, self._health, new_bytes, packer)
+        self._write_path = WritePath(
+            self._state,
+            self._events,
+            self._health,
+            writer,
+            BatchThreads(self._writes, self._watch),
+            part_bytes=self._log.segment_bytes // 4,
+        )
 
     @classmethod
     def open(  # noqa: PLR0913 - what may be set, by keyword
@@ -143,6 +155,7 @@ class DiskTier:
         codec: Codec = Codec.RAW,
         write_amplification: float = 1.3,
         num_threads: int = 4,
+        timeout_s: float = 5.0,
     ) -> "DiskTier":
         """Takes a folder, finds the blocks in it, and evicts what exceeds the capacity.
 
@@ -166,9 +179,12 @@ class DiskTier:
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
         :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
+        :param timeout_s: seconds that one operation of the medium may take, such as a read of 4 MiB; then it hangs.
+            Small: a drive that is merely busy counts as hung, and misses for a moment. Large: so long do callers wait
+            for one that hangs.
         """
-        options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads)
-        _check(capacity_bytes, options)
+        options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads, timeout_s)
+        options.check(capacity_bytes)
         folder = DiskFolder.open(Path(directory))
         tier: DiskTier | None = None
         try:
@@ -200,28 +216,44 @@ class DiskTier:
     @property
     def state(self) -> TierState:
         """What its medium lets it do at this moment; changes are events, too."""
+        self._watch.hangs()
         return self._health.state
+
+    def problem(self) -> str | None:
+        """Why it is not `WRITABLE`, in words; None when it is. Any thread; never waits."""
+        self._watch.hangs()
+        return self._health.problem
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """Answers from memory with a status per key, in order. Does not count as a use for eviction."""
+        if self._watch.hangs():
+            return [Status.MISS] * len(keys)
         tags = self._state.tags(keys)
         with self._guard, self._state.lock:
             return self._state.statuses(keys, tags)
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
-        """Copies the payload of `keys[i]` from disk over all of `into[i]`; a status per key, in order."""
+    def read(
+        self, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory | None = None
+    ) -> list[Status]:
+        """Copies the payload of `keys[i]` from disk over all of `into[i]`; a status per key, in order.
+
+        :param lent: saves a copy: `into` may be used until `lent.when_done`.
+        """
         require_pairs(keys, into)
-        with self._guard:
-            statuses = self._read_path.read(keys, into, self._read_blocks)
+        with self._guard, self._memory(lent) as memory:
+            statuses = self._read_path.read(keys, into, memory, lent)
             self._events.flush()
         return statuses
 
-    def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[ReadableBuffer]], lent: LentMemory | None = None) -> list[WriteStatus]:
         """Stores payloads; a status per block, in order. Raises what a payload raises that is not contiguous bytes; the
-        others are stored."""
+        others are stored. A block that is FAILED may be there later: it was being written when the medium hung.
+
+        :param lent: saves a copy: payloads may be used until `lent.when_done`.
+        """
         sound, errors = sort_out(items)
-        with self._guard:
-            statuses = self._store(sound, errors)
+        with self._guard, self._memory(lent) as memory:
+            statuses = self._write_path.write(sound, errors, memory, lent)
             self._events.flush()
         if errors:
             raise errors[0]
@@ -264,16 +296,32 @@ class DiskTier:
         with self._guard, self._state.lock:
             self._state.check(self._capacity_bytes)
 
+    def hurry(self, timeout_s: float) -> None:
+        """For an owner who is about to close it: from now on an operation of the medium may not take longer than
+        this."""
+        self._watch.hurry(timeout_s)
+
     def close(self) -> None:
         """Waits for calls in flight, seals what is open and ends the threads. The blocks stay on disk for the next
-        `open`. Idempotent."""
+        `open`. Idempotent.
+
+        While the medium hangs, that is left to a thread which does it when the medium answers, if the process lives
+        so long: until then nobody else can have the folder.
+        """
         if self._guard.close():
-            self._log.retire_all()
-            self._release()
+            closing = IoThreads(1, f"kvtier-{self._name}-close")
+            closed = closing.submit(self._end)
+            hangs = self._watch.wait([closed])
+            closing.close(wait=not hangs)
+            if hangs:
+                _log.warning("tier %s is left as it is: %s", self._name, self._health.problem)
+            else:
+                closed.result()
 
     def _start(self) -> None:
         """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
-        found = recover(self._folder, self._files, self._state, self._reads)
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"kvtier-{self._name}-start") as threads:
+            found = recover(self._folder, self._files, self._state, threads)
         self._metrics.foreign_files.labels(self._name).inc(found.num_foreign)
         self._metrics.corrupt_blocks.labels(self._name).inc(found.num_damaged)
         self._metrics.torn_blocks.labels(self._name).inc(found.num_torn)
@@ -287,51 +335,24 @@ class DiskTier:
             self._space.drop_dead(tenant)
         self._events.flush()
 
+    def _end(self) -> None:
+        """Seals what is open, and gives everything back."""
+        self._log.retire_all()
+        self._release()
+
     def _release(self) -> None:
-        self._reads.shutdown()
-        self._writes.shutdown()
+        for threads in (self._reads, self._writes, self._forgets):
+            threads.close()
         self._files.close()
-        self._folder.close()
+        with self._watch.operation("close"):
+            self._folder.close()
 
-    def _read_blocks(self, wanted: Sequence[Wanted]) -> Iterator[Answer]:
-        """Runs of neighbours in parallel."""
-        for part in in_parallel(self._reads, self._reader.read, runs_of(wanted)):
-            yield from part
+    def _note_hang(self, reason: str | None) -> None:
+        """On any thread, without a lock of the tier's."""
+        self._health.hangs(reason)
+        self._events.flush()
 
-    def _store(self, items: Sequence[Item[ReadableBuffer]], errors: list[BaseException]) -> list[WriteStatus]:
-        """An answer per item; `errors` gets what was raised for some, whose answers say nothing."""
-        keys = [key for key, _, _ in items]
-        tags = self._state.tags(keys)
-        if self._state.off or not self._health.may_write():  # a stale look costs a failed write
-            return self._refused(keys, tags)
-        with self._state.lock:
-            claims = self._state.claim(keys, tags)
-        statuses = [WriteStatus.EXISTS] * len(items)
-        work = [(i, claim, *items[i][1:]) for i, claim in enumerate(claims) if claim is not None]
-        for part in in_parallel(self._writes, self._writer.store, parts_of(work, self._part_bytes)):
-            for index, status in part:
-                if isinstance(status, WriteStatus):
-                    statuses[index] = status
-                else:
-                    errors.append(status)
-        return statuses
-
-    def _refused(self, keys: Sequence[StoreKey], tags: Tags) -> list[WriteStatus]:
-        """Answers while nothing is written."""
-        with self._state.lock:
-            statuses = self._state.statuses(keys, tags)
-        return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
-
-
-def _check(capacity_bytes: int, options: DiskOptions) -> None:
-    if (
-        capacity_bytes < SMALLEST_SEGMENT_BYTES
-        or options.reserve_bytes < 0
-        or options.num_threads < 1
-        or options.segment_bytes < SMALLEST_SEGMENT_BYTES
-        or not 1 <= options.write_amplification < math.inf
-    ):
-        raise InvalidInputError(
-            f"disk tier of {capacity_bytes} bytes, {options}: needs {SMALLEST_SEGMENT_BYTES} bytes, segments of as "
-            "many, a thread, and a write amplification from 1"
-        )
+    @staticmethod
+    def _memory(lent: LentMemory | None) -> AbstractContextManager[CallGuard | None]:
+        """What a call's buffers are used in: never after the call, unless they are lent."""
+        return contextlib.nullcontext() if lent is not None else contextlib.closing(CallGuard("a call"))

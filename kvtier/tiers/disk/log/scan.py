@@ -1,7 +1,6 @@
 """What a segment holds, found out from its file: by its footer, or extent by extent when it has none."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,7 +78,7 @@ class SegmentReader:
 
     def inspect(self, path: str, number: int, *, writable: bool = True) -> Found | Damaged | Foreign:
         """Everything about the file called `number`. A segment without a footer is read whole."""
-        nbytes = os.stat(path, follow_symlinks=False).st_size
+        nbytes = self._files.size(path)
         if not nbytes:
             return Damaged("it is empty", empty=True)
         with self._open(path, writable) as fd:

@@ -36,6 +36,9 @@ class FileLayer(Protocol):
     def open(self, path: str, *, writable: bool = True) -> int:
         """A descriptor of a file that is there."""
 
+    def size(self, path: str) -> int:
+        """Bytes of the file of this name; of a link, its own."""
+
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """All of the buffers, one after the other. After an error any part of it may be written."""
 
@@ -87,6 +90,9 @@ class OsFiles:
         # A FIFO in its place must not hold up the thread, a link not lead elsewhere.
         access = os.O_RDWR if writable else os.O_RDONLY
         return os.open(path, access | os.O_NONBLOCK | os.O_NOFOLLOW | self._flags)
+
+    def size(self, path: str) -> int:
+        return os.stat(path, follow_symlinks=False).st_size
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         left = list(buffers)

@@ -33,6 +33,10 @@ _MEDIUM_ERRNOS = (
     errno.ENODEV,
 )
 """What a drive or its file system says that fails, rather than one that has something else in a file's place."""
+_PROBLEMS = {
+    TierState.READ_ONLY: f"{_WRITES_IN_A_ROW} writes failed in a row; tried again every {_PAUSE_S:g} s",
+    TierState.OFF: f"reads of {_SEGMENTS_IN_A_ROW} segments in a row failed; look after the drive, then restart",
+}
 
 
 class MediumHealth:
@@ -50,6 +54,10 @@ class MediumHealth:
         self._lock = threading.Lock()
         self._failing: set[int] = set()
         """Segments of which a read failed since one last worked. Guarded by _lock."""
+        self._lasting = TierState.WRITABLE
+        """What failures have made of the tier, whether it hangs or not. Guarded by _lock."""
+        self._hang: str | None = None
+        """Why it hangs. Guarded by _lock."""
         self._state = TierState.WRITABLE
         """Changed under _lock, with its event and gauge."""
         metrics.set_state(name, self._state)
@@ -58,6 +66,23 @@ class MediumHealth:
     def state(self) -> TierState:
         """What the medium lets the tier do at this moment."""
         return self._state
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps the tier from reading or writing, in words; None while nothing does."""
+        with self._lock:
+            return self._hang or _PROBLEMS.get(self._lasting)
+
+    def hangs(self, reason: str | None) -> None:
+        """The medium hangs, and why; None: it answers again. Until then the tier is off."""
+        with self._lock:
+            self._hang = reason
+            changed = self._show()
+        if reason is not None:
+            self._metrics.io_errors.labels(self._name, "any", "ETIMEDOUT").inc()
+            self._log.error("tier %s is off: %s; everything misses until it answers", self._name, reason)
+        elif changed:
+            self._log.warning("tier %s: its medium answers again; it is %s", self._name, self._state.value)
 
     def may_write(self) -> bool:
         """False while the tier is read-only."""
@@ -120,7 +145,16 @@ class MediumHealth:
     def _change(self, state: TierState) -> bool:
         """Changes the state, so that events come in the order of the changes. False: the tier is off, and stays so.
         Caller holds _lock."""
-        if self._state is TierState.OFF:
+        if self._lasting is TierState.OFF:
+            return False
+        self._lasting = state
+        self._show()
+        return True
+
+    def _show(self) -> bool:
+        """Tells of the state if it is another one now, and says whether it is. Caller holds _lock."""
+        state = self._lasting if self._hang is None else TierState.OFF
+        if state is self._state:
             return False
         self._state = state
         self._metrics.set_state(self._name, state)

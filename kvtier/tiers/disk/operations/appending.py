@@ -5,11 +5,12 @@ from concurrent.futures import Future
 
 from kvtier.identity.keys import TenantId
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.disk.log.format import PAGE, Entries, Kind
+from kvtier.tiers.common.call_guard import CallGuard
+from kvtier.tiers.disk.log.format import PAGE, Entries
 from kvtier.tiers.disk.log.segments import Extent, Segment, segment_pages, share_bytes
 from kvtier.tiers.disk.reclaim.space import SpaceManager
 from kvtier.tiers.disk.state.log_state import LogState
-from kvtier.tiers.disk.state.segment_files import SegmentFiles
+from kvtier.tiers.disk.state.segment_files import SegmentFiles, Stamp
 
 SMALLEST_SEGMENT_BYTES = 4 * PAGE
 
@@ -69,15 +70,15 @@ class SegmentLog:
         extent: Extent,
         headers: Sequence[bytes],
         payloads: Sequence[ReadableBuffer],
-        epochs: Sequence[int],
-        kinds: Sequence[Kind],
+        stamps: Sequence[Stamp],
         *,
         sync_forgets: bool = True,
+        memory: CallGuard | None = None,
     ) -> Entries:
         """Writes an extent in one write, and returns the entries as they stand there. After an error the extent has
         been given back."""
         try:
-            return self._files.write(extent, headers, payloads, epochs, kinds, sync_forgets=sync_forgets)
+            return self._files.write(extent, headers, payloads, stamps, sync_forgets=sync_forgets, memory=memory)
         except BaseException:
             self._abandon(extent)
             raise

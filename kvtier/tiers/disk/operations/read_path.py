@@ -1,6 +1,8 @@
 """Which blocks to read where, and what becomes of them: bad ones are dropped, moved ones are looked for again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -8,8 +10,11 @@ from kvtier.codec.stored_form import Codec, Header
 from kvtier.events import EventKind
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status
+from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
-from kvtier.tiers.disk.log.reading import Answer, Wanted
+from kvtier.tiers.common.lent_memory import LentMemory
+from kvtier.tiers.disk.log.parts import BatchThreads
+from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk.medium.health import MediumHealth, is_passing
 from kvtier.tiers.disk.operations.tombstones import Tombstones
 from kvtier.tiers.disk.state.log_state import LogState
@@ -18,33 +23,56 @@ _ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
 _PLACE = ("segment", "page", "codec", "raw_length", "stored_length", "checksum", "version")
 
-ReadBlocks = Callable[[Sequence[Wanted]], Iterable[Answer]]
-"""An answer per block, in any order."""
-
 
 class ReadPath:
     """Reads blocks by their keys. Any thread."""
 
-    def __init__(self, state: LogState, tombstones: Tombstones, events: EventQueue, health: MediumHealth) -> None:
+    def __init__(
+        self,
+        state: LogState,
+        tombstones: Tombstones,
+        events: EventQueue,
+        health: MediumHealth,
+        reader: BlockReader,
+        threads: BatchThreads,
+    ) -> None:
+        self._reader = reader
+        self._threads = threads
         self._state = state
         self._tombstones = tombstones
         self._events = events
         self._health = health
 
-    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview], read_blocks: ReadBlocks) -> list[Status]:
+    def read(
+        self,
+        keys: Sequence[StoreKey],
+        into: Sequence[memoryview],
+        memory: CallGuard | None,
+        lent: LentMemory | None,
+    ) -> list[Status]:
         """Fills `into[i]` with the payload of `keys[i]`; a status per key, in order. Blocks moved meanwhile are read
-        again."""
+        again. What hangs is a miss.
+
+        :param memory: what the buffers are used in, unless they are lent.
+        """
         statuses = [Status.MISS] * len(keys)
         left: Sequence[int] = range(len(keys))
         for _ in range(_ROUNDS):
-            answers = list(read_blocks(self._find(keys, into, left)))
+            if not left or self._threads.hang:
+                break
+            answers = self._read_blocks(self._find(keys, into, left), memory, lent)
             for answer in answers:
                 if answer.problem is None:
                     statuses[answer.wanted.index] = Status.HIT
             left = self._note(answers)
-            if not left:
-                break
         return statuses
+
+    def _read_blocks(self, wanted: Sequence[Wanted], memory: CallGuard | None, lent: LentMemory | None) -> list[Answer]:
+        """Runs of neighbours in parallel, in any order. No answer for those that hang."""
+        done = self._threads.each(partial(self._reader.read, memory=memory), runs_of(wanted))
+        if lent is not None:
+            lent.keep(done.late)
+        return list(chain.from_iterable(done.answers))
 
     def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
         """Where the blocks are that are there and as long as what they are to fill."""

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Kind, purge_key
 from kvtier.tiers.disk.log.segments import NO_EPOCH
 from kvtier.tiers.disk.medium.health import MediumHealth
+from kvtier.tiers.disk.medium.io_threads import IoThreads
+from kvtier.tiers.disk.medium.watch import HangWatch
 from kvtier.tiers.disk.operations.appending import SegmentLog
 from kvtier.tiers.disk.reclaim.space import SpaceManager
 from kvtier.tiers.disk.state.log_state import Claim, LogState
@@ -24,6 +27,9 @@ _MOST_AT_ONCE = 512
 """Tombstones in one extent."""
 _ROWS_AT_ONCE = 8192
 """Looked at by a purge while nobody else can look: about 1 ms."""
+_MOST_WAITING = 1 << 20
+"""Keys whose tombstones are not written yet, above which a discard forgets only what the index has: what it does not
+have can be named without end while the medium hangs."""
 _PATIENCE_S = 2.0
 """Seconds to wait for writes under way, all together, where only the removal of what they write to can forget: a drive
 that takes longer hangs."""
@@ -35,19 +41,32 @@ Place = tuple[StoreKey, int, int]
 class Tombstones:
     """Discards, purges, and drops of bad blocks. Any thread; raises nothing.
 
+    What is forgotten misses at once. Tombstones are written on threads of their own, and waited for unless the medium
+    hangs: then they are written when it answers again, and a process that ends before that has not forgotten for good.
+
     When a tombstone cannot be written, in a new segment either, the segments that hold the records go instead, whatever
     else is in them, and so do those of the tenant that are being written, as they may hold copies. A call waits for
     that, but not for a drive that hangs: then the last one to write removes the segment.
     """
 
-    def __init__(
-        self, state: LogState, log: SegmentLog, room: SpaceManager, events: EventQueue, health: MediumHealth
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
+        self,
+        state: LogState,
+        log: SegmentLog,
+        room: SpaceManager,
+        events: EventQueue,
+        health: MediumHealth,
+        watch: HangWatch,
+        threads: IoThreads,
     ) -> None:
+        """:param threads: those that write tombstones, the owner's to close."""
         self._state = state
         self._log = log
         self._space = room
         self._events = events
         self._health = health
+        self._watch = watch
+        self._threads = threads
 
     def discard(self, keys: Sequence[StoreKey], tags: Tags) -> int:
         """Forgets records, and writes under way when they end; how many records were there."""
@@ -65,15 +84,11 @@ class Tombstones:
             for claim in under_way:
                 claim.discarded = epoch
             forgotten = gone + [claim.key for claim in under_way]
-            forgotten += {key for key in keys if state.may_be_on_disk(key)} - set(forgotten)
+            if len(state.forgetting) < _MOST_WAITING:
+                forgotten += {key for key in keys if state.may_be_on_disk(key)} - set(forgotten)
             state.forgetting.update(forgotten)
-        try:
-            for tenant, of_tenant in _by_tenant(forgotten).items():
-                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
-                    self._evict(tenant, segments)
-                self._space.drop_dead(tenant)
-        finally:
-            self._forgot(forgotten)
+        if forgotten:
+            self._in_background(partial(self._forget, forgotten, epoch, segments))
         return len(gone)
 
     def forget_late(self, tenant: TenantId, claims: Sequence[Claim], segment: int) -> None:
@@ -86,7 +101,7 @@ class Tombstones:
     def drop(self, places: Sequence[Place]) -> list[bool]:
         """Forgets records that turned out bad; False where the index has none at this place any more.
 
-        Their tombstones are not waited for: what is bad will not be better after a start.
+        Their tombstones are not synced: what is bad will not be better after a start.
         """
         state = self._state
         keys = [key for key, _, _ in places]
@@ -104,13 +119,8 @@ class Tombstones:
             self._events.post(EventKind.REMOVED, gone)
             numbers = set(records["segment"].tolist())
             state.forgetting.update(gone)
-        try:
-            for tenant, of_tenant in _by_tenant(gone).items():
-                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
-                    self._owe(tenant, numbers)
-                self._space.drop_dead(tenant)
-        finally:
-            self._forgot(gone)
+        if gone:
+            self._in_background(partial(self._forget_bad, gone, epoch, numbers))
         dropped = np.zeros(len(places), bool)
         dropped[same] = True
         return dropped.tolist()
@@ -134,6 +144,43 @@ class Tombstones:
                     state.take_out(rows)
                 for number in np.unique(records["segment"]).tolist():
                     pages.setdefault(number, []).append(records["page"][records["segment"] == number])
+        except BaseException:
+            with state.lock:
+                state.purging -= Counter([tenant])
+            raise
+        self._in_background(partial(self._finish_purge, tenant, epoch, pages))
+        return sum(len(part) for parts in pages.values() for part in parts)
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        """Raises nothing of its own. Returns when the work is done, or the medium hangs."""
+        future = self._threads.submit(work)
+        if not self._watch.wait([future]):
+            future.result()
+
+    def _forget(self, keys: Sequence[StoreKey], epoch: int, segments: Collection[int]) -> None:
+        """Tombstones of this epoch, or without the segments that have the records."""
+        try:
+            for tenant, of_tenant in _by_tenant(keys).items():
+                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant)):
+                    self._evict(tenant, segments)
+                self._space.drop_dead(tenant)
+        finally:
+            self._forgot(keys)
+
+    def _forget_bad(self, keys: Sequence[StoreKey], epoch: int, segments: Collection[int]) -> None:
+        """As `_forget`, for what need not be forgotten at any price."""
+        try:
+            for tenant, of_tenant in _by_tenant(keys).items():
+                if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):
+                    self._owe(tenant, segments)
+                self._space.drop_dead(tenant)
+        finally:
+            self._forgot(keys)
+
+    def _finish_purge(self, tenant: TenantId, epoch: int, pages: Mapping[int, list[npt.NDArray[np.uint32]]]) -> None:
+        """Events, and a tombstone for all that is taken out, or without the segments that have it."""
+        state = self._state
+        try:
             for number, parts in pages.items():
                 self._space.tell_of(number, np.concatenate(parts))
             if self._write(tenant, [purge_key(tenant)], Kind.PURGE, [epoch]):
@@ -145,7 +192,6 @@ class Tombstones:
             with state.lock:
                 state.purging -= Counter([tenant])
         self._space.drop_dead(tenant)
-        return sum(len(part) for parts in pages.values() for part in parts)
 
     def _write(
         self, tenant: TenantId, keys: Sequence[StoreKey], kind: Kind, epochs: Sequence[int], *, sync: bool = True
@@ -167,7 +213,8 @@ class Tombstones:
             extent = self._log.reserve(tenant, num, 0, NO_EPOCH)
             if extent is None:
                 return False
-            landed = self._log.write(extent, headers, [b""] * num, epochs, [kind] * num, sync_forgets=sync)
+            stamps = [(epoch, kind) for epoch in epochs]
+            landed = self._log.write(extent, headers, [b""] * num, stamps, sync_forgets=sync)
         except OSError as error:
             self._health.write_failed(error)
             return False

@@ -1,5 +1,6 @@
 """Writing blocks: encoded, appended in one write per part of a batch, then found."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, WriteStatus
+from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
@@ -86,17 +88,20 @@ class BlockWriter:
         self._new_bytes = new_bytes
         self._packer = packer
 
-    def store(self, part: Sequence[Work]) -> list[Outcome]:
+    def store(self, part: Sequence[Work], memory: CallGuard | None) -> list[Outcome]:
         """Packs claimed blocks of one tenant, and writes them. An answer per block; nothing is raised.
 
         The claims are given back.
+
+        :param memory: see `SegmentFiles.write`.
         """
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
         for work in part:
             index, claim, payload, checksum = work
             try:
-                header, stored = self._packer.encode(claim.key, payload, checksum)
+                with memory or contextlib.nullcontext():
+                    header, stored = self._packer.encode(claim.key, payload, checksum)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))
@@ -108,16 +113,25 @@ class BlockWriter:
                 ready.append((work, header, stored))
         if not ready:
             return outcomes
-        status = self._try_to_append([w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready])
+        claims, headers, payloads = [w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready]
+        status = self._try_to_append(claims, headers, payloads, memory)
         return outcomes + [(work[0], status) for work, _, _ in ready]
 
+    def give_back(self, part: Sequence[Work]) -> None:
+        """These blocks will not be written."""
+        self._release([claim for _, claim, _, _ in part])
+
     def _try_to_append(
-        self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
+        self,
+        claims: Sequence[Claim],
+        headers: Sequence[bytes],
+        payloads: Sequence[ReadableBuffer],
+        memory: CallGuard | None,
     ) -> WriteStatus | BaseException:
         """What became of all of them; the claims are given back."""
         status: WriteStatus | BaseException
         try:
-            status = self._append(claims, headers, payloads)
+            status = self._append(claims, headers, payloads, memory)
         except OSError as error:
             status = self._health.write_failed(error)
         except BaseException as error:
@@ -127,14 +141,19 @@ class BlockWriter:
         return status
 
     def _append(
-        self, claims: Sequence[Claim], headers: Sequence[bytes], payloads: Sequence[ReadableBuffer]
+        self,
+        claims: Sequence[Claim],
+        headers: Sequence[bytes],
+        payloads: Sequence[ReadableBuffer],
+        memory: CallGuard | None,
     ) -> WriteStatus:
         tenant = TenantId(claims[0].key[:TENANT_ID_BYTES])
         epochs = [claim.epoch for claim in claims]
         extent = self._log.reserve(tenant, len(claims), sum(pages_of(len(p)) for p in payloads), min(epochs))
         if extent is None:
             return WriteStatus.FULL
-        landed = self._log.write(extent, headers, payloads, epochs, [Kind.RECORD] * len(claims))
+        stamps = [(epoch, Kind.RECORD) for epoch in epochs]
+        landed = self._log.write(extent, headers, payloads, stamps, memory=memory)
         tags = self._state.tags([claim.key for claim in claims])
         with self._state.lock:
             for claim in claims:

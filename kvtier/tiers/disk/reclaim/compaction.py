@@ -72,10 +72,10 @@ class Compactor:
         Records that are still found at `origin` are in their new place from now on.
         """
         headers = [header_bytes(entries, index) for index in range(len(entries))]
-        kinds = [Kind(kind) for kind in entries["kind"]]
+        stamps = [(int(epoch), Kind(kind)) for epoch, kind in zip(entries["epoch"], entries["kind"], strict=True)]
         landed = None
         try:
-            landed = self._files.write(extent, headers, payloads, entries["epoch"].tolist(), kinds)
+            landed = self._files.write(extent, headers, payloads, stamps)
         except OSError as error:
             self._health.write_failed(error)
         with self._state.lock:

@@ -1,12 +1,13 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
+import contextlib
 import enum
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes
+from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.disk.log.buffers import Buffers, fill_pages, is_aligned
 from kvtier.tiers.disk.log.format import (
     PAGE,
@@ -26,7 +27,11 @@ from kvtier.tiers.disk.medium.descriptors import Descriptors
 from kvtier.tiers.disk.medium.files import FileLayer
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import MediumHealth
+from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.state.log_state import LogState
+
+Stamp = tuple[int, Kind]
+"""Epoch and kind of an entry."""
 
 
 class SyncPolicy(enum.Enum):
@@ -57,7 +62,7 @@ class SegmentFiles:
         self._buffers = buffers
         self._health = health
         self._sync = sync
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="kvtier-disk-sync")
+        self._syncer = IoThreads(1, "kvtier-disk-sync")
         self.descriptors = Descriptors(files)
         self.reader = SegmentReader(files, buffers)
 
@@ -88,32 +93,36 @@ class SegmentFiles:
         extent: Extent,
         headers: Sequence[bytes],
         payloads: Sequence[ReadableBuffer],
-        epochs: Sequence[int],
-        kinds: Sequence[Kind],
+        stamps: Sequence[Stamp],
         *,
         sync_forgets: bool = True,
+        memory: CallGuard | None = None,
     ) -> Entries:
         """One extent in one write: head, then payloads. The entries as they stand there.
 
         :param sync_forgets: tombstones are synced, unless the policy is to sync nothing.
+        :param memory: payloads are copied inside it, and not used afterwards; `ClosedError` once it is closed. None:
+            they may be used until this returns.
         """
         page, pages = extent.payload_page, []
         for payload in payloads:
             pages.append(page)
             page += pages_of(len(payload))
-        entries = make_entries(headers, epochs, pages, kinds)
+        kinds = [kind for _, kind in stamps]
+        entries = make_entries(headers, [epoch for epoch, _ in stamps], pages, kinds)
         direct = self._files.direct
-        ready = [not direct or is_aligned(payload) for payload in payloads]
+        ready = [memory is None and (not direct or is_aligned(payload)) for payload in payloads]
         staged_pages = sum(pages_of(len(p)) for p, is_ready in zip(payloads, ready, strict=True) if not is_ready)
         with self._buffers.lend((extent.head_pages + staged_pages) * PAGE) as stage:
             buffers = [fill_pages(stage, pack_extent_head(extent.segment.id, extent.page, extent.num_pages, entries))]
             at = len(buffers[0])
-            for payload, is_ready in zip(payloads, ready, strict=True):
-                if is_ready:
-                    buffers += _with_padding(payload)
-                else:
-                    buffers.append(fill_pages(stage[at:], payload))
-                    at += len(buffers[-1])
+            with memory or contextlib.nullcontext():
+                for payload, is_ready in zip(payloads, ready, strict=True):
+                    if is_ready:
+                        buffers += _with_padding(payload)
+                    else:
+                        buffers.append(fill_pages(stage[at:], payload))
+                        at += len(buffers[-1])
             with self.descriptors.use(extent.segment.number, self.path(extent.segment)) as fd:
                 self._files.write(fd, buffers, extent.page * PAGE)
                 forgets = sync_forgets and any(kind is not Kind.RECORD for kind in kinds)
@@ -143,7 +152,7 @@ class SegmentFiles:
             self._state.segments.sealed(segment, end)
             segment.in_flight -= 1
         if self._sync is not SyncPolicy.NONE:
-            self._syncer.submit(self._sync_sealed, segment)
+            self._syncer.submit(partial(self._sync_sealed, segment))
 
     def entries(self, segment: Segment) -> Entries | None:
         """Everything that has landed in it; None when its footer is damaged."""
@@ -192,7 +201,7 @@ class SegmentFiles:
             self._take_away(number)
         except OSError:  # counted and logged
             try:
-                nbytes = os.stat(self._folder.segment_path(number), follow_symlinks=False).st_size
+                nbytes = self._files.size(self._folder.segment_path(number))
             except OSError as error:  # a broken inode: nobody can say
                 self._health.note("remove", error)
                 return
@@ -206,8 +215,7 @@ class SegmentFiles:
         except FileExistsError:  # somebody else's
             raise
         except OSError:
-            if os.path.lexists(path):
-                self.drop(segment.number)
+            self.drop(segment.number)
             raise
 
     def _take_away(self, number: int) -> bool:
@@ -234,7 +242,7 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Waits for syncs under way, then closes all files. Raises nothing."""
-        self._syncer.shutdown()
+        self._syncer.close()
         self.descriptors.close()
 
     def _sync_sealed(self, segment: Segment) -> None:

@@ -1,0 +1,62 @@
+"""Threads for calls that may hang: few, and the process may end without them."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+_Answer = TypeVar("_Answer")
+_Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+class IoThreads:
+    """Does work on up to `most` threads, made when they are needed. Any thread.
+
+    Unlike those of a `ThreadPoolExecutor`, which Python waits for at its exit, they are daemons.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        """As many as there are threads without work."""
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        """Guarded by _lock."""
+
+    def submit(self, work: Callable[[], _Answer]) -> "Future[_Answer]":
+        """Has the work done, unless the future is cancelled first. Not after `close`."""
+        future: Future[_Answer] = Future()
+        self._tasks.put((future, work))
+        if not self._idle.acquire(blocking=False):
+            with self._lock:
+                if len(self._threads) < self._most:
+                    name = f"{self._name}_{len(self._threads)}"
+                    self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                    self._threads[-1].start()
+        return future
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the threads when all is done that was submitted; waits for that, or not."""
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._tasks.put(None)
+        for thread in threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, work = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    answer = work()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(answer)
+                    del answer
+            del task, future, work  # what they refer to is the caller's
+            self._idle.release()

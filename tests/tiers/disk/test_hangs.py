@@ -1,0 +1,227 @@
+"""A medium that hangs: the tier is off meanwhile, holds nobody up, and is back by itself."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from disk_rig import opened
+from disk_tier_rig import MIB
+from hanging_disk import HangingDisk, hanging_disk
+from kvtier.events import Event, EventKind, TierState
+from kvtier.metrics import Metrics
+from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.lent_memory import LentMemory
+from kvtier.tiers.disk.medium.files import OsFiles
+from kvtier.tiers.disk.medium.watch import HangWatch
+from kvtier.tiers.disk.tier import DiskTier
+
+SIZE = 64 << 10
+TIMEOUT_S = 0.3
+WAIT_S = 20.0
+
+
+class Stuck(OsFiles):
+    """Files whose operations stay for as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__(direct=False)
+        self.stays: dict[str, threading.Event] = {}
+        """The operations that stay, and what lets them go on."""
+        self.buffers: list[memoryview] = []
+        """Of the read that stays."""
+
+    def stay(self, *ops: str) -> threading.Event:
+        """These operations do not end before the event is set."""
+        go_on = threading.Event()
+        self.stays |= dict.fromkeys(ops, go_on)
+        return go_on
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._stay("read")
+        return super().read(fd, buffers, offset)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self._stay("write")
+        super().write(fd, buffers, offset)
+
+    def create(self, path: str, nbytes: int) -> int:
+        self._stay("create")
+        return super().create(path, nbytes)
+
+    def remove(self, path: str) -> None:
+        self._stay("remove")
+        super().remove(path)
+
+    def _stay(self, op: str) -> None:
+        if op in self.stays:
+            assert self.stays[op].wait(WAIT_S)
+
+
+def items(*labels: int) -> list[tuple]:
+    return [summed(make_key(label), make_payload(label, SIZE)) for label in labels]
+
+
+def buffers(number: int) -> list[memoryview]:
+    return [memoryview(bytearray(SIZE)) for _ in range(number)]
+
+
+def until(tier: DiskTier, state: TierState) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while tier.state is not state:
+        assert time.monotonic() < deadline, f"is not {state}"
+        time.sleep(0.002)
+
+
+KEYS = [make_key(label) for label in range(4)]
+
+
+def test_a_read_that_hangs_is_a_miss_and_never_touches_the_callers_memory_again(tmp_path: Path) -> None:
+    files, metrics, events = Stuck(), Metrics(), list[Event]()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, metrics=metrics, on_event=events.append) as tier:
+        tier.write(items(*range(4)))
+        go_on, into = files.stay("read"), buffers(4)
+        assert tier.read(KEYS, into) == [Status.MISS] * 4
+        assert tier.state is TierState.OFF
+        assert "read" in str(tier.problem())
+        assert tier.lookup(KEYS) == tier.read(KEYS, into) == [Status.MISS] * 4
+        assert tier.write(items(9)) == [WriteStatus.FAILED]
+        states = metrics.registry.get_sample_value
+        assert states("kvtier_tier_state", {"tier": "disk", "state": "off"}) == 1
+        assert states("kvtier_tier_degraded_total", {"tier": "disk", "state": "off"}) == 1
+        go_on.set()
+        until(tier, TierState.WRITABLE)
+        assert tier.problem() is None
+        assert not any(any(bytes(buffer)) for buffer in into)
+        assert tier.read(KEYS, into) == [Status.HIT] * 4
+        assert tier.write(items(9)) == [WriteStatus.STORED]
+    kinds = [event.kind for event in events]
+    assert kinds.count(EventKind.OFF) == kinds.count(EventKind.WRITABLE) == 1
+    assert EventKind.CLEARED not in kinds
+
+
+def test_lent_memory_is_given_back_when_the_medium_answers(tmp_path: Path) -> None:
+    files, back = Stuck(), threading.Event()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S) as tier:
+        tier.write(items(0))
+        lent, into = LentMemory(), buffers(1)
+        assert tier.read(KEYS[:1], into, lent) == [Status.HIT]
+        lent.when_done(back.set)
+        assert back.is_set()
+        back.clear()
+        lent, go_on = LentMemory(), files.stay("read")
+        assert tier.read(KEYS[:1], into, lent) == [Status.MISS]
+        lent.when_done(back.set)
+        assert not back.is_set()
+        go_on.set()
+        assert back.wait(WAIT_S)
+
+
+def test_a_write_that_hangs_has_failed_and_reads_the_callers_memory_no_more(tmp_path: Path) -> None:
+    files = Stuck()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, num_threads=1, segment_bytes=SIZE) as tier:
+        go_on = files.stay("write", "create")
+        key, payload, checksum = summed(make_key(1), make_payload(1, SIZE))
+        memory = bytearray(payload)
+        assert tier.write([(key, memory, checksum), *items(2, 3)]) == [WriteStatus.FAILED] * 3
+        memory[:] = bytes(SIZE)  # another block's by now
+        go_on.set()
+        until(tier, TierState.WRITABLE)
+        keys = [make_key(n) for n in (1, 2, 3)]
+        deadline = time.monotonic() + WAIT_S
+        while tier.lookup(keys) != [Status.HIT] * 3:  # until what hung has let go of its keys
+            assert time.monotonic() < deadline
+            tier.write(items(1, 2, 3))
+        assert tier.read(keys, (into := buffers(3))) == [Status.HIT] * 3
+        assert [bytes(buffer) for buffer in into] == [make_payload(n, SIZE) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("op", ["create", "write", "remove"])
+def test_a_discard_during_a_hang_holds_after_it(tmp_path: Path, op: str) -> None:
+    files = Stuck()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S) as tier:
+        tier.write(items(*range(4)))
+        go_on = files.stay(op)
+        assert tier.discard(KEYS) == 4
+        assert tier.discard(KEYS) == 0
+        go_on.set()
+        until(tier, TierState.WRITABLE)
+    with opened(tmp_path / "d") as tier:
+        assert tier.lookup(KEYS) == [Status.MISS] * 4
+
+
+def test_threads_stay_few_however_many_call(tmp_path: Path) -> None:
+    files = Stuck()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, num_threads=2) as tier:
+        tier.write(items(*range(4)))
+        go_on = files.stay("read", "write", "create")
+        callers = [threading.Thread(target=tier.read, args=(KEYS, buffers(4))) for _ in range(20)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(WAIT_S)
+            assert not caller.is_alive()
+        for label in range(50, 70):
+            tier.write(items(label))
+            tier.discard(KEYS[:1])
+        assert sum(thread.name.startswith("kvtier-disk") for thread in threading.enumerate()) <= 3 * 2 + 1
+        go_on.set()
+        until(tier, TierState.WRITABLE)
+
+
+def test_a_tier_that_hangs_is_closed_in_time(tmp_path: Path) -> None:
+    files = Stuck()
+    tier = DiskTier.open(tmp_path / "d", 4 * MIB, reserve_bytes=0, files=files, timeout_s=TIMEOUT_S)
+    tier.write(items(*range(4)))
+    go_on = files.stay("write")
+    tier.close()
+    closing = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-disk")]
+    assert closing
+    assert all(thread.daemon for thread in closing)
+    go_on.set()
+    for thread in closing:
+        thread.join(WAIT_S)
+    with opened(tmp_path / "d") as tier:
+        assert tier.lookup(KEYS) == [Status.HIT] * 4
+
+
+def test_a_hang_is_told_once_and_ends_with_the_operation_that_hung() -> None:
+    now, told = 0.0, list[str | None]()
+    watch = HangWatch(5.0, told.append, lambda: now)
+    with watch.operation("read"):
+        now = 4.0
+        assert not watch.hangs()
+        with watch.operation("write"):
+            now = 6.0
+            assert watch.hangs()
+            assert watch.hangs()
+        assert watch.hangs()
+    assert not watch.hangs()
+    assert len(told) == 2
+    assert "read" in str(told[0])
+    assert told[1] is None
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[HangingDisk]:
+    with hanging_disk(tmp_path) as mounted:
+        if mounted is None:
+            pytest.skip("nobody may mount a FUSE file system here")
+        yield mounted
+
+
+def test_a_file_system_that_hangs_and_answers_again(disk: HangingDisk) -> None:
+    with opened(disk.folder / "tier", 16 * MIB, timeout_s=TIMEOUT_S) as tier:
+        tier.write(items(*range(4)))
+        assert tier.read(KEYS, buffers(4)) == [Status.HIT] * 4
+        disk.hang()
+        assert tier.read(KEYS, buffers(4)) == [Status.MISS] * 4
+        assert tier.state is TierState.OFF
+        assert tier.write(items(7)) == [WriteStatus.FAILED]
+        assert tier.discard(KEYS[:1]) == 1
+        disk.answer()
+        until(tier, TierState.WRITABLE)
+        assert tier.read(KEYS, buffers(4)) == [Status.MISS] + [Status.HIT] * 3
