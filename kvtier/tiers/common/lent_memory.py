@@ -1,9 +1,13 @@
 """Memory of a call that its medium may go on using when the call is over, because the medium hangs."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
+
+from kvtier.tiers.common.call_guard import CallGuard
 
 
 class LentMemory:
@@ -38,3 +42,8 @@ class LentMemory:
 
         for user in self._users:
             user.add_done_callback(note)
+
+
+def memory_of_call(lent: LentMemory | None) -> AbstractContextManager[CallGuard | None]:
+    """For the tier: what the buffers of a call are used inside of, never after the call. None: they are lent."""
+    return contextlib.nullcontext() if lent is not None else contextlib.closing(CallGuard("a call"))

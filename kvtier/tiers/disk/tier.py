@@ -1,24 +1,23 @@
 """The disk tier: a log of segments on a local file system (`kvtier.tiers.disk.log`)."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
-from kvtier.events import EventKind, EventSink, TierState, ignore_event
+from kvtier.events import EventSink, TierState, ignore_event
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
-from kvtier.tiers.common.lent_memory import LentMemory
+from kvtier.tiers.common.lent_memory import LentMemory, memory_of_call
 from kvtier.tiers.common.packer import BlockPacker
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk.log.buffers import Buffers
 from kvtier.tiers.disk.log.parts import BatchThreads
 from kvtier.tiers.disk.log.reading import BlockReader
@@ -31,7 +30,7 @@ from kvtier.tiers.disk.medium.watch import HangWatch
 from kvtier.tiers.disk.medium.watched_files import WatchedFiles
 from kvtier.tiers.disk.operations.appending import SegmentLog
 from kvtier.tiers.disk.operations.read_path import ReadPath
-from kvtier.tiers.disk.operations.recovery import recover
+from kvtier.tiers.disk.operations.recovery import recover, take_over
 from kvtier.tiers.disk.operations.tombstones import Tombstones
 from kvtier.tiers.disk.operations.write_path import WritePath
 from kvtier.tiers.disk.operations.writing import BlockWriter, sort_out
@@ -50,17 +49,17 @@ class DiskTier:
     Every read is verified against the key that was asked for. What is acknowledged outlives the process, however it
     ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process in the same way.
 
-    Eviction takes the oldest segment of the tenant that has most, and writes blocks that were read since they were
-    written once more, the most read first, within `write_amplification`.
+    Eviction takes the oldest segment of the tenant that has most beyond what it is owed (`set_share`), and writes
+    blocks that were read since they were written once more, the most read first, within `write_amplification`.
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
     but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
     and in `state`.
 
-    A disk that hangs holds nobody up for longer than an operation may take: the calls that wait for it end with MISS
-    or FAILED, and all that come are answered so at once, until the operations that hung have ended. The tier is off
-    meanwhile, and forgets nothing. At most a few threads of the tier's own stay in them.
+    A disk that hangs holds nobody up for longer than an operation may take: calls that wait for it end with MISS or
+    FAILED, and those that come are answered so at once, until the operations that hung have ended. The tier is off
+    meanwhile, and forgets nothing. A few threads of its own stay in them.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
     the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
@@ -88,8 +87,8 @@ class DiskTier:
         self._metrics = metrics
         self._on_event = on_event
         self._reads = IoThreads(options.num_threads, f"kvtier-{name}")
+        # Threads for writes alone: a read is not to wait behind all of a large batch that is being written.
         self._writes = IoThreads(options.num_threads, f"kvtier-{name}-write")
-        """Threads for writes alone: a read is not to wait behind all of a large batch that is being written."""
         self._forgets = IoThreads(options.num_threads, f"kvtier-{name}-forget")
         self._guard = CallGuard(f"tier {name}")
         self._events = EventQueue(name, on_event)
@@ -220,7 +219,7 @@ class DiskTier:
         return self._health.state
 
     def problem(self) -> str | None:
-        """Why it is not `WRITABLE`, in words; None when it is. Any thread; never waits."""
+        """Why it is not `WRITABLE`, in words; None when it is. Never waits."""
         self._watch.hangs()
         return self._health.problem
 
@@ -240,7 +239,7 @@ class DiskTier:
         :param lent: saves a copy: `into` may be used until `lent.when_done`.
         """
         require_pairs(keys, into)
-        with self._guard, self._memory(lent) as memory:
+        with self._guard, memory_of_call(lent) as memory:
             statuses = self._read_path.read(keys, into, memory, lent)
             self._events.flush()
         return statuses
@@ -252,7 +251,7 @@ class DiskTier:
         :param lent: saves a copy: payloads may be used until `lent.when_done`.
         """
         sound, errors = sort_out(items)
-        with self._guard, self._memory(lent) as memory:
+        with self._guard, memory_of_call(lent) as memory:
             statuses = self._write_path.write(sound, errors, memory, lent)
             self._events.flush()
         if errors:
@@ -281,10 +280,21 @@ class DiskTier:
             return Usage(len(self._state.index), self._state.segments.used_bytes, self._capacity_bytes)
 
     def usage_of(self, tenant: TenantId) -> Usage:
-        """One tenant's part of `usage`."""
+        """One tenant's part of `usage`: bytes are those of pages that were written for it, with heads, padding, and
+        blocks that are gone and not cleared away yet, but without preallocated room."""
         with self._guard, self._state.lock:
             segments = self._state.segments
-            return Usage(segments.num_blocks_of(tenant), segments.bytes_of(tenant), self._capacity_bytes)
+            return Usage(segments.num_blocks_of(tenant), segments.taken_bytes_of(tenant), self._capacity_bytes)
+
+    def set_share(self, tenant: TenantId, share: Share) -> None:
+        """What the tenant is owed from now on; `Share()` of those for whom nothing was said.
+
+        Bytes are those of `usage_of`. What others have of its guarantee goes, oldest segments first, as the tenant
+        writes, and what it has above its cap as it writes the next time. Raises `InvalidInputError` when more would be
+        guaranteed than there is.
+        """
+        with self._guard, self._state.lock:
+            self._state.segments.set_share(tenant, share, self._capacity_bytes)
 
     def write_amplification(self) -> float:
         """Bytes of records written since the start, per byte that somebody asked to be written."""
@@ -297,8 +307,7 @@ class DiskTier:
             self._state.check(self._capacity_bytes)
 
     def hurry(self, timeout_s: float) -> None:
-        """For an owner who is about to close it: from now on an operation of the medium may not take longer than
-        this."""
+        """Before a close: from now on an operation of the medium may not take longer than this."""
         self._watch.hurry(timeout_s)
 
     def close(self) -> None:
@@ -322,18 +331,7 @@ class DiskTier:
         """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"kvtier-{self._name}-start") as threads:
             found = recover(self._folder, self._files, self._state, threads)
-        self._metrics.foreign_files.labels(self._name).inc(found.num_foreign)
-        self._metrics.corrupt_blocks.labels(self._name).inc(found.num_damaged)
-        self._metrics.torn_blocks.labels(self._name).inc(found.num_torn)
-        if self._on_event is not ignore_event:
-            for keys in found.events():
-                self._events.post(EventKind.STORED, keys)
-        for segment in found.unfinished:
-            self._space.finish(segment)
-        self._space.fit()
-        for tenant in {segment.id.tenant for segment in list(self._state.segments)}:
-            self._space.drop_dead(tenant)
-        self._events.flush()
+        take_over(found, self._name, self._space, self._events, self._metrics, tell=self._on_event is not ignore_event)
 
     def _end(self) -> None:
         """Seals what is open, and gives everything back."""
@@ -351,8 +349,3 @@ class DiskTier:
         """On any thread, without a lock of the tier's."""
         self._health.hangs(reason)
         self._events.flush()
-
-    @staticmethod
-    def _memory(lent: LentMemory | None) -> AbstractContextManager[CallGuard | None]:
-        """What a call's buffers are used in: never after the call, unless they are lent."""
-        return contextlib.nullcontext() if lent is not None else contextlib.closing(CallGuard("a call"))

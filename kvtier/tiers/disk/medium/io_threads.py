@@ -1,9 +1,10 @@
 """Threads for calls that may hang: few, and the process may end without them."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 _Answer = TypeVar("_Answer")
@@ -21,7 +22,7 @@ class IoThreads:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
-        """As many as there are threads without work."""
+        """As many as there are threads that wait for work, less the work that is meant for them."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         """Guarded by _lock."""
@@ -48,7 +49,7 @@ class IoThreads:
             thread.join()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next()) is not None:
             future, work = task
             if future.set_running_or_notify_cancel():
                 try:
@@ -59,4 +60,9 @@ class IoThreads:
                     future.set_result(answer)
                     del answer
             del task, future, work  # what they refer to is the caller's
-            self._idle.release()
+
+    def _next(self) -> _Task | None:
+        with contextlib.suppress(Empty):
+            return self._tasks.get_nowait()
+        self._idle.release()
+        return self._tasks.get()

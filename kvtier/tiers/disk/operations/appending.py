@@ -62,7 +62,7 @@ class SegmentLog:
                     del self._opening[tenant]
                 mine.set_result(extent is not None)
             if extent is not None:
-                self._space.evict_ahead(extent.segment.num_pages)
+                self._space.evict_ahead(tenant, extent.segment.num_pages)
             return extent
 
     def write(
@@ -125,6 +125,6 @@ class SegmentLog:
                 return self._space.make(tenant, pages, num_entries, 0, epoch)
         for wanted in (max(SMALLEST_SEGMENT_BYTES, min(self.segment_bytes, wanted_bytes)), 0):
             pages = segment_pages(wanted, num_entries, payload_pages)
-            if pages is not None and self._space.set_aside(pages):
+            if pages is not None and self._space.set_aside(tenant, pages):
                 return self._space.make(tenant, pages, num_entries, payload_pages, epoch)
         return None

@@ -9,12 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.events import EventKind
 from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.metrics import Metrics
+from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Entries, Kind, NewerFormatError, keys_of
 from kvtier.tiers.disk.log.scan import Damaged, Foreign, Found
 from kvtier.tiers.disk.log.segments import NO_EPOCH, Segment
 from kvtier.tiers.disk.medium.folder import DiskFolder
 from kvtier.tiers.disk.medium.health import NOT_ALLOWED_ERRNOS, is_passing
+from kvtier.tiers.disk.reclaim.space import SpaceManager
 from kvtier.tiers.disk.state.index import RECORD, Records
 from kvtier.tiers.disk.state.log_state import LogState, records_of, tagged
 from kvtier.tiers.disk.state.segment_files import SegmentFiles
@@ -77,6 +81,22 @@ def recover(folder: DiskFolder, files: SegmentFiles, state: LogState, executor: 
     found.live = decide(gathered, state)
     found.unfinished = [s for s in (state.to_seal(g.segment) for g in gathered) if s is not None]
     return found
+
+
+def take_over(
+    found: Recovery, name: str, space: SpaceManager, events: EventQueue, metrics: Metrics, *, tell: bool
+) -> None:
+    """Counts what was found, tells of it, seals what was open, and evicts the oldest down to the capacity."""
+    metrics.foreign_files.labels(name).inc(found.num_foreign)
+    metrics.corrupt_blocks.labels(name).inc(found.num_damaged)
+    metrics.torn_blocks.labels(name).inc(found.num_torn)
+    for keys in found.events() if tell else ():
+        events.post(EventKind.STORED, keys)
+    for segment in found.unfinished:
+        space.finish(segment)
+    space.fit()
+    space.drop_all_dead()
+    events.flush()
 
 
 @dataclass(slots=True)

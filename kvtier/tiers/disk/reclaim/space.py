@@ -47,8 +47,8 @@ class SpaceManager:
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
         """Bytes for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
-    def set_aside(self, num_pages: int) -> bool:
-        """Room for a file, evicting what must go; False when there is not enough. `OSError`."""
+    def set_aside(self, tenant: TenantId, num_pages: int) -> bool:
+        """Room for a file of the tenant, evicting what must go; False when there is not enough for it. `OSError`."""
         num_stuck = 0
         while num_stuck < _MOST_STUCK:
             free_bytes = self._files.free_bytes()
@@ -57,13 +57,16 @@ class SpaceManager:
                 if num_pages * PAGE > limit:
                     self._warn_of_no_room(num_pages * PAGE, limit)
                     return False
-                if self._state.segments.used_bytes + num_pages * PAGE <= limit:
+                if num_pages * PAGE > self._state.segments.most_bytes_of(tenant):
+                    return False
+                over = self._state.segments.exceeds_cap(tenant, num_pages * PAGE)
+                if not over and self._state.segments.used_bytes + num_pages * PAGE <= limit:
                     self._state.segments.set_aside(num_pages * PAGE)
                     return True
-                victim = self._victim()
+                victim = self._own_victim(tenant) if over else self._victim(tenant)
             if victim is not None:
                 num_stuck += not self._give_up(victim)
-            elif not self._drop_all_dead():
+            elif over or not self.drop_all_dead():
                 return False
         # A failed write like others: a file system that has become read-only is left alone before all is hidden.
         raise OSError(errno.EIO, f"{num_stuck} segments that were to make room cannot be removed")
@@ -76,8 +79,9 @@ class SpaceManager:
             self._state.segments.set_aside(num_pages * PAGE)
             return True
 
-    def evict_ahead(self, num_pages: int) -> None:
-        """Makes room for the next file while the open segments have room for what is worth keeping. Raises nothing."""
+    def evict_ahead(self, tenant: TenantId, num_pages: int) -> None:
+        """Makes room for the tenant's next file while the open segments have room for what is worth keeping. Raises
+        nothing."""
         while True:
             try:
                 free_bytes = self._files.free_bytes()
@@ -86,9 +90,11 @@ class SpaceManager:
                 return
             with self._state.lock:
                 limit = self._limit(free_bytes)
-                if num_pages * PAGE > limit or self._state.segments.used_bytes + num_pages * PAGE <= limit:
+                over = self._state.segments.exceeds_cap(tenant, num_pages * PAGE)
+                fits = num_pages * PAGE > limit or self._state.segments.used_bytes + num_pages * PAGE <= limit
+                if fits and not over:
                     return
-                victim = self._victim()
+                victim = self._own_victim(tenant) if over else self._victim(tenant)
             if victim is None or not self._give_up(victim, keep=True):
                 return
 
@@ -188,7 +194,7 @@ class SpaceManager:
             if dead is None or not self._remove(dead):
                 return
 
-    def _drop_all_dead(self) -> bool:
+    def drop_all_dead(self) -> bool:
         """`drop_dead` of all tenants; whether that made room."""
         with self._state.lock:
             before, tenants = self._state.segments.used_bytes, {s.id.tenant for s in self._state.segments}
@@ -208,15 +214,20 @@ class SpaceManager:
             f"since {self._reserve_bytes:,} bytes of the file system are left to others"
         )
 
-    def _victim(self) -> Segment | None:
+    def _victim(self, borrower: TenantId | None = None) -> Segment | None:
         """Chooses what is to give room, for `_give_up`. Caller holds the lock."""
         segments = self._state.segments
         roomiest = segments.roomiest(self._capacity_bytes)
         if roomiest is not None:  # nobody loses anything by a cut
             segments.retire(roomiest.id.tenant)
             return self._state.to_seal(roomiest)
-        victim = segments.victim()
+        victim = segments.victim(borrower)
         return segments.mark(victim) if victim is not None else None
+
+    def _own_victim(self, tenant: TenantId) -> Segment | None:
+        """What the tenant is to give because it may have no more, for `_give_up`. Caller holds the lock."""
+        victim = self._state.segments.own_victim(tenant)
+        return self._state.segments.mark(victim) if victim is not None else None
 
     def _give_up(self, victim: Segment, *, keep: bool = False) -> bool:
         """Cuts what `_victim` gave, or removes it; False when it is still there as a whole."""

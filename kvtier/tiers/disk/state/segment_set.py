@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
 from kvtier.identity.keys import TenantId
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk.log.format import MAX_NUMBER, PAGE, head_pages
 from kvtier.tiers.disk.log.segments import NO_EPOCH, SEGMENTS_AT_LEAST, Extent, Segment, share_bytes
 from kvtier.tiers.disk.state.lowest import Lowest
 from kvtier.tiers.disk.state.tenant_segments import TenantSegments
+from kvtier.tiers.disk.state.tenant_shares import TenantShares
 
 _STUCK_S = 30.0
 """A segment that could not be removed is left alone for so long."""
@@ -27,8 +29,7 @@ class SegmentSet:
         self._clock = clock
         self._segments: dict[int, Segment] = {}
         self._of: dict[TenantId, TenantSegments] = {}
-        self._fullest: Lowest[TenantId] = Lowest()
-        """Pages that each tenant has taken, negative."""
+        self._owed = TenantShares()
         self._roomiest: Lowest[int] = Lowest()
         """`spare_pages` of open segments, negative."""
         self._file_bytes = 0
@@ -40,9 +41,6 @@ class SegmentSet:
     def used_bytes(self) -> int:
         """Disk space of all files, those about to be made included."""
         return self._file_bytes + self._set_aside_bytes
-
-    def bytes_of(self, tenant: TenantId) -> int:
-        return self._of[tenant].nbytes if tenant in self._of else 0
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
@@ -65,6 +63,24 @@ class SegmentSet:
         """Number and page before which lies all of the tenant that has a place by now."""
         of = self._of.get(tenant)
         return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
+
+    def set_share(self, tenant: TenantId, share: Share, capacity_bytes: int) -> None:
+        """From now on. Raises `InvalidInputError` when more would be guaranteed than there is."""
+        self._owed.set(tenant, share, capacity_bytes)
+        if tenant in self._of:
+            self._owed.weigh(tenant, self.taken_bytes_of(tenant))
+
+    def taken_bytes_of(self, tenant: TenantId) -> int:
+        """Disk space of all pages that were taken: what is preallocated and not yet used is not the tenant's."""
+        return self._of[tenant].num_pages * PAGE if tenant in self._of else 0
+
+    def most_bytes_of(self, tenant: TenantId) -> float:
+        """What the tenant may have; infinite without a cap."""
+        return self._owed.most_bytes_of(tenant)
+
+    def exceeds_cap(self, tenant: TenantId, nbytes: int) -> bool:
+        """Whether a file of so many bytes is more than the tenant may have beside what it has."""
+        return self.taken_bytes_of(tenant) + nbytes > self.most_bytes_of(tenant)
 
     def next_number(self) -> int:
         """A number for a new segment, never given again. `OSError` when numbers are used up."""
@@ -173,10 +189,11 @@ class SegmentSet:
 
     def wanted_bytes(self, tenant: TenantId, capacity_bytes: int) -> int:
         """Size of the tenant's next segment: its part of a fair share, or as large a part of what it has if that is
-        more."""
+        more; and of what it may have at the most."""
         of = self._of.get(tenant)
         num_pages = of.num_pages // SEGMENTS_AT_LEAST if of is not None else 0
-        return max(share_bytes(capacity_bytes, len(self._of) + (of is None)), num_pages * PAGE)
+        wanted = max(share_bytes(capacity_bytes, len(self._of) + (of is None)), num_pages * PAGE)
+        return int(min(wanted, self.most_bytes_of(tenant) / SEGMENTS_AT_LEAST))
 
     def roomiest(self, capacity_bytes: int) -> Segment | None:
         """An open segment that has more room left than its tenant would get anew, and that nobody writes to."""
@@ -191,11 +208,28 @@ class SegmentSet:
         found = self._roomiest.first(is_fair, below=-least)
         return self._segments[found[1]] if found is not None else None
 
-    def victim(self) -> Segment | None:
-        """The oldest segment that may go and has more than tombstones, of the tenant that has taken most pages."""
+    def victim(self, borrower: TenantId | None = None) -> Segment | None:
+        """The oldest segment that may go and has more than tombstones, of the tenant that is furthest above what is
+        guaranteed to it; None when nobody has to give one.
+
+        :param borrower: who wants the room. Others give only what is above their guarantees, and not when they have
+            less beyond it than the borrower. None: nobody does, all have to give.
+        """
         now_s = self._clock()
-        found = self._fullest.first(lambda tenant: self._of[tenant].oldest(now_s) is None)
-        return self._of[found[1]].oldest(now_s) if found is not None else None
+
+        def keeps(tenant: TenantId) -> bool:
+            segment = self._of[tenant].oldest(now_s)
+            if segment is None or borrower is None or borrower == tenant:
+                return segment is None
+            left_bytes = self.taken_bytes_of(tenant) - segment.next_page * PAGE
+            return not self._owed.gives(tenant, left_bytes, borrower)
+
+        found = self._owed.furthest_above(keeps)
+        return self._of[found].oldest(now_s) if found is not None else None
+
+    def own_victim(self, tenant: TenantId) -> Segment | None:
+        """The tenant's oldest segment that may go and has more than tombstones."""
+        return self._of[tenant].oldest(self._clock()) if tenant in self._of else None
 
     def owes(self, tenant: TenantId) -> bool:
         """Whether there may be records of the tenant on disk that the index does not have."""
@@ -267,7 +301,7 @@ class SegmentSet:
         self._tell(segment)
         if not of.segments:
             del self._of[segment.id.tenant]
-            self._fullest.drop(segment.id.tenant)
+            self._owed.drop(segment.id.tenant)
 
     def check(self, num_records: int) -> None:
         """Raises `InvariantError` when the books do not add up."""
@@ -281,11 +315,10 @@ class SegmentSet:
         for of in self._of.values():
             of.check()
         opened = [of.open for of in self._of.values() if of.open is not None]
-        spare, fullest = self._roomiest.first(), self._fullest.first()
+        spare = self._roomiest.first()
         if -(spare[0] if spare is not None else 0) != max((segment.spare_pages for segment in opened), default=0):
             raise InvariantError("disk segments: it is not known which one has most room")
-        if -(fullest[0] if fullest is not None else 0) != max((of.num_pages for of in self._of.values()), default=0):
-            raise InvariantError("disk segments: it is not known which tenant has most")
+        self._owed.check({tenant: of.num_pages * PAGE for tenant, of in self._of.items()})
 
     def _set_owing(self, segment: Segment, owing: bool) -> None:
         self._of[segment.id.tenant].num_owing += owing - segment.owing
@@ -295,7 +328,7 @@ class SegmentSet:
         """Counts `num_pages` more as taken of the share of the segment's tenant."""
         of = self._of[segment.id.tenant]
         of.num_pages += num_pages
-        self._fullest.put(segment.id.tenant, -of.num_pages)
+        self._owed.weigh(segment.id.tenant, of.num_pages * PAGE)
 
     @staticmethod
     def _tell(segment: Segment) -> None:

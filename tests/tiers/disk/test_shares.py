@@ -1,0 +1,121 @@
+"""Shares of tenants on disk: what is guaranteed stays, caps hold, what is lent comes back, weights divide the rest."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disk_tier_rig import KIB, MIB, reopening
+from kvtier.errors import InvalidInputError
+from kvtier.identity.keys import TenantId, tenant_id
+from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.shares import Share
+from kvtier.tiers.disk.tier import DiskTier
+
+RED, BLUE, GREEN = tenant_id("red"), tenant_id("blue"), tenant_id("green")
+CAPACITY = 4 * MIB
+NBYTES = 32 * KIB
+MANY = 3 * CAPACITY // (2 * NBYTES)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    with reopening(tmp_path / "disk") as open_one:
+        yield open_one(CAPACITY, write_amplification=1.0)
+
+
+def write(tier: DiskTier, tenant: TenantId, labels: range, nbytes: int = NBYTES) -> list[WriteStatus]:
+    """One after the other, so that eviction goes on between them."""
+    statuses = []
+    for label in labels:
+        statuses += tier.write([summed(make_key(label, tenant=tenant), make_payload((label, tenant), nbytes))])
+    tier.check()
+    return statuses
+
+
+def held(tier: DiskTier, tenant: TenantId) -> int:
+    return tier.usage_of(tenant).used_bytes
+
+
+def test_a_guarantee_outlasts_whatever_others_write(tier: DiskTier) -> None:
+    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+    few = range(MIB // NBYTES)
+    write(tier, BLUE, few)
+    assert set(write(tier, RED, range(MANY))) == set(write(tier, GREEN, range(MANY))) == {WriteStatus.STORED}
+    assert tier.lookup([make_key(label, tenant=BLUE) for label in few]) == [Status.HIT] * len(few)
+
+
+def test_what_is_lent_is_handed_back_when_its_owner_writes(tier: DiskTier) -> None:
+    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+    write(tier, RED, range(MANY))
+    assert held(tier, RED) > 3 * MIB
+    write(tier, BLUE, range(MANY))
+    assert held(tier, BLUE) >= 2 * MIB
+    before = held(tier, BLUE)
+    write(tier, RED, range(MANY, 2 * MANY))
+    assert held(tier, BLUE) >= 2 * MIB - 256 * KIB
+    assert held(tier, BLUE) <= before
+
+
+def test_a_cap_holds_though_there_is_room_and_own_blocks_go_first(tier: DiskTier) -> None:
+    tier.set_share(RED, Share(cap_bytes=MIB))
+    write(tier, BLUE, range(8))
+    assert set(write(tier, RED, range(MANY))) == {WriteStatus.STORED}
+    assert MIB // 2 < held(tier, RED) <= MIB
+    assert tier.usage_of(BLUE).num_blocks == 8
+    assert tier.lookup([make_key(MANY - 1, tenant=RED), make_key(0, tenant=RED)]) == [Status.HIT, Status.MISS]
+    assert write(tier, RED, range(MANY, MANY + 1), nbytes=2 * MIB) == [WriteStatus.FULL]
+    assert tier.lookup([make_key(MANY - 1, tenant=RED)]) == [Status.HIT], "a block that is too large evicts nothing"
+
+
+def test_shares_change_while_the_tier_runs(tier: DiskTier) -> None:
+    write(tier, RED, range(MANY))
+    assert held(tier, RED) > 3 * MIB
+    tier.set_share(RED, Share(cap_bytes=MIB))
+    write(tier, RED, range(MANY, MANY + 80))
+    assert held(tier, RED) <= MIB
+    tier.set_share(RED, Share())
+    write(tier, RED, range(2 * MANY, 3 * MANY))
+    assert held(tier, RED) > 3 * MIB
+
+
+def test_weights_divide_what_is_not_guaranteed(tier: DiskTier) -> None:
+    tier.set_share(RED, Share(weight=3.0))
+    for start in range(0, 2 * MANY, 16):
+        write(tier, RED, range(start, start + 16))
+        write(tier, BLUE, range(start, start + 16))
+    assert 2.2 < held(tier, RED) / held(tier, BLUE) < 3.8
+
+
+def test_a_newcomer_takes_nothing_from_those_below_their_share(tier: DiskTier) -> None:
+    tier.set_share(RED, Share(guaranteed_bytes=3 * MIB))
+    tier.set_share(BLUE, Share(guaranteed_bytes=MIB))
+    write(tier, RED, range(MANY))
+    write(tier, BLUE, range(MANY))
+    before = held(tier, RED)
+    write(tier, GREEN, range(MANY))
+    assert held(tier, RED) >= min(before, 3 * MIB) - 256 * KIB
+
+
+def test_no_more_is_guaranteed_than_there_is(tier: DiskTier) -> None:
+    tier.set_share(RED, Share(guaranteed_bytes=3 * MIB))
+    with pytest.raises(InvalidInputError, match="guarantee less"):
+        tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+    tier.set_share(RED, Share(guaranteed_bytes=MIB))
+    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+
+
+def test_what_is_preallocated_is_not_used(tier: DiskTier) -> None:
+    write(tier, RED, range(3))
+    assert 3 * NBYTES <= held(tier, RED) <= 3 * (NBYTES + 8 * KIB)
+
+
+def test_shares_outlive_the_blocks(tmp_path: Path) -> None:
+    with reopening(tmp_path / "other") as open_one:
+        tier = open_one(CAPACITY, write_amplification=1.0)
+        tier.set_share(BLUE, Share(cap_bytes=MIB))
+        write(tier, BLUE, range(8))
+        assert tier.purge(BLUE) == 8
+        write(tier, BLUE, range(MANY))
+        assert held(tier, BLUE) <= MIB
