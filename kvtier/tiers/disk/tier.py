@@ -50,7 +50,8 @@ class DiskTier:
     ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process in the same way.
 
     Eviction takes the oldest segment of the tenant that has most beyond what it is owed (`set_share`), and writes
-    blocks that were read since they were written once more, the most read first, within `write_amplification`.
+    blocks that were read since they were written, or came back, once more, the most read first, within
+    `write_amplification`.
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only
@@ -59,7 +60,7 @@ class DiskTier:
 
     A disk that hangs holds nobody up for longer than an operation may take: calls that wait for it end with MISS or
     FAILED, and those that come are answered so at once, until the operations that hung have ended. The tier is off
-    meanwhile, and forgets nothing. A few threads of its own stay in them.
+    meanwhile, and forgets nothing.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
     the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
@@ -128,13 +129,10 @@ class DiskTier:
         )
         new_bytes = metrics.disk_bytes.labels(name, "new")
         writer = BlockWriter(self._state, self._log, self._tombstones, self._events, self._health, new_bytes, packer)
+        write_threads = BatchThreads(self._writes, self._watch)
+        part_bytes = self._log.segment_bytes // 4
         self._write_path = WritePath(
-            self._state,
-            self._events,
-            self._health,
-            writer,
-            BatchThreads(self._writes, self._watch),
-            part_bytes=self._log.segment_bytes // 4,
+            self._state, self._events, self._health, writer, write_threads, part_bytes=part_bytes
         )
 
     @classmethod
@@ -307,7 +305,7 @@ class DiskTier:
             self._state.check(self._capacity_bytes)
 
     def hurry(self, timeout_s: float) -> None:
-        """Before a close: from now on an operation of the medium may not take longer than this."""
+        """Before a close: an operation of the medium may not take longer than this, either."""
         self._watch.hurry(timeout_s)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """What a disk tier keeps in the room it has: what goes first, what is moved, whose share is whose, what others get."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,18 @@ def test_what_was_read_is_kept_and_what_was_looked_up_is_not(open_disk: Open) ->
     assert 1 < tier.write_amplification() <= 1.3
     moved, new = (value(metrics, "kvtier_disk_record_bytes_total", why=why) for why in ("moved", "new"))
     assert 1 + moved / new == pytest.approx(tier.write_amplification())
+
+
+def test_what_comes_back_after_it_was_evicted_is_kept_longer(open_disk: Open) -> None:
+    tier = open_disk(MIB, segment_bytes=64 * KIB)
+    tier.write([block("missed")])
+    labels = itertools.count()
+    while tier.lookup([make_key("missed")]) == [Status.HIT]:
+        tier.write([block(next(labels))])
+    tier.write([block("missed"), block("new")])
+    while tier.lookup([make_key("new")]) == [Status.HIT]:
+        tier.write([block(next(labels))])
+    assert tier.lookup([make_key("missed")]) == [Status.HIT]
 
 
 def test_moving_has_a_bound(open_disk: Open) -> None:
