@@ -20,9 +20,9 @@ from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import Retention, RetentionLimits
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import PinnedSlots
-from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import OWN_PROCESS
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier

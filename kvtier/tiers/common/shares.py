@@ -1,4 +1,4 @@
-"""How tenants share a tier: what each is owed."""
+"""How tenants share a tier: what each is owed, and who gives way to whom."""
 
 import math
 from dataclasses import dataclass
@@ -37,3 +37,12 @@ class Share:
 
 EQUAL_SHARE = Share()
 """The share of tenants for whom nothing was said."""
+
+
+def gives_way(lender: Share, lender_bytes: int, borrower: Share, borrower_bytes: int, nbytes: int) -> bool:
+    """Whether one who has `lender_bytes` gives `nbytes` to one who has `borrower_bytes`.
+
+    Only what is above its guarantee, and not if it would then be further below the other than the other is now.
+    """
+    left = lender.excess(lender_bytes - nbytes)
+    return left >= 0 and left >= borrower.excess(borrower_bytes + nbytes)

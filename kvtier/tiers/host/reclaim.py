@@ -3,9 +3,9 @@
 import math
 
 from kvtier.identity.keys import StoreKey
+from kvtier.tiers.common.shares import gives_way
 from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.relocation import Growth, Relocation
-from kvtier.tiers.host.shares import gives_way
 from kvtier.tiers.host.slab import OWN_PROCESS, Slab
 from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.tenant_memory import TenantMemory
@@ -23,7 +23,7 @@ class Reclaim:
     A lane without a free slot gets a slab of what is left of the capacity. When nothing is left, blocks are evicted,
     the coldest first, until the lane has a slot again or some other slab can be emptied and given back: blocks of
     the tenant that is furthest above its share, if the lane's tenant is owed what that one has, and else of its
-    own tenant (`kvtier.tiers.host.shares`).
+    own tenant (`kvtier.tiers.common.shares`).
     """
 
     def __init__(self, memory: SlabMemory) -> None:

@@ -7,10 +7,10 @@ from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.slab_layout import SLAB_STRIDE
 from kvtier.policies.base import EvictionPolicy
+from kvtier.tiers.common.shares import EQUAL_SHARE, Share
 from kvtier.tiers.host.entries import Entries, Entry
 from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.relocation import Growth, Relocation
-from kvtier.tiers.host.shares import EQUAL_SHARE, Share
 from kvtier.tiers.host.slab import Slab, map_slab
 from kvtier.tiers.host.slab_sizes import SlabSizes
 from kvtier.tiers.host.tenant_memory import TenantMemory

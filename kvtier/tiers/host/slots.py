@@ -17,11 +17,11 @@ from kvtier.policies.base import Use
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.entries import Entry
 from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.reclaim import Reclaim
 from kvtier.tiers.host.relocation import Growth, Relocation
-from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Slab
 from kvtier.tiers.host.slab_memory import SlabMemory
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from kvtier.errors import InvariantError
 from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.tiers.common.shares import EQUAL_SHARE, Share
 from kvtier.tiers.host.entries import Entries
 from kvtier.tiers.host.lane import Lane
-from kvtier.tiers.host.shares import EQUAL_SHARE, Share
 from kvtier.tiers.host.slab import Slab
 from kvtier.tiers.host.slab_sizes import SlabSizes
 

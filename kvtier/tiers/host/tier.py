@@ -15,8 +15,8 @@ from kvtier.policies.lru import LRU
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.pins import PinnedSlots, Pins, ReadPin, SlabPin
-from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import OWN_PROCESS
 from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.slab_sizes import SlabSizes

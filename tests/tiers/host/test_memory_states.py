@@ -9,9 +9,9 @@ from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.memory import memfd
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.pins import PinnedSlots, ReadPin, SlabPin
 from kvtier.tiers.host.relocation import Relocation
-from kvtier.tiers.host.shares import Share
 from kvtier.tiers.host.slab import Slab
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier

@@ -7,7 +7,7 @@ from kvtier.identity.keys import TenantId, tenant_id
 from kvtier.memory import memfd
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.host.shares import Share
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier
 
