@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -31,6 +32,7 @@ from kvtier.offload import (
     Planner,
     Replica,
 )
+from kvtier.policies.registry import by_name
 from kvtier.tiers.base import Tier
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier.tiers.common.write_policy import WritePolicy
@@ -218,6 +220,7 @@ def directory_half(
             load_deadline_s=config.cache.load_deadline_s,
             lookup_deadline_s=config.cache.lookup_deadline_s,
             host_policy=WritePolicy(config.host.write_policy),
+            make_policy=partial(by_name, config.host.policy),
             tier_policies={
                 DISK: WritePolicy(config.disk.write_policy),
                 POOL: WritePolicy(config.pool.write_policy),
@@ -235,7 +238,7 @@ def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder
     cache = config.cache
     if cache.record_trace is None:
         return None
-    described: dict[str, str | int] = {"source": "engine", "policy": "lru", "capacity_blocks": num_slots}
+    described: dict[str, str | int] = {"source": "engine", "policy": config.host.policy, "capacity_blocks": num_slots}
     path = config.resolve_path(cache.record_trace)
     recorder = TraceRecorder(path, described, max_bytes=int(cache.record_trace_bytes))
     recorder.start()

@@ -3,12 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    model_validator,
 )
 
 from kvtier.config.fields import (
@@ -16,6 +17,7 @@ from kvtier.config.fields import (
     CodecName,
     Count,
     DirectIoName,
+    PolicyName,
     PoolAddress,
     Seconds,
     Section,
@@ -33,6 +35,23 @@ def default_load_threads(num_processes: int = 1) -> int:
     return 1 if share <= 2 else max(2, min(4, share // 4))
 
 
+class ShareConfig(Section):
+    """What one tenant is owed of a tier of the pool. What it does not use is lent to others until it asks for it."""
+
+    guaranteed_bytes: Bytes = ByteSize(0)
+    """Others cannot keep so much from the tenant. All guarantees together fit into the tier."""
+    cap_bytes: Bytes | None = None
+    """The most that the tenant may have, though there is room. Left out: no such bound."""
+    weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    """How large its part is of what is not guaranteed, beside the weights of others. 0: it gives way to everybody."""
+
+    @model_validator(mode="after")
+    def _cap_above_guarantee(self) -> Self:
+        if self.cap_bytes is not None and self.cap_bytes < max(1, self.guaranteed_bytes):
+            raise ValueError("cap_bytes is below guaranteed_bytes, or 0; raise it or leave it out")
+        return self
+
+
 class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
@@ -47,6 +66,10 @@ class TenantConfig(Section):
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
     alternative names needs no token. Needs `pool_service.tls_client_ca`."""
+    memory: ShareConfig = ShareConfig()
+    """Pool only: what the tenant is owed of its memory. Read again on SIGHUP."""
+    disk: ShareConfig = ShareConfig()
+    """Pool only: what the tenant is owed of its disk. Read again on SIGHUP."""
 
 
 class EngineConfig(Section):
@@ -155,6 +178,9 @@ class HostConfig(Section):
     more than the host can spare ends in its out-of-memory killer. Left out, each rank takes 1 GiB, or 512 MiB, for
     staging, where a pool on the same host (a Unix address) keeps the blocks for all its engines: none need be held
     twice. In SGLang, see `docs/sglang.md`."""
+    policy: PolicyName = "default"
+    """Which block goes when another one needs room: see `docs/policies.md`, and `kvtier simulate` for what another one
+    would have given."""
     write_policy: WritePolicyName = "write_through"
     """When device blocks are copied here. `write_back` copies least, but other engines see blocks only after that."""
 

@@ -39,6 +39,9 @@ CodecName = Annotated[Literal["raw", "lz4", "planes-zstd"], BeforeValidator(_not
 """A `kvtier.codec.stored_form.Codec`. For what is written from now on: every tier reads all of them, but releases
 before this one know no `planes-zstd`."""
 
+PolicyName = Literal["default", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "s3fifo", "arc"]
+"""A policy of eviction: one of `kvtier.policies.registry.POLICIES`."""
+
 SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk.state.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""
 DirectIoName = Literal["auto", "on", "off"]

@@ -16,6 +16,7 @@ from kvtier.config.fields import (
     DirectIoName,
     HttpAddress,
     ListenAddress,
+    PolicyName,
     Seconds,
     Section,
     SegmentBytes,
@@ -54,6 +55,9 @@ class PoolServiceConfig(Section):
     those without a call for a minute."""
     memory_bytes: TierBytes = ByteSize(2**30)
     """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
+    memory_policy: PolicyName = "default"
+    """Which block of a tenant goes when another one needs room: see `docs/policies.md`, and `kvtier simulate` for what
+    another one would have given."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """A block stays in memory for at least this time: writers hear FULL rather than that others lose what they have
     just been told is kept. Long enough to hear of a block and to fetch it. Memory takes `memory_bytes` in this time at

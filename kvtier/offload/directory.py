@@ -88,7 +88,7 @@ class Directory:
         """
         settings = settings or DirectorySettings()
         self._metrics, self._local_tiers, self._recorder = metrics, list(local_tiers), recorder
-        self._index = BlockIndex(num_slots, len(namespaces), local_tiers, self._note_evicted)
+        self._index = BlockIndex(num_slots, len(namespaces), local_tiers, self._note_evicted, settings.make_policy)
         self._movers = MessageQueue(len(namespaces))
         asking: SharedLookups | None = None
         if shared is not None:

@@ -8,6 +8,8 @@ from kvtier.identity.keys import BlockKey
 from kvtier.offload.changes import ContentChanges
 from kvtier.offload.messages import HOST, Inventory
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.lru import LRU
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.entries import Entry
 from kvtier.tiers.host.slot_index import SlotIndex
@@ -17,14 +19,20 @@ class BlockIndex:
     """Answers for all ranks at once: slot ids are the same in every arena. Scheduler thread only."""
 
     def __init__(
-        self, num_slots: int, num_ranks: int, local_tiers: Sequence[str], on_evict: Callable[[BlockKey], None]
+        self,
+        num_slots: int,
+        num_ranks: int,
+        local_tiers: Sequence[str],
+        on_evict: Callable[[BlockKey], None],
+        make_policy: Callable[[], EvictionPolicy[BlockKey]] = LRU,
     ) -> None:
         """
         :param local_tiers: tiers below the arena that belong to each mover alone, in order of preference.
         :param on_evict: told which block lost its slot to another one.
+        :param make_policy: makes the order in which blocks lose their slots.
         """
         self._on_evict = on_evict
-        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots)
+        self.slots: SlotIndex[BlockKey] = SlotIndex(num_slots, make_policy)
         self._forgetting: Counter[str] = Counter()
         """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}

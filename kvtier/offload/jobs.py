@@ -1,11 +1,13 @@
 """Jobs of the directory: the blocks they move, how they end, and the bounds of all work under way."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from kvtier.identity.keys import BlockKey
 from kvtier.offload.messages import HOST
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.lru import LRU
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.host.entries import Entry
 
@@ -40,6 +42,8 @@ class DirectorySettings:
     """Lookups of the shared tier under way; beyond, local tiers answer alone."""
     host_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     """When the device's blocks are copied to host memory."""
+    make_policy: Callable[[], EvictionPolicy[BlockKey]] = LRU
+    """Makes the order in which blocks lose their slots in host memory."""
     tier_policies: Mapping[str, WritePolicy] = field(default_factory=dict)
     """When blocks in host memory are copied to the tier of this name; tiers not named get them at once."""
     selective_uses: int = 2

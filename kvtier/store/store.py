@@ -12,6 +12,8 @@ from kvtier.events import Event, EventKind, TierState
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.lru import LRU
 from kvtier.protocol.retention import PinStatus
 from kvtier.store.cold_reads import Block, block_of
 from kvtier.store.event_hub import EventHub, Subscription
@@ -76,6 +78,7 @@ class Store:
         pins: RetentionLimits | None = None,
         tier_metrics: Metrics | None = None,
         recorder: TraceRecorder | None = None,
+        make_policy: Callable[[], EvictionPolicy[StoreKey]] = LRU,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
@@ -87,6 +90,7 @@ class Store:
         :param pins: what tenants may pin in memory; None: nothing.
         :param tier_metrics: those of the tiers, for memory.
         :param recorder: told of lookups, reads and writes; the caller's. None: nothing is recorded.
+        :param make_policy: makes the order in which a tenant's blocks are evicted from memory.
         :param clock: by which pins end.
         """
         self._hub = hub
@@ -99,6 +103,7 @@ class Store:
             min_residency_s=0.0 if any(lower.settings.keeps_acknowledged for lower in below) else min_residency_s,
             shared=shared,
             block_overhead_bytes=BLOCK_OVERHEAD_BYTES,
+            make_policy=make_policy,
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
@@ -193,9 +198,15 @@ class Store:
         self._memory.abandon(slots)
         self._count_write(WriteStatus.FAILED, 0, len(slots))
 
-    def set_share(self, tenant: TenantId, share: Share) -> None:
-        """What the tenant is owed of memory, from now on. `InvalidInputError`: more is guaranteed than there is."""
-        self._memory.set_share(tenant, share)
+    def set_shares(self, tenant: TenantId, memory: Share, disk: Share) -> None:
+        """What the tenant is owed of memory and of the disk, if there is one, from now on.
+
+        `InvalidInputError`: more is guaranteed than there is.
+        """
+        self._memory.set_share(tenant, memory)
+        for tier in self._below.tiers:
+            if isinstance(tier, DiskTier):
+                tier.set_share(tenant, disk)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""

@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -12,11 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.config import Config, load_config, parse_config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier_pool.service import PoolService
 
+_log = logging.getLogger(__name__)
 _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
@@ -83,16 +85,21 @@ def serve(
         "record_trace": record_trace,
         "shutdown_grace_s": shutdown_grace_s,
     }
-    merged = configured(config, {name: value for name, value in flags.items() if value is not None}, tenant or [])
+    given = {name: value for name, value in flags.items() if value is not None}
+    merged = configured(config, given, tenant or [])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run(merged)
+    run(merged, lambda: configured(config, given, tenant or []))
 
 
-def run(config: Config) -> None:
-    """Serves in this process's main thread until SIGTERM or SIGINT."""
+def run(config: Config, read_again: Callable[[], Config]) -> None:
+    """Serves in this process's main thread until SIGTERM or SIGINT.
+
+    :param read_again: the configuration as it is now: SIGHUP gives the tenants their shares by it. The rest of it, and
+        what is wrong with it, changes nothing.
+    """
     keep_freed_memory()
     gc.set_threshold(*_GC_THRESHOLDS)
-    stop = threading.Event()
+    stop, changed = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
@@ -101,6 +108,7 @@ def run(config: Config) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, lambda number, frame: changed.set())
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
     addresses = service.start()
@@ -109,8 +117,19 @@ def run(config: Config) -> None:
     # Not without a timeout: the kernel may give the signal to another thread, and Python runs the handler in
     # this one, when it wakes.
     while not stop.wait(_LOOK_S):
-        pass
+        if changed.is_set():
+            changed.clear()
+            _give_shares(service, read_again)
     service.stop()
+
+
+def _give_shares(service: PoolService, read_again: Callable[[], Config]) -> None:
+    try:
+        service.set_shares(read_again())
+    except KvtierError as error:
+        _log.error("SIGHUP: the shares of tenants stay as they are: %s", error)
+    else:
+        _log.info("SIGHUP: tenants have the shares that the configuration gives them now")
 
 
 def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> Config:

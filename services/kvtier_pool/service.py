@@ -3,21 +3,27 @@
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
+from kvtier.config.engine import ShareConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
+from kvtier.policies.registry import by_name
 from kvtier.store.event_hub import EventHub
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
+from kvtier.tiers.common.shares import EQUAL_SHARE, Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
@@ -58,6 +64,8 @@ class PoolService:
         self._limits = limits if limits is not None else PoolLimits()
         self._phase: str | None = "starting"
         """Why it does not serve; None while it does. Written by the owner, read by HTTP threads."""
+        self._with_shares: set[str] = set()
+        """The tenants that `set_shares` was last given. The owner's thread only."""
 
     def start(self) -> Addresses:
         """Opens the tiers, listens, serves.
@@ -90,6 +98,7 @@ class PoolService:
         servicer = PoolServicer(self._core, authenticator, limits, metrics)
         with ExitStack() as undo:
             undo.callback(self._core.close)
+            self.set_shares(config)
             if self._recorder is not None:
                 self._recorder.start()
                 undo.callback(self._recorder.close)
@@ -108,6 +117,26 @@ class PoolService:
             undo.pop_all()
         self._phase = None
         return addresses
+
+    def set_shares(self, config: Config) -> None:
+        """Gives the tenants of this configuration their shares of memory and disk, from now on; all others, equal ones.
+
+        Raises `ConfigError`, and changes nothing, when more is guaranteed than this pool has.
+        """
+        table, tenants = self._config.pool_service, config.tenants
+        for tier, nbytes in (("memory", table.memory_bytes), ("disk", table.disk_bytes)):
+            guaranteed = sum(getattr(tenant, tier).guaranteed_bytes for tenant in tenants.values())
+            if guaranteed > nbytes:
+                raise ConfigError(
+                    f"tenants.*.{tier}.guaranteed_bytes: {guaranteed:,} bytes in all, and pool_service.{tier}_bytes is "
+                    f"{nbytes:,}; guarantee less"
+                )
+        # Nobody has a guarantee for a moment, so that one tenant's may become another's.
+        for name in {*self._with_shares, *tenants}:
+            self._core.set_shares(tenant_id(name), EQUAL_SHARE, EQUAL_SHARE)
+        for name, tenant in tenants.items():
+            self._core.set_shares(tenant_id(name), _share(tenant.memory), _share(tenant.disk))
+        self._with_shares = set(tenants)
 
     def stop(self) -> list[DrainReport]:
         """Ends calls, writes down what waits, within `shutdown_grace_s`; logs what stayed behind. A report per tier."""
@@ -165,7 +194,13 @@ def _open_store(
         pins=pins,
         tier_metrics=tier_metrics,
         recorder=recorder,
+        make_policy=partial(by_name, table.memory_policy),
     )
+
+
+def _share(configured: ShareConfig) -> Share:
+    cap_bytes = int(configured.cap_bytes) if configured.cap_bytes is not None else None
+    return Share(int(configured.guaranteed_bytes), cap_bytes, configured.weight)
 
 
 def _shares_memory(table: PoolServiceConfig) -> bool:
@@ -188,7 +223,11 @@ def _recorder_of(config: Config, registry: CollectorRegistry) -> TraceRecorder |
     table = config.pool_service
     if table.record_trace is None:
         return None
-    described: dict[str, str | int] = {"source": "pool", "policy": "lru", "capacity_bytes": int(table.memory_bytes)}
+    described: dict[str, str | int] = {
+        "source": "pool",
+        "policy": table.memory_policy,
+        "capacity_bytes": int(table.memory_bytes),
+    }
     path = config.resolve_path(table.record_trace)
     recorder = TraceRecorder(path, described, max_bytes=int(table.record_trace_bytes))
     num_dropped = Gauge("kvtier_pool_trace_dropped_keys", "Keys that the recorded trace lacks.", registry=registry)

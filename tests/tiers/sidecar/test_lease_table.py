@@ -34,7 +34,7 @@ KEYS, PAYLOADS = keys(range(4)), payloads(range(4))
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[PoolTier]:
-    with running_pool(32 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool, filled(pool) as tier:
+    with running_pool(512 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool, filled(pool) as tier:
         yield tier
 
 
@@ -82,7 +82,7 @@ def test_a_loan_of_the_process_before_is_none_of_this_one(tmp_path: Path) -> Non
     """The engine still tells of its end; another thread's loan here goes on."""
     leases: list[int] = []
     listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(32 * MIB, listen=listen) as pool, filled(pool) as tier:
+    with running_pool(512 * MIB, listen=listen) as pool, filled(pool) as tier:
         for desk in (LeaseTable(), LeaseTable()):
             desk.note_mapped(unpack_numbers(desk.lease(tier, KEYS, BLOCK_BYTES)["not_ready"]))
             leases.append(desk.lease(tier, KEYS, BLOCK_BYTES)["lease"])

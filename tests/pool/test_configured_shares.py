@@ -1,0 +1,77 @@
+"""Shares of tenants and the policy of memory, from the configuration to a pool that serves, and again on SIGHUP."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import load_config
+from kvtier.errors import ConfigError
+from kvtier.system.processes import Service
+from kvtier.tiers.base import Status
+from kvtier_pool.service import PoolService
+from pool_rig import BLOCK_BYTES, MIB, TENANTS, connect, items, keys, until
+
+NUM_BLOCKS = 240
+"""Of `BLOCK_BYTES`: 15 MiB."""
+
+
+def configuration(path: Path, red: str = "", pool: str = "") -> Path:
+    tables = [f'[tenants.{name}]\ntoken_sha256 = ["{digest}"]\n' for digest, name in TENANTS.items()]
+    path.write_text(
+        '[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\n'
+        f'memory_bytes = "32MiB"\nmin_residency_s = 0\n{pool}\n{"".join(tables)}[tenants.red.memory]\n{red}\n'
+    )
+    return path
+
+
+def kept_bytes(address: str, first: int) -> int:
+    """Of as many new blocks of red's as `NUM_BLOCKS`, those that are there when the last one is written."""
+    tier = connect(address)
+    try:
+        tier.write(items(range(first, first + NUM_BLOCKS)))
+        return tier.lookup(keys(range(first, first + NUM_BLOCKS))).count(Status.HIT) * BLOCK_BYTES
+    finally:
+        tier.close()
+
+
+def test_a_cap_holds_and_is_read_again_on_sighup(tmp_path: Path) -> None:
+    file, log = configuration(tmp_path / "pool.toml", 'cap_bytes = "4MiB"'), tmp_path / "log"
+    with Service(["pool", "serve", "--config", str(file)], log=log, environ={}) as pool:
+        address = pool.ready()["block"]
+        assert 2 * MIB < kept_bytes(address, 0) <= 4 * MIB
+        configuration(file, 'cap_bytes = "10MiB"')
+        pool.process.send_signal(signal.SIGHUP)
+        until(lambda: "SIGHUP: tenants have the shares" in log.read_text() or None)
+        assert 6 * MIB < kept_bytes(address, 1000) <= 10 * MIB
+        configuration(file, 'guaranteed_bytes = "1GiB"')
+        pool.process.send_signal(signal.SIGHUP)
+        until(lambda: "tenants.*.memory.guaranteed_bytes: 1,073,741,824 bytes in all" in log.read_text() or None)
+        assert 6 * MIB < kept_bytes(address, 2000) <= 10 * MIB, "what is wrong changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("red", "message"),
+    [
+        ('guaranteed_bytes = "64MiB"', r"tenants\.\*\.memory\.guaranteed_bytes.*guarantee less"),
+        ('guaranteed_bytes = "2MiB"\ncap_bytes = "1MiB"', "cap_bytes is below guaranteed_bytes"),
+        ("weight = -1", "weight"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused_at_the_start(tmp_path: Path, red: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PoolService(load_config(configuration(tmp_path / "pool.toml", red))).start()
+
+
+def test_the_policy_of_memory_is_the_configurations(tmp_path: Path) -> None:
+    """With `mru`, what was written last goes first."""
+    file = configuration(tmp_path / "pool.toml", 'cap_bytes = "4MiB"', 'memory_policy = "mru"')
+    service = PoolService(load_config(file))
+    tier = connect(service.start().block[0])
+    try:
+        for label in range(NUM_BLOCKS):
+            tier.write(items([label]))
+        assert tier.lookup(keys(range(8))) == [Status.HIT] * 8
+    finally:
+        tier.close()
+        service.stop()
