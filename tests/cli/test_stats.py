@@ -88,7 +88,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
     assert words.returncode == 0
     assert "Hit rate: 50.0% of 16 blocks (memory 50.0%)." in words.stdout
-    assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / MIB:.1f} MiB" in words.stdout
+    assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / 1024:.1f} KiB" in words.stdout
     assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout
 
 
