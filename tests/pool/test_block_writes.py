@@ -8,7 +8,8 @@ from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_frame, session
 from kvtier.codec.stored_form import encode_header, header_from_checksum
 from kvtier.protocol.block import encode_head
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier_pool.block.shared_memory import ClientMemory
+from kvtier_pool.block.client_memory import ClientLimits, ClientMemory
+from kvtier_pool.block.holdings import Holdings
 from pool_rig import MIB, RED, CoreRig, core_rig
 
 BROKEN = header_from_checksum(KEY, len(PAYLOAD), 1)
@@ -55,6 +56,7 @@ def test_a_block_of_no_bytes_fails_and_keeps_nobody_out(rig: CoreRig) -> None:
 
 def test_a_block_of_no_bytes_cannot_be_prepared_either() -> None:
     with core_rig(shared=True) as rig:
-        memory = ClientMemory(rig.core, RED, 1, lease_s=10.0, max_held_bytes=MIB, clock=lambda: 0.0)
+        limits = ClientLimits(lease_s=10.0, max_held_bytes=MIB, max_prepared_s=60.0)
+        memory = ClientMemory(rig.core, RED, 1, Holdings(), limits, lambda: 0.0)
         assert memory.prepare([KEY], [0]) == (0, bytes([FAILED]), [])
         memory.close()
