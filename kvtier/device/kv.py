@@ -24,7 +24,9 @@ _Places = slice | npt.NDArray[np.int64]
 _FEW_PIECES, _MOST_PIECES = 2, 8
 """Pieces of a batch. Every copy gives up the GIL and must wait for it afterwards: 5 ms, where the engine is busy."""
 _LARGE_BYTES = 128 << 10
-"""The bytes from which on the kernel pins what it copies: numpy would hold the GIL for longer."""
+"""The part's bytes from which on the kernel pins what a scatter copies: numpy would hold the GIL for longer."""
+_LARGE_GATHERED_BYTES = 8 << 10
+"""The part's bytes from which on the kernel does a gather: numpy would copy by way of a buffer, which takes longer."""
 
 
 class Blocks(NamedTuple):
@@ -198,21 +200,19 @@ class HostMemoryKV(HostKV):
         blocks = Blocks(arena, arena_slots, device_slots)
         check_slots(self, blocks)
         pieces = list(_pieces(device_slots, arena_slots))
-        if self._in_one_call(copy_from, [blocks], pieces):
+        if self._in_one_call(copy_from, [blocks], pieces, _LARGE_GATHERED_BYTES):
             return
         for layers, slots in self._beside(arena):
             for source, target in pieces:
-                if isinstance(target, slice) and not isinstance(source, slice):
-                    np.take(layers, source, axis=1, out=slots[:, target], mode="clip")
-                else:
-                    slots[:, target] = layers[:, source]
+                # Not `np.take`, which begins with a copy of all of `layers` where these lie apart.
+                slots[:, target] = layers[:, source]
 
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         for blocks in sources:
             check_slots(self, blocks)
         pieces = [list(_pieces(blocks.device_slots, blocks.slots)) for blocks in sources]
         with self._scattering:
-            if self._in_one_call(copy_to, sources, list(itertools.chain(*pieces))):
+            if self._in_one_call(copy_to, sources, list(itertools.chain(*pieces)), _LARGE_BYTES):
                 return 0.0
             for blocks, theirs in zip(sources, pieces, strict=True):
                 for layers, slots in self._beside(blocks.memory):
@@ -225,10 +225,14 @@ class HostMemoryKV(HostKV):
         copy: Callable[[Ranges, Ranges], bool],
         every: Sequence[Blocks],
         pieces: Sequence[tuple[_Places, _Places]],
+        large_bytes: int,
     ) -> bool:
-        """Has the kernel copy large blocks that are all over the place. False: it does not, or numpy does it better."""
+        """Has the kernel copy large blocks that are all over the place. False: it does not, or numpy does it better.
+
+        :param large_bytes: of the smallest part; numpy is better at less.
+        """
         are_runs = all(isinstance(place, slice) for piece in pieces for place in piece)
-        is_small = min(part.shape[1] for part in self._parts) < _LARGE_BYTES
+        is_small = min(part.shape[1] for part in self._parts) < large_bytes
         if not self._copies_ranges or is_small or (are_runs and len(pieces) * len(self._layers) <= _FEW_PIECES):
             return False
         rows = [blocks.memory.rows for blocks in every]

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +121,22 @@ def test_from_several_memories_at_once(block_bytes: int, monkeypatch: pytest.Mon
         kv.scatter_all([Blocks(arenas[0], [1], [0]), Blocks(arenas[1], [3], [0])], after=None)
     assert np.array_equal(device, expected), "refused as a whole"
     kv.scatter_all([], after=None)
+
+
+def test_a_gather_takes_no_memory_for_blocks_that_it_does_not_copy() -> None:
+    num_parts, part_bytes, num_blocks, wanted = 4, 64, 4096, [7, 4000, 90, 2048]
+    memory = np.random.default_rng(5).integers(0, 256, (num_parts, num_blocks + 1, part_bytes), dtype=np.uint8)
+    kv = HostMemoryKV(*memory[:, :num_blocks])  # a gap behind each part, as between the layers of an engine
+    arena = Arena(4, num_parts * part_bytes)
+    tracemalloc.start()
+    try:
+        kv.gather(wanted, arena, [0, 1, 2, 3], after=None)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(arena.rows, np.concatenate(memory[:, wanted], axis=1))
+    assert peak_bytes < memory.nbytes // 8
+    arena.close()
 
 
 def test_as_many_slots_on_both_sides() -> None:

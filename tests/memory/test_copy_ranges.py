@@ -22,6 +22,7 @@ BLOCK_BYTES = sum(WIDTHS)
 @pytest.fixture(autouse=True)
 def _no_block_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(transfer, "_LARGE_GATHERED_BYTES", 1)
 
 
 def test_linux_does_it_and_others_say_no() -> None:
