@@ -71,6 +71,8 @@ class JobResult:
     """Indexes into the job's blocks."""
     tiers: tuple[str, ...]
     """Load: the tier each block came from, empty for a failed one. Save: empty for all."""
+    found: frozenset[int] = frozenset()
+    """Save: indexes of blocks that were in host memory, or on their way there, before; these were not copied."""
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:

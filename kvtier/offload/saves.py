@@ -20,8 +20,10 @@ class _Job:
 
     job_id: int
     blocks: list[Block]
-    ok: set[int]
-    """Indexes of blocks that are in the arenas."""
+    found: frozenset[int]
+    """Indexes of blocks that the arenas had, or were being given, before."""
+    ok: set[int] = field(default_factory=set)
+    """Indexes of blocks that the job has brought to the arenas."""
     open: set[int] = field(default_factory=set)
     """Batches that may still read the job's device slots."""
 
@@ -74,11 +76,11 @@ class Saves:
 
     def start(self, blocks: Sequence[Block], room: int) -> int | None:
         """Copies at most `room` blocks; None when none was to be copied. See `Directory.start_save`."""
-        job = _Job(self._movers.new_id(), list(blocks), set())
         entries: dict[int, Entry[BlockKey]] = {}
+        found: set[int] = set()
         for index, (key, _) in enumerate(blocks):
             if self._index.slots.find(key) is not None:
-                job.ok.add(index)
+                found.add(index)
                 continue
             entry = self._index.prepare(key) if len(entries) < room else None
             if entry is None:
@@ -86,6 +88,7 @@ class Saves:
                 continue
             entries[index] = entry
         self.num_blocks += len(entries)
+        job = _Job(self._movers.new_id(), list(blocks), frozenset(found))
         for indexes in chunks(list(entries), self._settings.batch_of(HOST)):
             self._send(job, indexes, [entries[index] for index in indexes])
         return job.job_id if entries else None
@@ -148,5 +151,5 @@ class Saves:
 
     def _end(self, job: _Job) -> None:
         self._index.touch([key for key, _ in job.blocks])
-        failed = frozenset(range(len(job.blocks))) - job.ok
-        self._on_end(JobResult(job.job_id, "save", failed, ("",) * len(job.blocks)))
+        failed = frozenset(range(len(job.blocks))) - job.ok - job.found
+        self._on_end(JobResult(job.job_id, "save", failed, ("",) * len(job.blocks), job.found))

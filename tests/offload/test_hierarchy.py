@@ -45,6 +45,18 @@ def test_saved_blocks_come_back_byte_for_byte(pool: HostTier) -> None:
     rig.close()
 
 
+def test_a_save_tells_what_was_there_before_from_what_it_has_copied(pool: HostTier) -> None:
+    rig, hashes = Rig(pool), chain(8)
+    first = rig.save(hashes[:3], range(3))
+    assert first is not None
+    assert first.found == frozenset()
+    second = rig.save(hashes, range(8))
+    assert second is not None
+    assert (second.found, second.failed) == (frozenset(range(3)), frozenset())
+    rig.settle()
+    rig.close()
+
+
 def test_another_engine_pulls_from_the_shared_tier(pool: HostTier) -> None:
     first, hashes = Rig(pool), chain(8)
     first.save(hashes, range(8))

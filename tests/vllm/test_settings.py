@@ -13,6 +13,7 @@ from vllm_rig import settings, transfer
 
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
+from kvtier.offload.jobs import JobResult
 from kvtier.tiers.common.gauges import RankMemory
 from kvtier_vllm import worker
 from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
@@ -133,6 +134,14 @@ def test_an_engine_that_cannot_use_it_does_not_start(lab: Lab, connector: dict[s
         pass
     for words in told:
         assert words in str(error.value)
+
+
+def test_blocks_that_host_memory_had_do_not_count_as_saved() -> None:
+    stats = KvtierStats()
+    stats.note(JobResult(1, "save", failed=frozenset([4]), tiers=("",) * 5, found=frozenset([0, 1])))
+    assert stats.reduce() == {"saved_blocks": 2}
+    stats.note(JobResult(2, "save", failed=frozenset([1]), tiers=("",) * 2, found=frozenset([0])))
+    assert stats.reduce() == {"saved_blocks": 2}
 
 
 def test_memory_of_all_ranks_is_a_gauge_of_vllms() -> None:

@@ -46,7 +46,7 @@ class KvtierStats(KVConnectorStats):
             for tier, amount in Counter(tier for tier in result.tiers if tier).items():
                 self._add(f"{_LOADED}.{tier}", amount)
         else:
-            self._add(_SAVED, len(result.tiers) - len(result.failed))
+            self._add(_SAVED, len(result.tiers) - len(result.failed) - len(result.found))
 
     def note_memory(self, gained_bytes: Mapping[str, int]) -> None:
         """:param gained_bytes: by kind; see `kvtier.tiers.common.gauges.RankMemory`."""
@@ -95,7 +95,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
             _LOADED: counter("vllm:kvtier_loaded_blocks", "Blocks loaded, by tier.", [*labelnames, "tier"]),
             _FAILED: counter("vllm:kvtier_failed_blocks", "Blocks offered that could not be loaded.", labelnames),
             _SAVED: counter(
-                "vllm:kvtier_saved_blocks", "Blocks that were given to host memory, or found there.", labelnames
+                "vllm:kvtier_saved_blocks", "Blocks copied to host memory, which did not have them.", labelnames
             ),
             _CHANGES: counter(
                 "vllm:kvtier_weight_changes",
