@@ -92,6 +92,8 @@ class Retention:
         self._of_tenant: defaultdict[TenantId, _Held] = defaultdict(_Held)
         """What pins hold of each tenant; tenants without pins are not in it. Guarded by _lock."""
         self._stopping = threading.Event()
+        self._has_pins = threading.Event()
+        """Set while there are pins, and to end the thread, which sleeps without it. Cleared under _lock."""
         self._thread = threading.Thread(target=self._run, name="kvtier-pins", daemon=True)
         metrics.pinned_blocks.set_function(lambda: self._all.num_blocks)
         metrics.pinned_bytes.set_function(lambda: self._all.payload_bytes)
@@ -178,6 +180,7 @@ class Retention:
     def close(self) -> None:
         """Ends the thread and all pins. Idempotent."""
         self._stopping.set()
+        self._has_pins.set()
         if self._thread.ident is not None:
             self._thread.join()
         with self._lock:
@@ -211,6 +214,7 @@ class Retention:
         self._count(tenant, pin, 1)
         self._kept[pin.key] = _Kept(pin, until_s)
         heapq.heappush(self._ends, (until_s, pin.key))
+        self._has_pins.set()
         return PinStatus.PINNED
 
     def _has_room(self, tenant: TenantId, pin: SlabPin) -> bool:
@@ -248,9 +252,12 @@ class Retention:
             del self._of_tenant[tenant]
 
     def _run(self) -> None:
-        while not self._stopping.wait(_TICK_S):
+        while self._has_pins.wait() and not self._stopping.wait(_TICK_S):
             if num_ended := self.end_due():
                 _log.debug("%d pins are over", num_ended)
+            with self._lock:
+                if not self._kept and not self._stopping.is_set():
+                    self._has_pins.clear()
 
 
 def _tenant_of(key: StoreKey) -> TenantId:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -22,8 +23,6 @@ _log = logging.getLogger(__name__)
 _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
-_LOOK_S = 0.2
-"""Seconds between two looks at whether a signal has come."""
 
 app = typer.Typer(help="The cache pool service.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -114,12 +113,16 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     addresses = service.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
-    # Not without a timeout: the kernel may give the signal to another thread, and Python runs the handler in
-    # this one, when it wakes.
-    while not stop.wait(_LOOK_S):
+    # The kernel may give the signal to another thread, and Python runs the handler in this one, when it wakes. So that
+    # it does, whichever thread has the signal writes to the pipe.
+    signals, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    while not stop.is_set():
         if changed.is_set():
             changed.clear()
             _give_shares(service, read_again)
+        os.read(signals, 1)
     service.stop()
 
 

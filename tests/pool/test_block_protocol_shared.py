@@ -24,7 +24,7 @@ from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
-from pool_rig import BLUE, MIB, RED, CoreRig, core_rig
+from pool_rig import BLUE, MIB, RED, CoreRig, core_rig, until
 
 pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
 HELLO = GOLDEN["hello"][0]
@@ -257,6 +257,26 @@ def test_a_block_of_no_bytes_is_refused(verb: str) -> None:
     with core_rig(shared=True) as rig:
         writer = 0 if verb == "write" else 1
         assert rig.core.begin_write(RED, make_key("a"), 0, writer) is WriteStatus.FAILED
+
+
+def test_leases_end_also_after_a_time_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.block.shared_memory._TICK_S", 0.001)
+    limits = ClientLimits(lease_s=0.0, max_held_bytes=MIB, max_prepared_s=0.0)
+    with core_rig(shared=True) as rig:
+        clients = SharedClients(rig.core, PoolMetrics(CollectorRegistry()), limits)
+        clients.start()
+        client = clients.open(RED)
+        rig.store("a")
+        size = rig.core.usage(RED)[0].used_bytes
+        for number in range(3):
+            assert client.acquire([make_key("a")], [size])[1] == bytes([Status.HIT])
+            until(lambda: not (client.held_bytes or clients._is_held.is_set()))
+            assert client.prepare([make_key(number)], [size])[1] == bytes([WriteStatus.STORED])
+            until(lambda: not (client.held_bytes or clients._is_held.is_set()))
+            assert clients.alive
+        clients.end(client)
+        clients.stop()
+        assert not clients.alive
 
 
 @pytest.fixture(scope="module")

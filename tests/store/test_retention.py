@@ -279,6 +279,8 @@ def test_a_thread_that_is_gone_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pin_rig() as (rig, _):
         assert rig.core.problem() is None
+        store(rig, "a")
+        assert rig.core.pin(RED, keys("a"), 60.0) == [PINNED]  # without pins, the thread has nothing to do
         monkeypatch.setattr(threading, "excepthook", lambda *_: None)
         monkeypatch.setattr("kvtier.store.retention.Retention.end_due", fail)
         until(lambda: rig.core.problem() == "the thread that ends pins is gone")

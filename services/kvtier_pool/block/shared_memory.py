@@ -34,6 +34,8 @@ class SharedClients:
         """Of the tenants that have connections. Guarded by _lock."""
         self._warnings = QuietLog(_log, clock=clock)
         self._stopping = threading.Event()
+        self._is_held = threading.Event()
+        """Set when a client gets something, and to end the thread, which sleeps as long as it is not set."""
         self._thread = threading.Thread(target=self._run, name="kvtier-leases", daemon=True)
         metrics.shared_bytes.set_function(self._held_bytes)
 
@@ -47,7 +49,7 @@ class SharedClients:
     def open(self, tenant: TenantId) -> ClientMemory:
         """Gives a new connection its memory, which goes back by `end`."""
         with self._lock:
-            holdings = self._holdings.setdefault(tenant, Holdings())
+            holdings = self._holdings.setdefault(tenant, Holdings(self._is_held.set))
             holdings.num_clients += 1
             client = ClientMemory(self._core, tenant, next(self._writers), holdings, self.limits, self._clock)
             self._clients.add(client)
@@ -67,11 +69,13 @@ class SharedClients:
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
         self._stopping.set()
+        self._is_held.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(_TICK_S):
+        while self._is_held.wait() and not self._stopping.wait(_TICK_S):
+            self._is_held.clear()  # before the look: what it does not see yet sets it again
             now_s = self._clock()
             for client in self._snapshot():
                 num_ended = client.end_leases(now_s)
@@ -83,6 +87,12 @@ class SharedClients:
                         f"slots of {num_given_up} blocks are given up, which were not written to within "
                         f"{self.limits.max_prepared_s:g} s: a client was stopped, or is very slow"
                     )
+            if self._stopping.is_set() or self._holds_any():
+                self._is_held.set()
+
+    def _holds_any(self) -> bool:
+        with self._lock:
+            return not all(holdings.is_empty for holdings in self._holdings.values())
 
     def _snapshot(self) -> list[ClientMemory]:
         with self._lock:
