@@ -174,7 +174,7 @@ def test_cpu_time_of_another_process() -> None:
 
 def test_ratios_compare_the_same_round() -> None:
     """The machine was half as fast in the second round: the ratio does not show it."""
-    ours, floor = Samples([2.0, 4.0], [2.0, 4.0], 6.0), Samples([1.0, 2.0], [1.0, 2.0], 3.0)
+    ours, floor = Samples([2.0, 4.0], [2.0, 4.0], [2.0, 4.0]), Samples([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
     case = Case.of("ours", "read", ours, floor=("floor", floor), beside={"peer": ours}, round_bytes=3 * 10**9)
     assert case.ratio_to_floor == 0.5
     assert case.ratio_spread == (0.5, 0.5)

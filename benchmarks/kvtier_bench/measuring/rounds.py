@@ -51,19 +51,25 @@ class Samples:
     """Seconds in calls, round by round."""
     calls_s: list[float] = field(default_factory=list)
     """Seconds of each call."""
-    cpu_s: float = 0.0
-    """User and system time over all rounds."""
+    rounds_cpu_s: list[float] = field(default_factory=list)
+    """User and system time, round by round."""
+
+    @property
+    def cpu_s(self) -> float:
+        """User and system time over all rounds."""
+        return sum(self.rounds_cpu_s)
 
     def extend(self, more: "Samples") -> None:
         """Takes in further rounds of the same."""
         self.rounds_s += more.rounds_s
         self.calls_s += more.calls_s
-        self.cpu_s += more.cpu_s
+        self.rounds_cpu_s += more.rounds_cpu_s
 
     def scaled(self, factor: float) -> "Samples":
         """Returns these times multiplied by `factor`: the times of one item, where a call handles many."""
-        rounds_s, calls_s = ([seconds * factor for seconds in of] for of in (self.rounds_s, self.calls_s))
-        return Samples(rounds_s, calls_s, self.cpu_s * factor)
+        return Samples(
+            *([seconds * factor for seconds in of] for of in (self.rounds_s, self.calls_s, self.rounds_cpu_s))
+        )
 
 
 def timed(run: Callable[[], object]) -> Callable[[], list[float]]:
@@ -92,7 +98,7 @@ def in_turn(subjects: Mapping[str, Subject], *, rounds: int = NUM_ROUNDS, label:
                 before = sum(clocks[pid]() for pid in subject.pids)
                 calls = subject.run()
                 if counted:
-                    samples[name].cpu_s += sum(clocks[pid]() for pid in subject.pids) - before
+                    samples[name].rounds_cpu_s.append(sum(clocks[pid]() for pid in subject.pids) - before)
                     samples[name].rounds_s.append(sum(calls))
                     samples[name].calls_s.extend(calls)
             advance()

@@ -1,12 +1,14 @@
-"""Tokens per second over prompts that have nothing in common: what keeping KV costs those who never hit."""
+"""Prompts that have nothing in common: what keeping KV costs those who never hit, in tokens per second and CPU time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from kvtier.errors import KvtierError
 from kvtier_bench.measuring.report import Case
 from kvtier_bench.measuring.rounds import Samples, Subject, in_turn, ratios
+from kvtier_bench.processes.family import await_rest, family
 from kvtier_bench.vllm.contenders import BLOCK, Contender, Forgets, kvtier
 from kvtier_bench.vllm.engine_process import EngineProcess
 from kvtier_bench.vllm.pool_calls import num_written
@@ -23,6 +25,8 @@ _STARTS = 3
 """How often all engines are started: where a process lies in memory decides how fast it is as long as it lives."""
 _BARS = {_SAVING: 0.95, _NO_STORE: 0.98}
 """The bars, as shares of the tokens per second without a connector."""
+_MOST_CPU = 1.02
+"""The bar for both: the CPU time of all processes of ours, in that of an engine without a connector."""
 _NO_STORE_PARAMS = {"kvtier": {"no_store": True}}
 
 
@@ -34,8 +38,9 @@ class _Batches:
     num_blocks = _PROMPTS * ((_PROMPT_TOKENS + _NEW_TOKENS - 1) // BLOCK)
     """Filled in a round."""
 
-    def __init__(self, contender: Contender, engine: EngineProcess, prompts: Prompts) -> None:
-        self._contender, self._engine, self._prompts = contender, engine, prompts
+    def __init__(self, contender: Contender, engine: EngineProcess, prompts: Prompts, pids: tuple[int, ...]) -> None:
+        """:param pids: all that works for this engine: it, its children, and its pool."""
+        self._contender, self._engine, self._prompts, self._pids = contender, engine, prompts, pids
         self._params: Mapping[str, Any] | None = _NO_STORE_PARAMS if contender.name == _NO_STORE else None
         self._before: Mapping[str, float] = {}
 
@@ -43,11 +48,15 @@ class _Batches:
         self._before = self._engine.counters()
 
     def run(self) -> list[float]:
-        """The seconds of a round. Raises `KvtierError` for a hit."""
+        """The seconds of a round, until all are answered. Returns when what they cause is done, too.
+
+        Raises `KvtierError` for a hit.
+        """
         batch = [self._prompts.draw(_PROMPT_TOKENS) for _ in range(_PROMPTS)]
         seconds, _ = self._engine.generate(batch, max_tokens=_NEW_TOKENS, params=self._params)
         self._contender.require_hits(0, self._before, self._engine.counters(), set())
         self._engine.settle()
+        await_rest(self._pids)  # blocks are still on their way to the pool
         return [seconds]
 
     def require_saved(self, rounds: int) -> None:
@@ -76,8 +85,9 @@ def measure(session: Session, rounds: int) -> tuple[list[Case], list[str]]:
             samples[name].extend(more)
     if num_written(session.pool) - written < rounds * _Batches.num_blocks:
         raise KvtierError(f"{_SAVING}: not all blocks got to the pool: the figures would mean nothing")
-    verdicts = [_verdict(name, samples) for name in _BARS]
-    return [_case(name, samples) for name in samples], [*verdicts, _share_of(_CONTROL, samples) + "."]
+    verdicts = [verdict for name in _BARS for verdict in (_verdict(name, samples), _cpu_verdict(name, samples))]
+    control = [f"{share(_CONTROL, samples)}." for share in (_share_of, _cpu_of)]
+    return [_case(name, samples) for name in samples], [*verdicts, *control]
 
 
 def _in_turn(session: Session, contenders: Sequence[Contender], rounds: int, start: int) -> dict[str, Samples]:
@@ -85,8 +95,9 @@ def _in_turn(session: Session, contenders: Sequence[Contender], rounds: int, sta
     length = _PROMPT_TOKENS + _NEW_TOKENS
     with session.started(contenders, prompt_tokens=length, at_once=_PROMPTS, notes=[]) as engines:
         prompts = Prompts(BLOCK, min(engine.vocabulary for engine in engines.values()), seed=start)
-        batches = {each.name: _Batches(each, engines[each.name], prompts) for each in contenders}
-        subjects = {name: Subject(each.run, each.prepare, (engines[name].pid,)) for name, each in batches.items()}
+        pids = {each.name: _pids(each, engines[each.name], session) for each in contenders}
+        batches = {each.name: _Batches(each, engines[each.name], prompts, pids[each.name]) for each in contenders}
+        subjects = {name: Subject(each.run, each.prepare, pids[name]) for name, each in batches.items()}
         samples = in_turn(subjects, rounds=rounds, label=f"throughput, start {start} of {_STARTS}")
         for name in (_SAVING, _NO_STORE):
             batches[name].prepare()
@@ -94,18 +105,37 @@ def _in_turn(session: Session, contenders: Sequence[Contender], rounds: int, sta
     return samples
 
 
+def _pids(contender: Contender, engine: EngineProcess, session: Session) -> tuple[int, ...]:
+    """Returns the ids of all processes whose CPU time is this engine's."""
+    return (*family(engine.pid), *([session.pool.pid] if contender.transfer is not None else []))
+
+
 def _case(name: str, samples: Mapping[str, Samples]) -> Case:
     op = f"{_PROMPTS} unrelated prompts of {_PROMPT_TOKENS} tokens, {_NEW_TOKENS} new ones each"
     floor = None if name == _PLAIN else (_PLAIN, samples[_PLAIN])
     case = Case.of(name, op, samples[name], floor=floor, unit="batch")
     assert case.p50_us is not None
-    return replace(case, figures={"tokens_per_s": _Batches.num_tokens / (case.p50_us / 1e6)})
+    figures = {
+        "tokens_per_s": _Batches.num_tokens / (case.p50_us / 1e6),
+        "cpu_ms_per_prompt": median(samples[name].rounds_cpu_s) / _PROMPTS * 1e3,
+    }
+    return replace(case, figures=figures)
 
 
 def _verdict(name: str, samples: Mapping[str, Samples]) -> str:
     bar = _BARS[name]
     is_met = ratios(samples[_PLAIN].rounds_s, samples[name].rounds_s).median_s >= bar
     return f"{_share_of(name, samples)}; it is to be {bar:.2f} at least: {'met' if is_met else 'not met'}."
+
+
+def _cpu_verdict(name: str, samples: Mapping[str, Samples]) -> str:
+    is_met = ratios(samples[name].rounds_cpu_s, samples[_PLAIN].rounds_cpu_s).median_s <= _MOST_CPU
+    return f"{_cpu_of(name, samples)}; it is to be {_MOST_CPU:.2f} at most: {'met' if is_met else 'not met'}."
+
+
+def _cpu_of(name: str, samples: Mapping[str, Samples]) -> str:
+    ratio = ratios(samples[name].rounds_cpu_s, samples[_PLAIN].rounds_cpu_s)
+    return f"{name}: {ratio.median_s:.3f} of the CPU time without a connector ({ratio.min_s:.3f} .. {ratio.max_s:.3f})"
 
 
 def _share_of(name: str, samples: Mapping[str, Samples]) -> str:
