@@ -1,4 +1,4 @@
-"""Least recently used first: the default wherever blocks are evicted."""
+"""Least recently used first: what memory evicts by."""
 
 import itertools
 from collections import OrderedDict

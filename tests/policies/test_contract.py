@@ -13,7 +13,15 @@ from kvtier.policies.base import EvictionPolicy, Use
 from kvtier.policies.registry import POLICIES, by_name
 
 KEYS = st.integers(0, 11)
-USES = st.builds(Use, priority=st.integers(0, 2), position=st.integers(0, 3), num_blocks=st.just(4))
+USES = st.builds(
+    Use,
+    parent=st.none() | KEYS,
+    position=st.integers(0, 3),
+    num_blocks=st.sampled_from([1, 4]),
+    num_hits=st.integers(-1, 4),
+    priority=st.integers(0, 2),
+    nbytes=st.sampled_from([0, 1, 4096]),
+)
 
 
 def make_machine(name: str) -> type[RuleBasedStateMachine]:
