@@ -178,7 +178,7 @@ class HostConfig(Section):
     more than the host can spare ends in its out-of-memory killer. Left out, each rank takes 1 GiB, or 512 MiB, for
     staging, where a pool on the same host (a Unix address) keeps the blocks for all its engines: none need be held
     twice. In SGLang, see `docs/sglang.md`."""
-    policy: PolicyName = "default"
+    policy: PolicyName = "lru"
     """Which block goes when another one needs room: see `docs/policies.md`, and `kvtier simulate` for what another one
     would have given."""
     write_policy: WritePolicyName = "write_through"

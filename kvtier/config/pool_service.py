@@ -55,7 +55,7 @@ class PoolServiceConfig(Section):
     those without a call for a minute."""
     memory_bytes: TierBytes = ByteSize(2**30)
     """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
-    memory_policy: PolicyName = "default"
+    memory_policy: PolicyName = "lru"
     """Which block of a tenant goes when another one needs room: see `docs/policies.md`, and `kvtier simulate` for what
     another one would have given."""
     min_residency_s: Annotated[float, Field(ge=0, le=3600)] = 1.0

@@ -161,7 +161,7 @@ def test_an_engine_records_its_trace(tmp_path: Path) -> None:
             assert not result(cache.hierarchy, cache.hierarchy.save_full(full)).failed
     trace = read_trace(tmp_path / "engine.trace")
     assert [list(r.keys) for r in trace.requests if not r.is_write] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
-    assert trace.recorded == Recorded("default", 4096)
+    assert trace.recorded == Recorded("lru", 4096)
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_lookups_reads_and_writes_are_in_the_trace(tmp_path: Path, way: str) -> 
     written = [key for request in trace.requests if request.is_write for key in request.keys]
     assert asked == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert sorted(written) == [0, 1, 2, 3]
-    assert trace.recorded == Recorded("default", 16 * MIB // BLOCK_BYTES)
+    assert trace.recorded == Recorded("lru", 16 * MIB // BLOCK_BYTES)
     assert not any(key[16:] in path.read_bytes() for key in keys(range(5)))
 
 
