@@ -212,8 +212,9 @@ class DiskConfig(Section):
     memory from everybody else."""
     timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
     """How long one operation of the disk may take, such as a read of 4 MiB; then it hangs, and everything misses until
-    it answers. Small: a disk that is merely busy is left alone for moments. Large: so long do requests wait for one
-    that hangs, once."""
+    it answers. Small: a disk that is merely busy is left alone for moments. Large: so long are requests still sent to
+    one that hangs. Reads and writes that it hangs in the middle of last until it answers, or until the tier process
+    is ended for them."""
 
 
 class PoolConfig(Section):

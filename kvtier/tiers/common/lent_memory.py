@@ -1,19 +1,17 @@
 """Memory of a call that its medium may go on using when the call is over, because the medium hangs."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, wait
 from typing import Any
-
-from kvtier.tiers.common.call_guard import CallGuard
 
 
 class LentMemory:
-    """Who calls a tier with one of these lends it the buffers of that call until `when_done`, which saves a copy.
+    """Who calls a tier with one of these lends it the buffers of that call until `when_done`, and need not wait for a
+    medium that hangs in the middle of it.
 
-    One call, then `when_done` once, by the same thread. Without it, a tier that may hang copies.
+    One call, then `when_done` or `wait` once, by the same thread. For a call without one, the tier makes its own, and
+    waits.
     """
 
     def __init__(self) -> None:
@@ -43,7 +41,6 @@ class LentMemory:
         for user in self._users:
             user.add_done_callback(note)
 
-
-def memory_of_call(lent: LentMemory | None) -> AbstractContextManager[CallGuard | None]:
-    """For the tier: what the buffers of a call are used inside of, never after the call. None: they are lent."""
-    return contextlib.nullcontext() if lent is not None else contextlib.closing(CallGuard("a call"))
+    def wait(self) -> None:
+        """Returns when nobody uses the buffers any more: at once, as a rule, or when the medium answers."""
+        wait(self._users)

@@ -15,7 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
-from kvtier.tiers.common.lent_memory import LentMemory, memory_of_call
+from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk.log.buffers import Buffers
@@ -58,9 +58,10 @@ class DiskTier:
     but for a try every few seconds; when one read after another does, it is off: everything misses. Both are events,
     and in `state`.
 
-    A disk that hangs holds nobody up for longer than an operation may take: calls that wait for it end with MISS or
-    FAILED, and those that come are answered so at once, until the operations that hung have ended. The tier is off
-    meanwhile, and forgets nothing.
+    While the disk hangs, the tier is off, and forgets nothing: calls that come are answered MISS or FAILED at once,
+    until the operations that hung have ended. Reads and writes that were under way end with MISS or FAILED as well:
+    with lent memory when an operation has taken longer than it may, without it when the disk has answered, since it
+    uses the caller's buffers until then.
 
     Disk space of all files never exceeds the capacity: room is made before a file is, and counted as free only when
     the victim's file is gone. Reads hold no victim back. A start with less capacity than before, where files cannot be
@@ -178,7 +179,7 @@ class DiskTier:
         :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
         :param timeout_s: seconds that one operation of the medium may take, such as a read of 4 MiB; then it hangs.
             Small: a drive that is merely busy counts as hung, and misses for a moment. Large: so long do callers wait
-            for one that hangs.
+            for one that hangs, with lent memory.
         """
         options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads, timeout_s)
         options.check(capacity_bytes)
@@ -234,24 +235,34 @@ class DiskTier:
     ) -> list[Status]:
         """Copies the payload of `keys[i]` from disk over all of `into[i]`; a status per key, in order.
 
-        :param lent: saves a copy: `into` may be used until `lent.when_done`.
+        :param lent: `into` may be used until `lent.when_done`, so a disk that hangs is not waited for.
         """
         require_pairs(keys, into)
-        with self._guard, memory_of_call(lent) as memory:
-            statuses = self._read_path.read(keys, into, memory, lent)
-            self._events.flush()
+        used = lent if lent is not None else LentMemory()
+        try:
+            with self._guard:
+                statuses = self._read_path.read(keys, into, used)
+                self._events.flush()
+        finally:
+            if lent is None:
+                used.wait()  # outside the guard: `close` does not wait for it
         return statuses
 
     def write(self, items: Sequence[Item[ReadableBuffer]], lent: LentMemory | None = None) -> list[WriteStatus]:
         """Stores payloads; a status per block, in order. Raises what a payload raises that is not contiguous bytes; the
         others are stored. A block that is FAILED may be there later: it was being written when the medium hung.
 
-        :param lent: saves a copy: payloads may be used until `lent.when_done`.
+        :param lent: payloads may be used until `lent.when_done`, so a disk that hangs is not waited for.
         """
         sound, errors = sort_out(items)
-        with self._guard, memory_of_call(lent) as memory:
-            statuses = self._write_path.write(sound, errors, memory, lent)
-            self._events.flush()
+        used = lent if lent is not None else LentMemory()
+        try:
+            with self._guard:
+                statuses = self._write_path.write(sound, errors, used)
+                self._events.flush()
+        finally:
+            if lent is None:
+                used.wait()  # outside the guard: `close` does not wait for it
         if errors:
             raise errors[0]
         return statuses
@@ -313,7 +324,7 @@ class DiskTier:
         `open`. Idempotent.
 
         While the medium hangs, that is left to a thread which does it when the medium answers, if the process lives
-        so long: until then nobody else can have the folder.
+        so long: until then nobody else can have the folder, and calls without lent memory wait on.
         """
         if self._guard.close():
             closing = IoThreads(1, f"kvtier-{self._name}-close")

@@ -1,8 +1,10 @@
 """A medium that hangs: the tier is off meanwhile, holds nobody up, and is back by itself."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,8 +33,9 @@ class Stuck(OsFiles):
         super().__init__(direct=False)
         self.stays: dict[str, threading.Event] = {}
         """The operations that stay, and what lets them go on."""
-        self.buffers: list[memoryview] = []
-        """Of the read that stays."""
+        self.num_inside = 0
+        """Operations that are under way. Guarded by _lock."""
+        self._lock = threading.Lock()
 
     def stay(self, *ops: str) -> threading.Event:
         """These operations do not end before the event is set."""
@@ -41,24 +44,32 @@ class Stuck(OsFiles):
         return go_on
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._stay("read")
-        return super().read(fd, buffers, offset)
+        with self._stay("read"):
+            return super().read(fd, buffers, offset)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        self._stay("write")
-        super().write(fd, buffers, offset)
+        with self._stay("write"):
+            super().write(fd, buffers, offset)
 
     def create(self, path: str, nbytes: int) -> int:
-        self._stay("create")
-        return super().create(path, nbytes)
+        with self._stay("create"):
+            return super().create(path, nbytes)
 
     def remove(self, path: str) -> None:
-        self._stay("remove")
-        super().remove(path)
+        with self._stay("remove"):
+            super().remove(path)
 
-    def _stay(self, op: str) -> None:
-        if op in self.stays:
-            assert self.stays[op].wait(WAIT_S)
+    @contextlib.contextmanager
+    def _stay(self, op: str) -> Iterator[None]:
+        with self._lock:
+            self.num_inside += 1
+        try:
+            if op in self.stays:
+                assert self.stays[op].wait(WAIT_S)
+            yield
+        finally:
+            with self._lock:
+                self.num_inside -= 1
 
 
 def items(*labels: int) -> list[tuple]:
@@ -79,22 +90,32 @@ def until(tier: DiskTier, state: TierState) -> None:
 KEYS = [make_key(label) for label in range(4)]
 
 
-def test_a_read_that_hangs_is_a_miss_and_never_touches_the_callers_memory_again(tmp_path: Path) -> None:
+def test_a_read_that_hangs_is_a_miss_and_leaves_lent_memory_alone_once_it_is_given_back(tmp_path: Path) -> None:
     files, metrics, events = Stuck(), Metrics(), list[Event]()
     with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, metrics=metrics, on_event=events.append) as tier:
         tier.write(items(*range(4)))
-        go_on, into = files.stay("read"), buffers(4)
-        assert tier.read(KEYS, into) == [Status.MISS] * 4
+        go_on, into, back = files.stay("read"), buffers(4), threading.Event()
+        lent = LentMemory()
+        assert tier.read(KEYS, into, lent) == [Status.MISS] * 4
+
+        def give_back() -> None:
+            for buffer in into:
+                buffer[:] = bytes(SIZE)
+            back.set()
+
+        lent.when_done(give_back)
         assert tier.state is TierState.OFF
         assert "read" in str(tier.problem())
-        assert tier.lookup(KEYS) == tier.read(KEYS, into) == [Status.MISS] * 4
+        assert tier.lookup(KEYS) == tier.read(KEYS, buffers(4)) == [Status.MISS] * 4
         assert tier.write(items(9)) == [WriteStatus.FAILED]
         states = metrics.registry.get_sample_value
         assert states("kvtier_tier_state", {"tier": "disk", "state": "off"}) == 1
         assert states("kvtier_tier_degraded_total", {"tier": "disk", "state": "off"}) == 1
+        assert not back.is_set()
         go_on.set()
         until(tier, TierState.WRITABLE)
         assert tier.problem() is None
+        assert back.wait(WAIT_S)
         assert not any(any(bytes(buffer)) for buffer in into)
         assert tier.read(KEYS, into) == [Status.HIT] * 4
         assert tier.write(items(9)) == [WriteStatus.STORED]
@@ -120,15 +141,74 @@ def test_lent_memory_is_given_back_when_the_medium_answers(tmp_path: Path) -> No
         assert back.wait(WAIT_S)
 
 
-def test_a_write_that_hangs_has_failed_and_reads_the_callers_memory_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_call_without_lent_memory_ends_when_the_medium_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    files, into, waits, wait = Stuck(), buffers(4), threading.Event(), LentMemory.wait
+
+    def told_wait(lent: LentMemory) -> None:
+        waits.set()
+        wait(lent)
+
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S) as tier, ThreadPoolExecutor(1) as caller:
+        tier.write(items(*range(4)))
+        go_on = files.stay(op)
+
+        def call() -> tuple[list, int]:
+            statuses = tier.read(KEYS, into) if op == "read" else tier.write(items(*range(10, 14)))
+            return statuses, files.num_inside
+
+        monkeypatch.setattr(LentMemory, "wait", told_wait)
+        begun_before = caller.submit(call)
+        assert waits.wait(WAIT_S)
+        assert tier.state is TierState.OFF
+        assert tier.read(KEYS, buffers(4)) == [Status.MISS] * 4
+        assert tier.write(items(9)) == [WriteStatus.FAILED]
+        assert not begun_before.done()
+        go_on.set()
+        statuses, num_inside = begun_before.result(WAIT_S)
+        assert statuses == [Status.MISS if op == "read" else WriteStatus.FAILED] * 4
+        assert not num_inside
+        until(tier, TierState.WRITABLE)
+        assert tier.read(KEYS, into) == [Status.HIT] * 4
+
+
+def test_a_close_does_not_wait_for_a_call_that_waits_for_the_medium(tmp_path: Path) -> None:
+    files = Stuck()
+    tier = DiskTier.open(tmp_path / "d", 4 * MIB, reserve_bytes=0, files=files, timeout_s=TIMEOUT_S)
+    tier.write(items(*range(4)))
+    go_on = files.stay("read")
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(tier.read, KEYS, buffers(4))
+        until(tier, TierState.OFF)
+        tier.close()
+        assert not call.done()
+        closing = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-disk")]
+        go_on.set()
+        assert call.result(WAIT_S) == [Status.MISS] * 4
+    for left in closing:
+        left.join(WAIT_S)
+    with opened(tmp_path / "d") as tier:
+        assert tier.lookup(KEYS) == [Status.HIT] * 4
+
+
+def test_a_write_that_hangs_has_failed_and_leaves_lent_memory_alone_once_it_is_given_back(tmp_path: Path) -> None:
     files = Stuck()
     with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, num_threads=1, segment_bytes=SIZE) as tier:
         go_on = files.stay("write", "create")
         key, payload, checksum = summed(make_key(1), make_payload(1, SIZE))
-        memory = bytearray(payload)
-        assert tier.write([(key, memory, checksum), *items(2, 3)]) == [WriteStatus.FAILED] * 3
-        memory[:] = bytes(SIZE)  # another block's by now
+        memory, lent, back = bytearray(payload), LentMemory(), threading.Event()
+        assert tier.write([(key, memory, checksum), *items(2, 3)], lent) == [WriteStatus.FAILED] * 3
+
+        def give_back() -> None:
+            memory[:] = bytes(SIZE)  # another block's by now
+            back.set()
+
+        lent.when_done(give_back)
+        assert not back.is_set()
         go_on.set()
+        assert back.wait(WAIT_S)
         until(tier, TierState.WRITABLE)
         keys = [make_key(n) for n in (1, 2, 3)]
         deadline = time.monotonic() + WAIT_S
@@ -158,7 +238,7 @@ def test_threads_stay_few_however_many_call(tmp_path: Path) -> None:
     with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, num_threads=2) as tier:
         tier.write(items(*range(4)))
         go_on = files.stay("read", "write", "create")
-        callers = [threading.Thread(target=tier.read, args=(KEYS, buffers(4))) for _ in range(20)]
+        callers = [threading.Thread(target=tier.read, args=(KEYS, buffers(4), LentMemory())) for _ in range(20)]
         for caller in callers:
             caller.start()
         for caller in callers:
@@ -218,7 +298,7 @@ def test_a_file_system_that_hangs_and_answers_again(disk: HangingDisk) -> None:
         tier.write(items(*range(4)))
         assert tier.read(KEYS, buffers(4)) == [Status.HIT] * 4
         disk.hang()
-        assert tier.read(KEYS, buffers(4)) == [Status.MISS] * 4
+        assert tier.read(KEYS, buffers(4), LentMemory()) == [Status.MISS] * 4
         assert tier.state is TierState.OFF
         assert tier.write(items(7)) == [WriteStatus.FAILED]
         assert tier.discard(KEYS[:1]) == 1

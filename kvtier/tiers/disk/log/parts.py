@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.medium.watch import HangWatch
 
@@ -38,8 +39,11 @@ class BatchThreads:
         """Whether nothing should be begun now."""
         return self._watch.hangs()
 
-    def each(self, work: Callable[[_Part], _Answer], parts: Iterable[_Part]) -> Done[_Part, _Answer]:
-        """`work` of each part. All are done when it returns or raises, unless the medium hangs."""
+    def each(self, work: Callable[[_Part], _Answer], parts: Iterable[_Part], lent: LentMemory) -> Done[_Part, _Answer]:
+        """`work` of each part. All are done when it returns or raises, unless the medium hangs.
+
+        :param lent: what the parts use; it is told of those that are under way still.
+        """
         given: list[tuple[_Part, Future[_Answer]]] = []
         late: list[Future[Any]] = []
         try:
@@ -48,6 +52,7 @@ class BatchThreads:
         finally:
             left = self._watch.wait([future for _, future in given])
             late = [future for future in left if not future.cancel()]
+            lent.keep(late)
         is_late = set(map(id, late))
         answers = [f.result() for _, f in given if id(f) not in is_late and not f.cancelled()]
         return Done(answers, late, [part for part, future in given if future.cancelled()])

@@ -1,12 +1,10 @@
-"""Reading records: neighbours in one read, straight into the callers' buffers where those are lent."""
+"""Reading records: neighbours in one read, straight into the callers' buffers where the file system allows it."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.codec.stored_form import Codec, Header, unpack, verify
 from kvtier.errors import CorruptBlockError
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.disk.log.buffers import Buffers, is_aligned
 from kvtier.tiers.disk.log.format import PAGE, pages_of
 
@@ -74,21 +72,17 @@ class BlockReader:
         self._buffers = buffers
         self._direct = direct
 
-    def read(self, run: list[Wanted], memory: CallGuard | None) -> list[Answer]:
-        """An answer per block, in order. Where the medium fails for several blocks, each is tried by itself.
-
-        :param memory: buffers are used inside it only, never while the medium is waited for; `ClosedError` once it
-            is closed. None: they may be used until this returns.
-        """
+    def read(self, run: list[Wanted]) -> list[Answer]:
+        """An answer per block, in order. Where the medium fails for several blocks, each is tried by itself."""
         try:
-            return self._read(run, memory)
+            return self._read(run)
         except OSError as error:
             if len(run) == 1:
                 return [Answer(run[0], error)]
-        return [answer for block in run for answer in self.read([block], memory)]
+        return [answer for block in run for answer in self.read([block])]
 
-    def _read(self, run: list[Wanted], memory: CallGuard | None) -> list[Answer]:
-        straight = [memory is None and self._fits_straight(block) for block in run]
+    def _read(self, run: list[Wanted]) -> list[Answer]:
+        straight = [self._fits_straight(block) for block in run]
         staged = sum(block.num_pages for block, fits in zip(run, straight, strict=True) if not fits)
         with self._buffers.lend((staged + 1) * PAGE) as stage:
             padding, at = stage[:PAGE], PAGE
@@ -107,8 +101,7 @@ class BlockReader:
                     pieces.append(pages)
             num_read = self._read_pages(run[0].segment, pieces, run[0].page) if pieces else 0
             return [
-                self._checked(block, place, run[0].page, num_read, memory)
-                for block, place in zip(run, places, strict=True)
+                self._checked(block, place, run[0].page, num_read) for block, place in zip(run, places, strict=True)
             ]
 
     def _fits_straight(self, block: Wanted) -> bool:
@@ -117,15 +110,14 @@ class BlockReader:
         return not self._direct or is_aligned(block.into)
 
     @staticmethod
-    def _checked(block: Wanted, place: memoryview, first_page: int, num_read: int, memory: CallGuard | None) -> Answer:
+    def _checked(block: Wanted, place: memoryview, first_page: int, num_read: int) -> Answer:
         end = (block.page - first_page) * PAGE + block.header.stored_length
         try:
             if num_read < end:
                 raise CorruptBlockError(f"the file ends {end - num_read:,} bytes early")
             verify(block.header, block.header.key, place)
             if place is not block.into:
-                with memory or contextlib.nullcontext():
-                    unpack(block.header, place, block.into)
+                unpack(block.header, place, block.into)
         except CorruptBlockError as error:
             return Answer(block, error)
         return Answer(block, None)

@@ -5,7 +5,6 @@ from concurrent.futures import Future
 
 from kvtier.identity.keys import TenantId
 from kvtier.memory.buffers import ReadableBuffer
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.disk.log.format import PAGE, Entries
 from kvtier.tiers.disk.log.segments import Extent, Segment, segment_pages, share_bytes
 from kvtier.tiers.disk.reclaim.space import SpaceManager
@@ -73,12 +72,11 @@ class SegmentLog:
         stamps: Sequence[Stamp],
         *,
         sync_forgets: bool = True,
-        memory: CallGuard | None = None,
     ) -> Entries:
         """Writes an extent in one write, and returns the entries as they stand there. After an error the extent has
         been given back."""
         try:
-            return self._files.write(extent, headers, payloads, stamps, sync_forgets=sync_forgets, memory=memory)
+            return self._files.write(extent, headers, payloads, stamps, sync_forgets=sync_forgets)
         except BaseException:
             self._abandon(extent)
             raise

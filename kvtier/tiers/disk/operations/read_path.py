@@ -1,7 +1,6 @@
 """Which blocks to read where, and what becomes of them: bad ones are dropped, moved ones are looked for again."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -10,7 +9,6 @@ from kvtier.codec.stored_form import Codec, Header
 from kvtier.events import EventKind
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.log.parts import BatchThreads
@@ -47,31 +45,26 @@ class ReadPath:
         self,
         keys: Sequence[StoreKey],
         into: Sequence[memoryview],
-        memory: CallGuard | None,
-        lent: LentMemory | None,
+        lent: LentMemory,
     ) -> list[Status]:
         """Fills `into[i]` with the payload of `keys[i]`; a status per key, in order. Blocks moved meanwhile are read
-        again. What hangs is a miss.
-
-        :param memory: what the buffers are used in, unless they are lent.
+        again. What hangs is a miss, and `lent` knows what goes on using its buffer.
         """
         statuses = [Status.MISS] * len(keys)
         left: Sequence[int] = range(len(keys))
         for _ in range(_ROUNDS):
             if not left or self._threads.hang:
                 break
-            answers = self._read_blocks(self._find(keys, into, left), memory, lent)
+            answers = self._read_blocks(self._find(keys, into, left), lent)
             for answer in answers:
                 if answer.problem is None:
                     statuses[answer.wanted.index] = Status.HIT
             left = self._note(answers)
         return statuses
 
-    def _read_blocks(self, wanted: Sequence[Wanted], memory: CallGuard | None, lent: LentMemory | None) -> list[Answer]:
+    def _read_blocks(self, wanted: Sequence[Wanted], lent: LentMemory) -> list[Answer]:
         """Runs of neighbours in parallel, in any order. No answer for those that hang."""
-        done = self._threads.each(partial(self._reader.read, memory=memory), runs_of(wanted))
-        if lent is not None:
-            lent.keep(done.late)
+        done = self._threads.each(self._reader.read, runs_of(wanted), lent)
         return list(chain.from_iterable(done.answers))
 
     def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:

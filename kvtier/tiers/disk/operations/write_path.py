@@ -1,13 +1,11 @@
 """Batches on their way to the log: what is there already is left out, the rest is claimed and written in parts."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, Status, WriteStatus
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.log.parts import BatchThreads
@@ -42,12 +40,10 @@ class WritePath:
         self,
         items: Sequence[Item[ReadableBuffer]],
         errors: list[BaseException],
-        memory: CallGuard | None,
-        lent: LentMemory | None,
+        lent: LentMemory,
     ) -> list[WriteStatus]:
-        """An answer per item; `errors` gets what was raised for some, whose answers say nothing. What hangs is FAILED.
-
-        :param memory: what the payloads are used in, unless they are lent.
+        """An answer per item; `errors` gets what was raised for some, whose answers say nothing. What hangs is FAILED,
+        and `lent` knows what goes on using its payload.
         """
         if self._threads.hang:
             return [WriteStatus.FAILED] * len(items)
@@ -59,9 +55,7 @@ class WritePath:
             claims = self._state.claim(keys, tags)
         statuses = [WriteStatus.EXISTS if claim is None else WriteStatus.FAILED for claim in claims]
         work = [(i, claim, *items[i][1:]) for i, claim in enumerate(claims) if claim is not None]
-        done = self._threads.each(partial(self._writer.store, memory=memory), parts_of(work, self._part_bytes))
-        if lent is not None:
-            lent.keep(done.late)
+        done = self._threads.each(self._writer.store, parts_of(work, self._part_bytes), lent)
         for part in done.cancelled:
             self._writer.give_back(part)
         for late in done.late:  # what becomes of it is told then

@@ -1,6 +1,5 @@
 """Writing blocks: encoded, appended in one write per part of a batch, then found."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -10,7 +9,6 @@ from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, WriteStatus
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.format import MAX_STORED_BYTES, Entries, Kind, pages_of
@@ -88,20 +86,17 @@ class BlockWriter:
         self._new_bytes = new_bytes
         self._packer = packer
 
-    def store(self, part: Sequence[Work], memory: CallGuard | None) -> list[Outcome]:
+    def store(self, part: Sequence[Work]) -> list[Outcome]:
         """Packs claimed blocks of one tenant, and writes them. An answer per block; nothing is raised.
 
         The claims are given back.
-
-        :param memory: see `SegmentFiles.write`.
         """
         outcomes: list[Outcome] = []
         ready: list[tuple[Work, bytes, ReadableBuffer]] = []
         for work in part:
             index, claim, payload, checksum = work
             try:
-                with memory or contextlib.nullcontext():
-                    header, stored = self._packer.encode(claim.key, payload, checksum)
+                header, stored = self._packer.encode(claim.key, payload, checksum)
             except BaseException as error:
                 self._release([claim])
                 outcomes.append((index, error))
@@ -114,7 +109,7 @@ class BlockWriter:
         if not ready:
             return outcomes
         claims, headers, payloads = [w[1] for w, _, _ in ready], [h for _, h, _ in ready], [s for _, _, s in ready]
-        status = self._try_to_append(claims, headers, payloads, memory)
+        status = self._try_to_append(claims, headers, payloads)
         return outcomes + [(work[0], status) for work, _, _ in ready]
 
     def give_back(self, part: Sequence[Work]) -> None:
@@ -126,12 +121,11 @@ class BlockWriter:
         claims: Sequence[Claim],
         headers: Sequence[bytes],
         payloads: Sequence[ReadableBuffer],
-        memory: CallGuard | None,
     ) -> WriteStatus | BaseException:
         """What became of all of them; the claims are given back."""
         status: WriteStatus | BaseException
         try:
-            status = self._append(claims, headers, payloads, memory)
+            status = self._append(claims, headers, payloads)
         except OSError as error:
             status = self._health.write_failed(error)
         except BaseException as error:
@@ -145,7 +139,6 @@ class BlockWriter:
         claims: Sequence[Claim],
         headers: Sequence[bytes],
         payloads: Sequence[ReadableBuffer],
-        memory: CallGuard | None,
     ) -> WriteStatus:
         tenant = TenantId(claims[0].key[:TENANT_ID_BYTES])
         epochs = [claim.epoch for claim in claims]
@@ -153,7 +146,7 @@ class BlockWriter:
         if extent is None:
             return WriteStatus.FULL
         stamps = [(epoch, Kind.RECORD) for epoch in epochs]
-        landed = self._log.write(extent, headers, payloads, stamps, memory=memory)
+        landed = self._log.write(extent, headers, payloads, stamps)
         tags = self._state.tags([claim.key for claim in claims])
         with self._state.lock:
             for claim in claims:

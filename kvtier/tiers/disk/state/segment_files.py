@@ -1,13 +1,11 @@
 """The files of segments: made, written extent by extent, sealed, synced, removed."""
 
-import contextlib
 import enum
 from collections.abc import Sequence
 from functools import partial
 
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes
-from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.disk.log.buffers import Buffers, fill_pages, is_aligned
 from kvtier.tiers.disk.log.format import (
     PAGE,
@@ -96,13 +94,10 @@ class SegmentFiles:
         stamps: Sequence[Stamp],
         *,
         sync_forgets: bool = True,
-        memory: CallGuard | None = None,
     ) -> Entries:
         """One extent in one write: head, then payloads. The entries as they stand there.
 
         :param sync_forgets: tombstones are synced, unless the policy is to sync nothing.
-        :param memory: payloads are copied inside it, and not used afterwards; `ClosedError` once it is closed. None:
-            they may be used until this returns.
         """
         page, pages = extent.payload_page, []
         for payload in payloads:
@@ -111,18 +106,17 @@ class SegmentFiles:
         kinds = [kind for _, kind in stamps]
         entries = make_entries(headers, [epoch for epoch, _ in stamps], pages, kinds)
         direct = self._files.direct
-        ready = [memory is None and (not direct or is_aligned(payload)) for payload in payloads]
+        ready = [not direct or is_aligned(payload) for payload in payloads]
         staged_pages = sum(pages_of(len(p)) for p, is_ready in zip(payloads, ready, strict=True) if not is_ready)
         with self._buffers.lend((extent.head_pages + staged_pages) * PAGE) as stage:
             buffers = [fill_pages(stage, pack_extent_head(extent.segment.id, extent.page, extent.num_pages, entries))]
             at = len(buffers[0])
-            with memory or contextlib.nullcontext():
-                for payload, is_ready in zip(payloads, ready, strict=True):
-                    if is_ready:
-                        buffers += _with_padding(payload)
-                    else:
-                        buffers.append(fill_pages(stage[at:], payload))
-                        at += len(buffers[-1])
+            for payload, is_ready in zip(payloads, ready, strict=True):
+                if is_ready:
+                    buffers += _with_padding(payload)
+                else:
+                    buffers.append(fill_pages(stage[at:], payload))
+                    at += len(buffers[-1])
             with self.descriptors.use(extent.segment.number, self.path(extent.segment)) as fd:
                 self._files.write(fd, buffers, extent.page * PAGE)
                 forgets = sync_forgets and any(kind is not Kind.RECORD for kind in kinds)
