@@ -348,6 +348,7 @@ class Store:
 
 def _share(tier: HostTier | DiskTier, tenant: TenantId) -> TierShare:
     own, total = tier.usage_of(tenant), tier.usage()
-    percent = 100 * total.used_bytes // total.capacity_bytes
+    taken_bytes = total.used_bytes if isinstance(tier, DiskTier) else tier.taken_bytes()
+    percent = min(100, 100 * taken_bytes // total.capacity_bytes)
     state = tier.state if isinstance(tier, DiskTier) else TierState.WRITABLE
     return TierShare(tier.name, own.num_blocks, own.used_bytes, total.capacity_bytes, percent, state)

@@ -19,6 +19,7 @@ from kvtier.protocol.groups import group
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
@@ -241,6 +242,17 @@ def test_connections_of_a_tenant_hold_half_of_what_it_is_owed_together() -> None
         assert other.held_bytes - before >= 20 * size
         for client in (other, blue):
             clients.end(client)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(Share(), 2 * MIB), (Share(cap_bytes=MIB), MIB // 2)])
+def test_a_client_is_told_how_much_it_may_hold(share: Share, expected: int) -> None:
+    """Of a tenant that is owed little, no more than all its connections may: larger requests would all be refused."""
+    with core_rig(shared=True) as rig, clients_of(rig, 2 * MIB) as clients:
+        rig.core.set_shares(RED, share, Share())
+        with session(rig, clients=clients) as client:
+            client.sendall(HELLO)
+            greeting, _ = receive_frame(client)
+            assert greeting.number("max_held_bytes") == expected
 
 
 def test_a_block_under_a_lease_counts_for_its_tenant_however_small_it_is() -> None:

@@ -278,6 +278,23 @@ def test_usage_is_the_tenants_own(tmp_path: Path) -> None:
         assert [(share.num_blocks, share.used_bytes) for share in rig.core.usage(RED)] == [(0, 0)] * 2
 
 
+@pytest.mark.parametrize("nbytes", [1, BLOCK_BYTES])
+def test_memory_that_is_full_is_said_to_be_full(nbytes: int) -> None:
+    """However small its blocks are. What was discarded does not count."""
+    with core_rig(memory_bytes=MIB) as rig:
+        assert rig.core.usage(RED)[0].used_percent == 0
+        num_stored = 0
+        while rig.core.usage(RED)[0].num_blocks == num_stored:
+            assert rig.store(num_stored, nbytes=nbytes) is WriteStatus.STORED
+            num_stored += 1
+        (memory,) = rig.core.usage(RED)
+        assert memory.used_bytes == memory.num_blocks * nbytes
+        assert 90 <= memory.used_percent <= 100
+        assert rig.core.usage(BLUE)[0].used_percent == memory.used_percent, "of all tenants"
+        rig.core.discard(keys(num_stored))
+        assert rig.core.usage(RED)[0].used_percent < memory.used_percent // 2
+
+
 def test_the_tail_of_a_request_is_evicted_before_its_head() -> None:
     with core_rig(memory_bytes=MIB) as rig:
         for i in range(8):

@@ -33,11 +33,12 @@ class SlabSizes:
         """As many there may be."""
         self._most_bytes = most_bytes
         self._shared = shared
-        self._overhead_bytes = block_overhead_bytes
+        self.block_overhead_bytes = block_overhead_bytes
+        """What a slot costs besides its memory."""
 
     def cost(self, slot_bytes: int, num_slots: int) -> int:
         """What a slab of so many slots takes of the capacity."""
-        return slab_bytes(slot_bytes, num_slots, shared=self._shared) + num_slots * self._overhead_bytes
+        return slab_bytes(slot_bytes, num_slots, shared=self._shared) + num_slots * self.block_overhead_bytes
 
     def may_hold(self, slot_bytes: int) -> bool:
         """Whether a slot of this size fits at all."""
@@ -59,7 +60,7 @@ class SlabSizes:
 
     def _slots_within(self, slot_bytes: int, room_bytes: int) -> int:
         """How many slots, at most 4096, fit into a slab that costs at most `room_bytes`."""
-        per_slot_bytes = slot_bytes + self._overhead_bytes + (WORD_BYTES if self._shared else 0)
+        per_slot_bytes = slot_bytes + self.block_overhead_bytes + (WORD_BYTES if self._shared else 0)
         pages_bytes = 2 * PAGE_BYTES + WORD_BYTES if self._shared else PAGE_BYTES
         num_slots = min(_MOST_SLOTS, max(0, room_bytes - pages_bytes) // per_slot_bytes)
         while num_slots < _MOST_SLOTS and self.cost(slot_bytes, num_slots + 1) <= room_bytes:

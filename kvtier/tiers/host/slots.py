@@ -228,6 +228,12 @@ class HostSlots:
             capacity_bytes = self.memory.sizes.capacity_bytes
             return Usage(sum(e.num_ready for e in every), sum(e.ready_bytes for e in every), capacity_bytes)
 
+    def taken_bytes(self) -> int:
+        """See `HostTier.taken_bytes`."""
+        with self.lock:
+            overhead_bytes = self.memory.sizes.block_overhead_bytes
+            return sum(t.cost_bytes - t.idle_bytes - t.num_free * overhead_bytes for t in self.memory.tenants())
+
     def clear(self) -> None:
         """Forgets everything; memory that is held lives until its view is gone."""
         with self.lock:

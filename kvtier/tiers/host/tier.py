@@ -143,6 +143,11 @@ class HostTier:
         with self._guard:
             return self._slots.usage()
 
+    def taken_bytes(self) -> int:
+        """What is taken of the capacity: slots with blocks, with what is kept of blocks and slabs. O(sizes in use)."""
+        with self._guard:
+            return self._slots.taken_bytes()
+
     def usage_of(self, tenant: TenantId) -> Usage:
         """One tenant's part of `usage`."""
         with self._guard:

@@ -20,7 +20,7 @@ from kvtier_pool.block.holdings import LEASE_ENTRY_BYTES, Holdings
 
 NOTHING_HELD = 0
 """Id of a lease or write that holds nothing."""
-_PART_OF_SHARE = 2
+PART_OF_SHARE = 2
 """All connections of a tenant hold at most this fraction of the memory that the tenant is owed."""
 _MOST_OVERDUE = 1024
 """Writes of a connection that are remembered after their deadline; a commit of others ends the connection."""
@@ -200,7 +200,7 @@ class ClientMemory:
         """Whether so much more may be held, by this connection and by all of its tenant; charges it to the tenant."""
         if self.held_bytes + nbytes > self._limits.max_held_bytes:
             return False
-        return self._holdings.take(charged_bytes, self._core.owed_bytes(self.tenant) // _PART_OF_SHARE)
+        return self._holdings.take(charged_bytes, self._core.owed_bytes(self.tenant) // PART_OF_SHARE)
 
     def _charge(self, slot: WriteSlot) -> bool:
         """Whether this slot may be held. What it holds is its slab, which cannot be dropped meanwhile."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError
+from kvtier.identity.keys import TenantId
 from kvtier.net.tls_errors import TlsError
 from kvtier.net.wrong_protocol import WrongProtocolError
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, Result, Verb, result_for
@@ -123,15 +124,15 @@ class BlockSession:
         self.greeted = True  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])
-        request.answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant, **self._offers()})
+        request.answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant, **self._offers(tenant)})
         return scope
 
-    def _offers(self) -> dict[str, object]:
+    def _offers(self, tenant: TenantId) -> dict[str, object]:
         """What this pool has beyond the verbs that all have."""
         offers: dict[str, object] = {}
         if self._clients is not None:
             offers["lease_ms"] = round(self._clients.limits.lease_s * 1000)
-            offers["max_held_bytes"] = self._clients.limits.max_held_bytes
+            offers["max_held_bytes"] = self._clients.max_held_bytes(tenant)
         if self._core.max_pin_s:
             offers["max_pin_ms"] = round(self._core.max_pin_s * 1000)
         return offers

@@ -8,7 +8,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import TenantId
 from kvtier.store.store import Store
 from kvtier.system.quiet_log import QuietLog
-from kvtier_pool.block.client_memory import ClientLimits, ClientMemory
+from kvtier_pool.block.client_memory import PART_OF_SHARE, ClientLimits, ClientMemory
 from kvtier_pool.block.holdings import Holdings
 from kvtier_pool.metrics import PoolMetrics
 
@@ -45,6 +45,12 @@ class SharedClients:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def max_held_bytes(self, tenant: TenantId) -> int:
+        """What a connection of this tenant should hold at most, as shares are now. Clients choose the size of their
+        requests by it: one that is larger than what the tenant may hold would be refused as a whole, every time."""
+        most_bytes = self._core.owed_bytes(tenant) // PART_OF_SHARE
+        return min(self.limits.max_held_bytes, most_bytes) if most_bytes else self.limits.max_held_bytes
 
     def open(self, tenant: TenantId) -> ClientMemory:
         """Gives a new connection its memory, which goes back by `end`."""

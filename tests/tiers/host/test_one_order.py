@@ -75,8 +75,6 @@ def test_hits_are_those_of_one_cache(
 ) -> None:
     """Within two points of a hundred, on a Zipf trace whose favourites change."""
     capacity_bytes, num_blocks, num_requests = 16 * MIB, 12_000, 30_000
-    if num_requests_per_life is not None:  # where slabs are so small that their words are much of them
-        capacity_bytes = 64 * MIB
     rng = random.Random(7)
     blocks = [(make_key(i), rng.choice(sizes), rng.randrange(num_writers)) for i in range(num_blocks)]
     ranks = rng.choices(range(num_blocks), [1 / (rank + 1) ** 0.9 for rank in range(num_blocks)], k=num_requests)

@@ -180,7 +180,7 @@ def test_a_block_that_went_meanwhile(is_over: bool, tmp_path: Path) -> None:
     """While it is held its slot is not given away. Once the lease is over it counts no more, gone or not."""
     limits = PoolLimits(lease_s=0.1 if is_over else 60.0, max_held_bytes=8 * MIB)
     listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, tier_at(pool.block[0]) as tier:
+    with running_pool(8 * MIB, listen=listen, limits=limits) as pool, tier_at(pool.block[0]) as tier:
         tier.write(items(range(8)))
         direct_reads = Borrower(tier)
         lease = direct_reads.borrow(KEYS[:8])
@@ -188,7 +188,7 @@ def test_a_block_that_went_meanwhile(is_over: bool, tmp_path: Path) -> None:
         if is_over:
             until(lambda: held_bytes(pool) == 0)
         tier.discard(KEYS[:8])
-        tier.write(items(range(100, 140)))
+        tier.write(items(range(100, 260)))
         found = [direct_reads.bytes_of(place) for place in lease.places]
         assert (found == PAYLOADS[:8]) == (not is_over)
         assert all(direct_reads.are_in_place(lease)) == (not is_over)
@@ -200,7 +200,7 @@ def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path
     """The lease would run on for long, but the pool has heard that nobody holds it."""
     limits = PoolLimits(lease_s=60.0, max_held_bytes=8 * MIB)
     with (
-        running_pool(2 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits) as pool,
+        running_pool(8 * MIB, listen=(f"unix:{tmp_path}/pool.sock",), limits=limits) as pool,
         tier_at(pool.block[0]) as tier,
         tier_at(pool.block[0]) as other,
     ):
@@ -211,7 +211,7 @@ def test_blocks_that_were_given_away_because_the_connection_broke(tmp_path: Path
         tier._transport.memory._reads.session_by(time.monotonic() + WAIT_S).end()
         until(lambda: held_bytes(pool) == 0)
         other.discard(KEYS[:8])
-        other.write(items(range(100, 140)))
+        other.write(items(range(100, 260)))
         assert [direct_reads.bytes_of(place) for place in lease.places] != PAYLOADS[:8]
         whole = direct_reads.are_in_place(lease)
         lease.release()

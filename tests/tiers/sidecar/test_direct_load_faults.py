@@ -34,7 +34,8 @@ def test_slots_that_were_given_away_in_the_middle_of_a_copy(lease_s: float, tmp_
     """The reader's device gets other blocks' bytes, and must not use them."""
     limits = PoolLimits(lease_s=lease_s, max_held_bytes=64 * MIB)
     listen = (f"unix:{tmp_path}/pool.sock",)
-    with running_pool(2 * MIB, listen=listen, limits=limits) as pool, engine(tmp_path, pool.block[0]) as reader:
+    # A load of 1 MiB is lent in two parts, each an eighth of what one of two tenants may hold, a quarter of the memory.
+    with running_pool(20 * MIB, listen=listen, limits=limits) as pool, engine(tmp_path, pool.block[0]) as reader:
         saved = reader.save()
         reader.get_ready()
         job_id = reader.load_into_gate()
@@ -43,8 +44,9 @@ def test_slots_that_were_given_away_in_the_middle_of_a_copy(lease_s: float, tmp_
             child.kill()
         until(lambda: held_bytes(pool) == 0)
         with contextlib.closing(connect(pool.block[0], shared_memory=True)) as other:
-            for label in range(64):
-                other.write([summed(make_key(label), bytes(BLOCK_BYTES))])
+            for first in range(0, 20 * MIB // BLOCK_BYTES, NUM_BLOCKS):
+                labels = range(first, first + NUM_BLOCKS)
+                other.write([summed(make_key(label), bytes(BLOCK_BYTES)) for label in labels])
             reader.device.gate.set()
             loaded = reader.finish(job_id)
         assert reader.device.num_leased == NUM_BLOCKS, "they were copied"

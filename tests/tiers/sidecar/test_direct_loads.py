@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory nee
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    with running_pool(64 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool:
+    """Of a pool so large that the first slab of a writer, 2 MiB, holds all of its blocks. Few slabs are ever made."""
+    with running_pool(2048 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool:
         yield pool.block[0]
 
 
