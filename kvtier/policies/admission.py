@@ -23,7 +23,7 @@ class Offer(NamedTuple):
     run_blocks: int
     """How many neighbours in the request are offered together, itself included."""
     time_s: float
-    """By a clock that never goes back."""
+    """When the block was offered, by a clock that never goes back."""
 
 
 class Admission(Protocol):
@@ -40,7 +40,7 @@ class Admission(Protocol):
 
 
 class _Stateless:
-    """For conditions that need not know what a tier has."""
+    """The part of a condition that need not know what a tier has: it notes neither what enters nor what leaves."""
 
     def entered(self, offer: Offer) -> None: ...
 

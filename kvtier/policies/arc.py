@@ -82,7 +82,7 @@ class ARC(Generic[K]):
         return key in self._once or key in self._again
 
     def _forget_ghosts(self) -> None:
-        """As many as the paper allows, the oldest first."""
+        """Forgets the oldest ghosts until there are as many as the paper allows."""
         while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and self._num_known() > 2 * self._capacity:

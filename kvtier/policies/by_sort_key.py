@@ -36,8 +36,9 @@ SORT_KEYS: Mapping[str, Callable[[Record], SortKey]] = {
     "filo": lambda record: (-record.created,),
     "priority": lambda record: (record.priority, record.accessed),
 }
-"""From SGLang, `python/sglang/srt/mem_cache/evict_policy.py` (commit 008b79d2358b). Its `lru` is our `LRU`, which needs
-no heap. SGLang sorts nodes of its tree, which are runs of blocks, and evicts leaves only; here each block is by itself.
+"""The sort keys of SGLang, `python/sglang/srt/mem_cache/evict_policy.py` (commit 008b79d2358b). Its `lru` is our `LRU`,
+which needs no heap. SGLang sorts nodes of its tree, which are runs of blocks, and evicts leaves only; here each block
+is by itself.
 """
 
 

@@ -20,11 +20,11 @@ class Segment:
         self.shift = shift
         """What priority and size add to the level."""
         self.serial = serial
-        """Of two segments of a level the older one goes first."""
+        """The rank by age among segments of one level: the older one, with the smaller number, goes first."""
         self.first = self.last = NO_SLOT
         """Its candidates for eviction: the ends of a list."""
         self.level: int | None = None
-        """As it stands in the heap; None when it is in none."""
+        """The level with which the segment stands in the heap; None when it is not in the heap."""
         self.in_turns = False
 
 
@@ -37,7 +37,7 @@ class Candidates:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        """By slot; the owner sets it. All fields: guarded by the owner's lock."""
+        """The segment of each slot; the owner sets it. All fields: guarded by the owner's lock."""
         self.epoch = 0
         """The owner counts it."""
         self._next: list[int] = []
@@ -46,7 +46,7 @@ class Candidates:
         self._turns: deque[Segment] = deque()
         """Segments with candidates, the next to be ranked again first."""
         self._heap: list[tuple[int, int, Segment]] = []
-        """By level and serial; an entry with another level than its segment's is void."""
+        """Segments in a heap by level and serial; an entry with another level than its segment's is void."""
 
     def add_slot(self, segment: Segment) -> None:
         self.segments.append(segment)
@@ -117,7 +117,7 @@ class Candidates:
         return NO_SLOT
 
     def levels(self) -> list[tuple[Segment, int | None]]:
-        """For `restore_levels`. O(segments)."""
+        """The segments with candidates, each with its level, for `restore_levels`. O(segments)."""
         return [(segment, segment.level) for segment in self._turns]
 
     def restore_levels(self, levels: list[tuple[Segment, int | None]]) -> None:

@@ -30,7 +30,7 @@ class Cohort:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.num_waiting = 0
-        """Those, cached or remembered, of whose next use we shall know. The policy counts them."""
+        """Its blocks, cached or remembered, whose next use we shall know of. The policy counts them."""
 
 
 class BlockClass:
@@ -52,7 +52,7 @@ class BlockClass:
         self._censored = [0.0] * len(_STARTS)
         """Ages whose end nobody will know, as the block was forgotten, by bucket."""
         self._cohorts: dict[int, Cohort] = {}
-        """By epoch."""
+        """The cohorts of this class, by epoch."""
         self._shown = [(0.0, 0.0)] * len(_STARTS)
         """The uses and the time that the group's sums hold of this class."""
         self.levels: list[int] = []

@@ -23,8 +23,8 @@ class Ghosts:
         """:param num_places: how many blocks it remembers at most."""
         self._num_places = num_places
         self._pages: list[array[int] | None] = [None] * ((num_places >> _PAGE_BITS) + 1)
-        """In each entry some bits of the key, never all 0, above the number; 0: nothing. A page is made when it is
-        first written to, so that no call makes them all. Guarded by the owner's lock."""
+        """Each entry has some bits of the key, never all 0, above the number; 0: nothing is remembered there. A page is
+        made when it is first written to, so that no call makes them all. Guarded by the owner's lock."""
 
     def swap(self, key: Hashable, value: int) -> int:
         """Remembers a block; returns the number of the one that is forgotten for it, or `NO_GHOST`."""

@@ -58,7 +58,7 @@ class Learned(Generic[K]):
         self._slots: dict[K, int] = {}
         """Where the columns have each block."""
         self._keys: list[K] = []
-        """By slot, as the next four."""
+        """The key of the block in each slot. The next four fields go by slot as well."""
         self._parents: list[int] = []
         """The slot of the block before it, as far as it is known."""
         self._num_children: list[int] = []
@@ -72,7 +72,7 @@ class Learned(Generic[K]):
         self._groups = [ClassGroup(groups) for _ in range(4)]
         gone = Segment(BlockClass(0, ClassGroup([]), 0), Cohort(-1), 0, 0)
         self._gone = gone
-        """Of a removed block that has children: its slot is free after them."""
+        """The segment of a removed block that has children: its slot becomes free after they are gone."""
         self._classes: list[BlockClass | None] = [None] * (_UNKNOWN + 1)
         self._newest = [gone] * (_UNKNOWN + 1)
         """The segment that was last used, by class."""
@@ -92,7 +92,7 @@ class Learned(Generic[K]):
         self._most = 0
         """Blocks there were at a time in this epoch."""
         self._has_evicted = False
-        """In this epoch."""
+        """Whether a block was evicted in this epoch."""
         self._until_epoch = max(self._num_blocks // _EPOCHS_PER_CAPACITY, _LEAST_EPOCH)
         """Uses until the next epoch, the next class to learn, and the next step of upkeep."""
         self._until_learning = 0

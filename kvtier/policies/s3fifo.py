@@ -29,7 +29,7 @@ class S3FIFO(Generic[K]):
         """Keys and their uses since they came, at most `_MOST_USES`; oldest first. All fields: guarded by the owner's
         lock."""
         self._main: OrderedDict[K, int] = OrderedDict()
-        """Likewise; a use keeps a key for another round."""
+        """Keys and their uses as in `_small`, oldest first; a use keeps a key for another round."""
         self._ghosts: OrderedDict[K, None] = OrderedDict()
         """Evicted from the small queue, oldest first."""
         self._capacity = 0

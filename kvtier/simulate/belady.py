@@ -37,7 +37,7 @@ def belady_hit_rate(
 
 
 def _next_uses(trace: Trace, never: int) -> list[int]:
-    """For each reference, in order, the place of the next one to the same block."""
+    """The place of the next reference to the same block, for each reference in order; `never` where there is none."""
     keys = [key for request in trace.requests for key in request.keys]
     next_uses = [never] * len(keys)
     following = [never] * trace.num_keys

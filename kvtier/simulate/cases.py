@@ -55,7 +55,7 @@ class Result:
 
     case: Case
     rates: Mapping[str, float | None]
-    """By the names of `DEFINITIONS`; None where there is none."""
+    """The hit rates by the names of `DEFINITIONS`; None where there is none."""
     tiers: Sequence[TierResult] = ()
 
     @property
@@ -64,7 +64,7 @@ class Result:
         return sum(tier.writes for tier in self.tiers) if self.tiers else None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as a dict that can be written as JSON."""
         return {
             "policy": self.case.policy,
             "admission": self.case.admission,

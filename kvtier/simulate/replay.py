@@ -21,7 +21,7 @@ DEFINITIONS = {
 
 @dataclass(slots=True)
 class HitCounts:
-    """Over all requests that count."""
+    """Sums of hits over all requests that count."""
 
     tier_hits: list[int]
     """Blocks that each tier had, and no tier above it."""
@@ -47,7 +47,10 @@ class HitCounts:
         self.token_hits += min(request.num_tokens, num_leading * tokens_per_block)
 
     def rates(self) -> dict[str, float | None]:
-        """By the names of `DEFINITIONS`. None where nothing was asked for, and for tokens where nobody knows them."""
+        """The hit rates by the names of `DEFINITIONS`.
+
+        None where nothing was asked for, and for tokens where nobody knows them.
+        """
         return {
             "block_hit_rate": _share(self.block_hits, self.num_blocks),
             "prefix_hit_rate": _share(self.prefix_hits, self.num_blocks),
@@ -88,7 +91,7 @@ def replay(trace: Trace, tiers: Sequence[SimulatedTier], options: ReplayOptions)
 
 
 def _found_by(keys: Sequence[int], tiers: Sequence[SimulatedTier]) -> list[list[bool]]:
-    """For each tier, by index in the request, whether it or a tier above has the block."""
+    """Whether each tier, or a tier above it, has each block: a list for each tier, by index in the request."""
     found: list[list[bool]] = []
     for tier in tiers:
         here = list(map(tier.policy.__contains__, keys))

@@ -64,7 +64,7 @@ class SimulatedTier:
 
 
 def _runs(keys: Sequence[int], policy: EvictionPolicy[int]) -> list[int]:
-    """For each block the length of the run of absent neighbours that it is in; 0 where it is there."""
+    """The length of the run of absent neighbours that each block is in; 0 for a block that is there."""
     runs = [0] * len(keys)
     start = 0
     for end in range(len(keys) + 1):

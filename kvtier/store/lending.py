@@ -10,10 +10,10 @@ from kvtier.tiers.disk.tier import DiskTier
 
 
 def read_lent(tier: Tier, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory) -> list[Status]:
-    """See `Tier.read`; `into` is the caller's again at `lent.when_done`."""
+    """Reads blocks into the caller's buffers as `Tier.read` does; `into` is the caller's again at `lent.when_done`."""
     return tier.read(keys, into, lent) if isinstance(tier, DiskTier) else tier.read(keys, into)
 
 
 def write_lent(tier: Tier, items: Sequence[Item[ReadableBuffer]], lent: LentMemory) -> list[WriteStatus]:
-    """See `Tier.write`; the payloads are the caller's again at `lent.when_done`."""
+    """Writes blocks as `Tier.write` does; the payloads are the caller's again at `lent.when_done`."""
     return tier.write(items, lent) if isinstance(tier, DiskTier) else tier.write(items)

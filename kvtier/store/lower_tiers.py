@@ -119,7 +119,7 @@ class LowerTiers:
         return [way.drain(max(0.0, deadline - MONOTONIC())) for way in self._ways]
 
     def hurry(self, timeout_s: float) -> None:
-        """Before a stop: what hangs holds it up no longer than this."""
+        """Makes sure, before a stop, that an operation that hangs holds it up no longer than `timeout_s`."""
         for tier in self.tiers:
             if isinstance(tier, DiskTier):
                 tier.hurry(timeout_s)

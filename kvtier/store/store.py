@@ -290,7 +290,7 @@ class Store:
         return self._below.drain(grace_s)
 
     def hurry(self, timeout_s: float) -> None:
-        """Before a stop: from now on a disk whose operations take longer than this hangs."""
+        """Called before a stop: from now on a disk counts as hung when an operation takes longer than `timeout_s`."""
         self._below.hurry(timeout_s)
 
     def check(self) -> None:

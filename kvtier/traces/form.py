@@ -9,7 +9,7 @@ class Request(NamedTuple):
     """What one request refers to."""
 
     time_s: float
-    """Since the first request of the trace."""
+    """Seconds since the first request of the trace."""
     keys: Sequence[int]
     """Its blocks in order. Equal numbers are the same block; they mean nothing outside the trace."""
     num_tokens: int

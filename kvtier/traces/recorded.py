@@ -1,4 +1,4 @@
-"""From what a cache was asked, one call after the other, to requests."""
+"""Makes requests of what a cache was asked, one call after the other."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvtier.traces.records import Kind, Record, read_records
 _POLL_S = 10.0
 """Engines ask again while a request waits. Asked again within this time, with nothing done since, it is no new one."""
 _PENDING_S = 600.0
-"""Within this time after a lookup, reads of its blocks belong to it."""
+"""Reads of a lookup's blocks belong to it within this time after it."""
 
 
 class RequestMaker:
@@ -62,7 +62,7 @@ class _Intake:
         return round(self._sized_bytes / self._num_sized) if self._num_sized else None
 
     def take(self, record: Record) -> Request | None:
-        """See `RequestMaker.request`."""
+        """What the record adds to the trace. None: it adds no request. Amortised O(keys)."""
         if record.kind is Kind.DROPPED:
             self.num_dropped += record.nbytes
             return None

@@ -14,7 +14,7 @@ from kvtier.traces.records import Disguise, Kind, dropped, frame, header
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 0.5
-"""At most so much of a trace is lost by a kill."""
+"""Seconds between two writes to the file: a kill loses at most so much of a trace."""
 _KEYS_PER_FRAME = 65_536
 
 
@@ -62,15 +62,15 @@ class TraceRecorder:
         self._queue: deque[_Call] = deque()
         """Guarded by `_lock`, as are the next four."""
         self._num_queued_keys = 0
-        """In the queue, or taken from it and not yet written."""
+        """Keys in the queue, or taken from it and not yet written."""
         self._num_dropped = 0
         self._num_dropped_noted = 0
-        """Those that the trace says."""
+        """Dropped keys that the trace already says were dropped."""
         self._is_open = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-trace", daemon=True)
         self._num_bytes = 0
-        """Of the file. The recorder's thread only, as `_file` from its start on."""
+        """Size of the file. The recorder's thread only, as `_file` from its start on."""
 
     @property
     def num_dropped(self) -> int:

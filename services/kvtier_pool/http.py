@@ -38,7 +38,8 @@ class StatusServer:
         """
         :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
         :param problem: None while it serves; called from any thread.
-        :param degraded: what works less well than it should while it serves: lines below the `ok`. Likewise.
+        :param degraded: what works less well than it should while it serves: lines below the `ok`; called from any
+            thread.
         :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
         tls: ServerTls | None = None
@@ -90,7 +91,7 @@ class StatusServer:
         self._server.server_close()
 
     def _serve(self) -> None:
-        """Not `serve_forever`, which wakes up ten times a second to see whether to stop."""
+        """Serves without `serve_forever`, which wakes up ten times a second to see whether to stop."""
         while not self._stopping:
             self._server.handle_request()
 

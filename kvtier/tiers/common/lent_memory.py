@@ -7,11 +7,11 @@ from typing import Any
 
 
 class LentMemory:
-    """Who calls a tier with one of these lends it the buffers of that call until `when_done`, and need not wait for a
-    medium that hangs in the middle of it.
+    """The buffers of one call, which the caller of a tier lends it until `when_done`. The caller need not wait for a
+    medium that hangs in the middle of the call.
 
-    One call, then `when_done` or `wait` once, by the same thread. For a call without one, the tier makes its own, and
-    waits.
+    It serves one call, then `when_done` or `wait` once, by the same thread. For a call without one, the tier makes its
+    own, and waits.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class LentMemory:
         """Work that uses the buffers still. The calling thread only."""
 
     def keep(self, users: "Iterable[Future[Any]]") -> None:
-        """For the tier: these go on using the buffers."""
+        """Called by the tier: notes work that goes on using the buffers."""
         self._users += users
 
     def when_done(self, give_back: Callable[[], object]) -> None:

@@ -316,7 +316,7 @@ class DiskTier:
             self._state.check(self._capacity_bytes)
 
     def hurry(self, timeout_s: float) -> None:
-        """Before a close: an operation of the medium may not take longer than this, either."""
+        """Called before a close: lowers the time that an operation of the medium may take to `timeout_s` if longer."""
         self._watch.hurry(timeout_s)
 
     def close(self) -> None:
@@ -355,6 +355,6 @@ class DiskTier:
             self._folder.close()
 
     def _note_hang(self, reason: str | None) -> None:
-        """On any thread, without a lock of the tier's."""
+        """Turns the tier off or on again. Called on any thread, without a lock of the tier's."""
         self._health.hangs(reason)
         self._events.flush()

@@ -1,4 +1,4 @@
-"""Who gives up memory for a block that finds no slot: which blocks are evicted, and which slab is emptied."""
+"""Memory for a block that finds no slot: who gives it up, which blocks are evicted, and which slab is emptied."""
 
 import math
 
@@ -68,7 +68,7 @@ class Reclaim:
         return evicted
 
     def _lender(self, lane: Lane, barren: set[TenantMemory]) -> TenantMemory:
-        """Who is to give up a slab: who is furthest above its share, if that is to give way to the lane's tenant."""
+        """The tenant that gives up a slab: the one furthest above its share if it must give way, else the lane's."""
         own = lane.tenant
         nbytes = lane.least_cost_bytes
         if own.share.cap_bytes is not None and own.cost_bytes + nbytes > own.share.cap_bytes:

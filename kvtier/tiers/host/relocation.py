@@ -47,7 +47,7 @@ class Relocation:
         self._moving: list[tuple[int, Entry[StoreKey]]] = []
         """The blocks, each with its place in `slab`. Guarded by the tier's lock in `begin`, then unchanged."""
         self._targets: list[_Target] = []
-        """As many, once there are slots for them. Guarded likewise."""
+        """The new place of each of `_moving`, once there are slots for them. Guarded as `_moving` is."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Relocation:
         return len(self._moving) * self._lane.slot_bytes
 
     def begin(self) -> None:
-        """From now on nobody else gets the blocks' old slots, and the new ones if they are there."""
+        """Reserves the blocks' old slots, and the new ones if they are there: nobody else gets them from now on."""
         self.slab.leaving = True
         if not self.slab.retired:
             self._lane.close(self.slab)

@@ -46,14 +46,14 @@ class Slab:
     ) -> None:
         self.number = number
         self.lane = lane
-        """Of which tenant, slot size and writer it is, or was when it was retired."""
+        """The tenant, slot size and writer that it belongs to, or did when it was retired."""
         self.memory = memory
         self.nbytes = len(memory)
         self.cost_bytes = cost_bytes
         """What it takes of the capacity: its memory, and the bookkeeping of as many blocks as it has slots."""
         self.num_slots = num_slots
         self.entries: list[Entry[StoreKey] | None] = [None] * num_slots
-        """Who holds each slot, by place."""
+        """The block that holds each slot, by place."""
         self._free = list(range(num_slots - 1, -1, -1))
         """Places that nobody holds."""
         self.num_reserved = 0
@@ -61,7 +61,7 @@ class Slab:
         self.num_pins = 0
         """Pins of its blocks (`HostTier.pin`): with any it stays, for hours perhaps."""
         self.writer: int | None = lane.writer
-        """Who may map it for writing. None: that client is gone."""
+        """The one that may map it for writing. None: that client is gone."""
         self.retired = False
         """Takes no new block: its writer is gone, or may write to it at any time. It goes when it is empty."""
         self.leaving = False

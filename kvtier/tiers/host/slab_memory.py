@@ -33,17 +33,17 @@ class SlabMemory:
         self._slabs: dict[int, Slab] = {}
         """All slabs by number."""
         self._tenants: dict[TenantId, TenantMemory] = {}
-        """Those who have memory, or want some."""
+        """The tenants that have memory, or want some."""
         self._shares: dict[TenantId, Share] = {}
         """What was said of tenants, whether they have memory or not."""
         self._cost_bytes = 0
         """What all slabs cost, those being made included."""
         self._overdrawn_bytes = 0
-        """By how much the capacity may be exceeded at the moment: a slab that is emptied into a new one."""
+        """The excess over the capacity that is allowed at the moment, while a slab is emptied into a new one."""
         self._being_made: dict[int, Growth] = {}
         """Slabs between `make_room` and `add` or `cancel`, by number."""
         self._orphans: set[int] = set()
-        """Those of them whose writer has gone in the meantime."""
+        """Numbers in `_being_made` of slabs whose writer has gone in the meantime."""
         self._numbers = itertools.count(1)
         self._dropped: list[Slab] = []
         """Slabs that are no longer part of anything, and are to be given back."""
@@ -100,7 +100,7 @@ class SlabMemory:
         return slab.number in self._slabs
 
     def full_tenants(self) -> list[TenantMemory]:
-        """Those with a lane for which no further slab fits into what is left of the capacity."""
+        """The tenants with a lane for which no further slab fits into what is left of the capacity."""
         room_bytes = self._room_bytes()
         return [
             t for t in self._tenants.values() if any(lane.least_cost_bytes > room_bytes for lane in t.lanes.values())

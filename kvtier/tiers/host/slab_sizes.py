@@ -16,7 +16,7 @@ _CLIENT_PART = 32
 _MOST_SLOTS = 4096
 """The most slots of a slab: tiny blocks must not take memory by the dozens of MiB, nor bookkeeping by the million."""
 _FEW_SLABS = 2048
-"""As many descriptors are taken, if slabs are not so small beside the capacity that twice as many are needed."""
+"""The most slabs, and so descriptors, or twice as many slabs of `most_bytes` as fill the capacity, if that is more."""
 
 
 class SlabSizes:
@@ -30,7 +30,7 @@ class SlabSizes:
         """
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.most_slabs = max(_FEW_SLABS, 2 * self.capacity_bytes // max(1, most_bytes))
-        """As many there may be."""
+        """The most slabs that there may be."""
         self._most_bytes = most_bytes
         self._shared = shared
         self.block_overhead_bytes = block_overhead_bytes

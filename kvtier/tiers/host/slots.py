@@ -200,12 +200,12 @@ class HostSlots:
         give_back(dropped)
 
     def set_share(self, tenant: TenantId, share: Share) -> None:
-        """See `HostTier.set_share`."""
+        """Sets what the tenant is owed of memory from now on. `InvalidInputError`: more is guaranteed than there is."""
         with self.lock:
             self.memory.set_share(tenant, share)
 
     def owed_bytes(self, tenant: TenantId) -> int:
-        """See `HostTier.owed_bytes`."""
+        """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""
         with self.lock:
             return self.memory.owed_bytes(tenant)
 
@@ -229,7 +229,7 @@ class HostSlots:
             return Usage(sum(e.num_ready for e in every), sum(e.ready_bytes for e in every), capacity_bytes)
 
     def taken_bytes(self) -> int:
-        """See `HostTier.taken_bytes`."""
+        """What is taken of the capacity: slots with blocks, with what is kept of blocks and slabs. O(sizes in use)."""
         with self.lock:
             overhead_bytes = self.memory.sizes.block_overhead_bytes
             return sum(t.cost_bytes - t.idle_bytes - t.num_free * overhead_bytes for t in self.memory.tenants())

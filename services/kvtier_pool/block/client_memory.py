@@ -42,7 +42,7 @@ class _Lease(NamedTuple):
     held: PinnedSlots
     nbytes: int
     charged_bytes: int
-    """To the tenant."""
+    """Bytes that the tenant is charged for the lease."""
     until_s: float
 
 

@@ -31,7 +31,7 @@ class SharedClients:
         self._clients: set[ClientMemory] = set()
         """Guarded by _lock."""
         self._holdings: dict[TenantId, Holdings] = {}
-        """Of the tenants that have connections. Guarded by _lock."""
+        """What each tenant that has connections holds. Guarded by _lock."""
         self._warnings = QuietLog(_log, clock=clock)
         self._stopping = threading.Event()
         self._is_held = threading.Event()

@@ -12,10 +12,10 @@ _EVERY_S = 5.0
 
 
 class StrangerLog:
-    """One line of the log for many peers. One of a server, for all of its connections; any thread.
+    """Writes one line of the log for many peers. A server has one for all of its connections. Any thread.
 
-    Who speaks another protocol has shown no credentials and may come back thousands of times a second: a line for each
-    would fill the disk that the log is on.
+    A peer that speaks another protocol has shown no credentials and may come back thousands of times a second: a line
+    for each would fill the disk that the log is on.
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:

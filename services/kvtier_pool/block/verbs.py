@@ -141,7 +141,7 @@ class BlockVerbs:
 
 
 def _first_copies(headers: Sequence[Header], outcomes: Sequence[WriteSlot | WriteStatus]) -> dict[int, int]:
-    """For each block that exists only because these headers name it twice: its place, and that of its first copy."""
+    """Places of blocks that exist only because these headers name them twice, each with that of its first copy."""
     if WriteStatus.EXISTS not in outcomes:
         return {}
     arriving: dict[StoreKey, int] = {}

@@ -45,7 +45,7 @@ class Batch:
     seq_lens: Tensor
 
     def arguments(self, heads: Heads, **options: Any) -> tuple[Tensor, Tensor, AttentionBatch]:
-        """As functions of attention take them. `options` are further fields of `AttentionBatch`."""
+        """The arguments that functions of attention take. `options` are further fields of `AttentionBatch`."""
         index = self.block_tables, self.query_starts, self.seq_lens
         return self.query, self.kv_layer, AttentionBatch(*index, scale=heads.scale, **options)
 

@@ -19,7 +19,7 @@ class Done(Generic[_Part, _Answer]):
     """What became of the parts of a batch."""
 
     answers: list[_Answer]
-    """Of the parts that were done, in order."""
+    """The answers of the parts that were done, in order."""
     late: "list[Future[Any]]"
     """Parts that are under way still, as the medium hangs."""
     cancelled: list[_Part]

@@ -22,7 +22,7 @@ class IoThreads:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
-        """As many as there are threads that wait for work, less the work that is meant for them."""
+        """Counts the threads that wait for work, less the work that is meant for them."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         """Guarded by _lock."""

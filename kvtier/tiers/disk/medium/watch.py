@@ -11,7 +11,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 
 _LOOK_S = 0.25
-"""Between two looks of those who wait: the time that an operation may take can become shorter."""
+"""Seconds between two looks of those who wait: the time that an operation may take can become shorter."""
 
 
 class HangWatch:
@@ -45,7 +45,7 @@ class HangWatch:
         """What `on_change` was last told. Guarded by _telling."""
 
     def hurry(self, timeout_s: float) -> None:
-        """From now on an operation may not take longer than this, either."""
+        """Lowers the time that an operation may take, from now on, to `timeout_s` if it is longer."""
         with self._lock:
             self._timeout_s = min(self._timeout_s, timeout_s)
 
@@ -65,7 +65,7 @@ class HangWatch:
                 self._tell()
 
     def hangs(self) -> bool:
-        """At this moment."""
+        """Whether the medium hangs at this moment."""
         if not self._begun:  # unlocked: an operation that has just begun does not hang yet
             return False
         with self._lock:
@@ -84,7 +84,7 @@ class HangWatch:
         return left
 
     def _look(self) -> bool:
-        """Under _lock."""
+        """Whether the medium hangs by the clock, which it also notes. The caller holds _lock."""
         oldest = next(iter(self._begun.values()), None)
         self._hangs = oldest is not None and self._clock() - oldest[0] >= self._timeout_s
         return self._hangs

@@ -168,7 +168,7 @@ class Tombstones:
             self._forgot(keys)
 
     def _forget_bad(self, keys: Sequence[StoreKey], epoch: int, segments: Collection[int]) -> None:
-        """As `_forget`, for what need not be forgotten at any price."""
+        """Writes tombstones like `_forget`, but for blocks that need not be forgotten at any price."""
         try:
             for tenant, of_tenant in _by_tenant(keys).items():
                 if not self._write(tenant, of_tenant, Kind.FORGET, [epoch] * len(of_tenant), sync=False):

@@ -65,7 +65,10 @@ class SegmentSet:
         return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
 
     def set_share(self, tenant: TenantId, share: Share, capacity_bytes: int) -> None:
-        """From now on. Raises `InvalidInputError` when more would be guaranteed than there is."""
+        """Gives the tenant this share from now on.
+
+        Raises `InvalidInputError` when more would be guaranteed than there is.
+        """
         self._owed.set(tenant, share, capacity_bytes)
         if tenant in self._of:
             self._owed.weigh(tenant, self.taken_bytes_of(tenant))

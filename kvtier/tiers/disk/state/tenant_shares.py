@@ -17,15 +17,17 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._shares: dict[TenantId, Share] = {}
-        """Of tenants that have another share than `EQUAL_SHARE`, whether they have anything or not."""
+        """The shares of tenants that have another one than `EQUAL_SHARE`, whether they have anything or not."""
         self._excess: Lowest[TenantId] = Lowest()
         """How far each tenant that has something is above its guarantee, by its weight (`Share.excess`), negative."""
         self._bytes: dict[TenantId, int] = {}
         """What each of them has."""
 
     def set(self, tenant: TenantId, share: Share, capacity_bytes: int) -> None:
-        """From now on; `weigh` the tenant afterwards if it has something. `InvalidInputError` when more would be
-        guaranteed than there is."""
+        """Gives the tenant this share from now on; `weigh` it afterwards if it has something.
+
+        Raises `InvalidInputError` when more would be guaranteed than there is.
+        """
         others = sum(each.guaranteed_bytes for of, each in self._shares.items() if of != tenant)
         if others + share.guaranteed_bytes > capacity_bytes:
             raise InvalidInputError(
