@@ -57,6 +57,6 @@ def test_a_block_of_no_bytes_fails_and_keeps_nobody_out(rig: CoreRig) -> None:
 def test_a_block_of_no_bytes_cannot_be_prepared_either() -> None:
     with core_rig(shared=True) as rig:
         limits = ClientLimits(lease_s=10.0, max_held_bytes=MIB, max_prepared_s=60.0)
-        memory = ClientMemory(rig.core, RED, 1, Holdings(), limits, lambda: 0.0)
+        memory = ClientMemory(rig.core, RED, 1, Holdings(lambda: None), limits, lambda: 0.0)
         assert memory.prepare([KEY], [0]) == (0, bytes([FAILED]), [])
         memory.close()
