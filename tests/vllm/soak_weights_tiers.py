@@ -49,7 +49,7 @@ class Found:
 def read_host(found: Found, scheduler: Any, worker: Any) -> None:
     """The arena of a connector that has no step under way: all that can be read there."""
     memory = worker._mover._memory
-    for key, entry in scheduler._work.cache.directory._index.slots._entries.items():
+    for key, entry in scheduler._work.cache.directory._index.slots._visible.items():
         if entry.ready:
             (store_key,) = memory.store_keys([key])
             found.add("host", store_key, memory.view(entry.slot))
