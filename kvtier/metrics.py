@@ -25,7 +25,7 @@ class Metrics:
         self.tier_blocks = Counter(
             "kvtier_tier_blocks",
             "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...). "
-            "Those read from where they lie in its memory count as lend, too",
+            "Blocks read from where they lie in its memory count as lease, too",
             ["tier", "op", "status"],
             registry=self.registry,
         )

@@ -28,7 +28,7 @@ class DirectorySettings:
     there, and a mover's thread waits for the interpreter several times per message, 5 ms each if the engine's thread is
     busy."""
     borrows: bool = False
-    """Whether the shared tier is asked to lend blocks first. Those that it lends take no slot of the arena."""
+    """Whether the shared tier is asked to lend blocks first. Blocks that it lends take no slot of the arena."""
     loan_blocks: int = 32
     """Blocks per message of those that are to be lent: one loan. While it is copied, another thread's is verified."""
     saving_fraction: float = 0.5

@@ -1,4 +1,4 @@
-"""Policies that are a sort key: whatever has the smallest key goes first. Those that SGLang's RadixAttention offers."""
+"""Policies that are a sort key, as in SGLang's RadixAttention: whatever has the smallest key goes first."""
 
 import heapq
 from collections.abc import Callable, Mapping

@@ -108,7 +108,7 @@ class BlockClass:
         self._censored = [count * _DECAY for count in censored]
 
     def _waiting(self, now: int) -> list[float]:
-        """Blocks that wait, by the bucket of their age. Those that waited too long are no longer followed."""
+        """Blocks that wait, by the bucket of their age. A block that waited too long is no longer followed."""
         waiting = [0.0] * len(_STARTS)
         for epoch, cohort in list(self._cohorts.items()):
             age = now - epoch
