@@ -243,7 +243,7 @@ def refused_media(config: VllmConfig) -> dict[str, str]:
 def require_tried(modes: Iterable[KVQuantMode]) -> None:
     """Raises `ConfigError` for quantised KV that this connector was not tried with.
 
-    Those with a scale per token and head would be wrong: vLLM sets all scales to 1 in the first forward pass that
+    A scale per token and head would be restored wrongly: vLLM sets all scales to 1 in the first forward pass that
     attends to anything, which may come after a load.
     """
     untried = sorted({mode.name.lower() for mode in modes} - {mode.name.lower() for mode in _TRIED})

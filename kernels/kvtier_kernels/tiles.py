@@ -61,7 +61,7 @@ def next_power_of_two(number: int) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The columns of a tile. Those beyond `head_dim` are masked."""
+    """The columns of a tile. Columns beyond `head_dim` are masked."""
     return max(MIN_DOT, next_power_of_two(head_dim))
 
 

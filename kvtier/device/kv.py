@@ -279,7 +279,7 @@ def _alike(parts: Sequence[Bytes2D]) -> Iterator[Bytes3D]:
 def _pieces(device_slots: Sequence[int], arena_slots: Sequence[int]) -> Iterator[tuple[_Places, _Places]]:
     """Pairs of places, as few as may be, with arena slots that go up or down by equal steps, and so need no index.
 
-    Those that were taken, freed or evicted together do. Where they are all over the place, it is one pair with an
+    Slots that were taken, freed or evicted together form such runs. Scattered slots become one pair with an
     index on both sides: what is copied then goes by way of a buffer.
     """
     ends = [0]

@@ -110,7 +110,7 @@ def test_planes_meet_where_they_are_spread(num_values: int) -> None:
 
 
 def test_planes_of_values_at_an_odd_address() -> None:
-    """Of either sign, with all low bytes; the low plane is stored as it is."""
+    """The values have either sign and all low bytes; the low plane is stored as it is."""
     payload = b"".join(bytes((low, 0x3C | sign << 7)) for low in range(256) for sign in (0, 1, 1, 0, 1))
     packed = planes.pack(memoryview(b"\xa5" + payload)[1:])
     assert packed is not None

@@ -139,7 +139,7 @@ def _small_gguf(path: Path, **rope: str | float) -> Path:
     ],
 )
 def test_gguf_with_another_rope_is_refused(tmp_path: Path, rope: dict[str, str | float], words: str) -> None:
-    """Those of the engine's own rope go on to the tokenizer, which this file has not."""
+    """A file with the engine's own rope would pass this check and fail at its missing tokenizer."""
     with pytest.raises(ConfigError, match=words + ".*Hugging Face folder"):
         open_model(_small_gguf(tmp_path / "small.gguf", **rope), tmp_path)
 

@@ -35,7 +35,7 @@ def test_every_kernel_agrees_with_its_reference() -> None:
 
 @pytest.fixture(params=["direct", "staged, by batches", "staged, by kernel", "staged, one by one"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a `CudaKV` that is made from now on brings blocks across the bus. Those of the tests are small."""
+    """How a `CudaKV` that is made from now on brings blocks across the bus. The blocks of the tests are small."""
     way = str(request.param)
     monkeypatch.setattr("kvtier.device.cuda.LEAST_PART_BYTES", 1 if way == "direct" else 2**20)
     monkeypatch.setattr("kvtier.device.cuda_routes.LEAST_PART_BYTES", 2**20 if way == "staged, by kernel" else 1)

@@ -83,7 +83,7 @@ def shared_blocks(tables: Sequence[Sequence[int]]) -> int:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_hardly_any_other_groups_save_more(seed: int) -> None:
-    """Of all groupings there are, the best saves a tenth more at most."""
+    """The best of all groupings saves at most a tenth more."""
     rng = random.Random(seed)
     tables = [[rng.randrange(2) for _ in range(rng.randrange(1, 6))] for _ in range(rng.randrange(1, 7))]
     found = find(tables, [TOKENS_PER_BLOCK * len(table) for table in tables])

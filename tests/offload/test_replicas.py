@@ -32,7 +32,7 @@ SAVED, LOADED = range(24), range(24, 48)
 
 
 class Counted(Held):
-    """Of the pool, as one process sees it."""
+    """The pool as one process sees it, with a count of what it was asked for."""
 
     def __init__(self, pool: Held) -> None:
         super().__init__(pool)

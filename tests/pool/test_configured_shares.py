@@ -26,7 +26,7 @@ def configuration(path: Path, red: str = "", pool: str = "") -> Path:
 
 
 def kept_bytes(address: str, first: int) -> int:
-    """Of as many new blocks of red's as `NUM_BLOCKS`, those that are there when the last one is written."""
+    """Writes `NUM_BLOCKS` new blocks of red's and counts the bytes of those that are there after the last write."""
     tier = connect(address)
     try:
         tier.write(items(range(first, first + NUM_BLOCKS)))

@@ -152,7 +152,7 @@ def error_bound(inputs: Inputs, scale: float) -> float:
 
 
 def cpu_lse_error_bound(inputs: Inputs, scale: float) -> float:
-    """Likewise for the log-sum-exp: that of the kernels, and what rounding quantised keys to u does to a score."""
+    """The bound of the log-sum-exp: the kernels' own, and what rounding quantised keys to u does to a score."""
     values = dequantised(inputs.kv_layer, inputs.kv_scales).nan_to_num(0)
     largest_score = scale * inputs.query.float().norm(dim=-1).max().item() * values[:, 0].norm(dim=-1).max().item()
     rounding = 0.0 if inputs.kv_layer.dtype == inputs.query.dtype else UNIT_ROUNDOFF[inputs.query.dtype]

@@ -36,7 +36,7 @@ class _Block:
 
 
 class History:
-    """Of one folder, over all processes that work on it one after the other.
+    """The history of one folder, over all processes that work on it one after the other.
 
     Whatever order calls took effect in, each did so between its two lines. So a version must be gone if a call that
     forgets the block began after the write had ended, and was answered. Calls that overlap may have come in any order.

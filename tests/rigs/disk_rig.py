@@ -48,7 +48,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def contents(path: Path) -> Found:
-    """Of a sound segment."""
+    """What a reader finds in a sound segment."""
     reader = SegmentReader(OsFiles(direct=False), Buffers(1))
     found = reader.inspect(str(path), int(path.stem, 16), writable=False)
     assert isinstance(found, Found), found
@@ -68,7 +68,7 @@ def places(folder: Path) -> dict[StoreKey, tuple[Path, int, int]]:
 
 
 def place_of(folder: Path, key: StoreKey) -> tuple[Path, int, int]:
-    """Of one key."""
+    """The segment, the offset and the length of one key's block."""
     return places(folder)[key]
 
 

@@ -48,5 +48,5 @@ def loaded(tier: DiskTier, labels: Sequence[object]) -> list[bool]:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    """Of a counter of the tier; 0 before it has counted."""
+    """The value of one of the tier's counters; 0 before it has counted."""
     return metrics.registry.get_sample_value(name, {"tier": "disk", **labels}) or 0.0

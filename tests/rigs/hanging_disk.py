@@ -42,7 +42,7 @@ class HangingDisk:
         os.waitpid(self._server.pid, os.WUNTRACED)
 
     def answer(self) -> None:
-        """Those that hang end, and all that come."""
+        """Lets hanging calls end, and answers all calls that come."""
         self._server.send_signal(signal.SIGCONT)
 
 

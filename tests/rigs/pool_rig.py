@@ -367,5 +367,5 @@ def dial(address: str, tenant: str = "red") -> PoolConnection:
 
 
 def failed_calls(metrics: Metrics, **labels: str) -> float:
-    """Of a pool tier."""
+    """The failed calls of a pool tier."""
     return metrics.registry.get_sample_value("kvtier_io_errors_total", {"tier": "pool"} | labels) or 0.0

@@ -37,7 +37,7 @@ class Site:
         return cls(ca, Authority(folder, "stranger"), ca.issue("server", "127.0.0.1", "localhost"))
 
     def files(self, server: Pair | None = None, *, mutual: bool = False) -> TlsFiles:
-        """Of a pool."""
+        """The files that a pool is configured with."""
         pair = server or self.server
         return TlsFiles(certificate=pair.certificate, key=pair.key, ca=self.ca.certificate if mutual else None)
 

@@ -58,7 +58,7 @@ def kvtier(pool: CachePool, /, tenant: str = "red", *, copying: bool = False, **
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of an engine: all that decides what bytes its pages hold."""
+    """All settings of an engine that decide what bytes its pages hold."""
 
     page_size: int = 16
     """In tokens."""

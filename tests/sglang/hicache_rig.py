@@ -222,8 +222,10 @@ def _layers(name: str, pool: Any, slots: torch.Tensor) -> dict[str, tuple[torch.
 
 
 def made_up(name: str, seed: int, buffer: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Bytes of any value, NaNs and infinities among them, for that many slots of a buffer. Those of a slot depend on
-    its number, not on how many there are."""
+    """Bytes of any value, NaNs and infinities among them, for that many slots of a buffer.
+
+    The bytes of a slot depend on its number, not on how many there are.
+    """
     slot_bytes = buffer[0].numel() * buffer.element_size()
     mixed = torch.arange(num_slots * slot_bytes) * _ODD + zlib.crc32(f"{name} {seed}".encode())
     mixed = (mixed ^ (mixed >> 29)) * _ODD

@@ -71,7 +71,7 @@ def content(pool: Any) -> torch.Tensor:
 
 
 def page_bytes(pool: Any, page: int) -> bytes:
-    """Of one page, by SGLang's own way of copying one."""
+    """The bytes of one page, copied in SGLang's own way."""
     return bytes(pool.get_data_page(page * PAGE).contiguous().view(torch.uint8).flatten().numpy())
 
 

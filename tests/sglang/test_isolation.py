@@ -1,4 +1,4 @@
-"""Who differs in anything that bytes or privacy depend on never meets, with the same tokens in the same pool."""
+"""Engines that differ in anything that bytes or privacy depend on never share blocks in one pool."""
 
 import dataclasses
 

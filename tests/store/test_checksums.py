@@ -92,7 +92,7 @@ def test_a_block_is_summed_once_on_its_way_to_disk_and_redis(tmp_path: Path, mon
     passes: list[int] = []
 
     class Counted:
-        """Of `xxhash`, with a note of every payload, or part of one, that is looked at."""
+        """The hash of `xxhash`, with a note of every payload, or part of one, that it reads."""
 
         def __init__(self, start: bytes = b"") -> None:
             self._inner = xxhash.xxh3_64(start)

@@ -193,7 +193,7 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the process that it runs in, unless it has processes of its own."""
+        """The id of the process that the engine runs in, unless it has processes of its own."""
         return self._child.pid
 
     def is_idle(self) -> bool:
@@ -334,12 +334,12 @@ class Lab:
 
 
 def _options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `LLM`."""
+    """The arguments of `LLM`."""
     return _shared_options(model, options) | {"disable_log_stats": False}
 
 
 def _shared_options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `LLM` and of the server."""
+    """The arguments that `LLM` and the server have in common."""
     return {
         "model": str(model),
         "enforce_eager": True,

@@ -10,7 +10,7 @@ GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 
 
 class Place(NamedTuple):
-    """Of a block in a medium."""
+    """The place of a block in a medium."""
 
     group: int
     block_hash: int | bytes

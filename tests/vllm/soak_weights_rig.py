@@ -284,6 +284,6 @@ def _sides(llm: LLM) -> tuple[Any, Any]:
 
 
 def _connectors() -> Any:
-    """Those of the worker, ours first."""
+    """The worker's connectors, ours first."""
     both: Any = get_kv_transfer_group()
     return both._connectors

@@ -56,7 +56,7 @@ def read_host(found: Found, scheduler: Any, worker: Any) -> None:
 
 
 def read_disk(found: Found, folder: Path, block_bytes: int) -> None:
-    """Of an engine that has ended."""
+    """Notes what the disk folder of an engine that has ended holds."""
     with disk_rig.opened(folder / _WORKER, 4 << 30) as tier:
         _read(found, "disk", tier, disk_rig.places(folder / _WORKER), block_bytes)
 
@@ -64,7 +64,7 @@ def read_disk(found: Found, folder: Path, block_bytes: int) -> None:
 def read_pool(
     found: Found, extra: Mapping[str, Any], namespace: NamespaceId, keys: Iterable[StoreKey], block_bytes: int
 ) -> None:
-    """Those of these blocks that are there.
+    """Notes which of these blocks the pool holds.
 
     :param extra: the settings of an engine.
     """

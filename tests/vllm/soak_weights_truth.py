@@ -33,7 +33,7 @@ class _Meaning:
 
 
 class Truth:
-    """Of all blocks that models may have made of sequences of tokens."""
+    """The true content of all blocks that models may have made of sequences of tokens."""
 
     def __init__(self, models: Sequence[Path], namespaces: Mapping[int, bytes], sequences: Iterable[Tokens]) -> None:
         """:param namespaces: of those models that the engine has had; it started with the first."""

@@ -43,7 +43,7 @@ Stored = dict[bytes, npt.NDArray[np.float32]]
 
 @pytest.fixture(scope="module")
 def answers(lab: Lab) -> tuple[list[Answer], list[Answer]]:
-    """Of an engine without a connector, to `OURS` and `THEIRS`."""
+    """The answers of an engine without a connector to `OURS` and `THEIRS`."""
     with lab.engine(**EXACT) as engine:
         return engine.generate(OURS), engine.generate(THEIRS)
 

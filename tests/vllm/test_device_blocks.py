@@ -15,7 +15,7 @@ ONE_GROUP = KVGroups(1, 100)
 
 
 def planner(**tables: list[int]) -> Planner:
-    """Of known requests with these device blocks."""
+    """A planner that knows requests with these device blocks."""
     return Planner(ONE_GROUP, set(tables), {request_id: (table,) for request_id, table in tables.items()})
 
 

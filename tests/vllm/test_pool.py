@@ -108,7 +108,7 @@ def test_the_same_weights_at_another_path_meet(
 def test_new_weights_at_the_same_path_never_meet_the_old(
     lab: Lab, expected: list[Answer], pool: CachePool, tmp_path: Path
 ) -> None:
-    """Of the same size, and with the time of the old file, as copying tools set it."""
+    """The new file has the size of the old one, and its time, as copying tools set it."""
     model = tmp_path / "model"
     tiny_llama.make(model, seed=0)
     with lab.engine(_sharing(pool), model=model) as engine:

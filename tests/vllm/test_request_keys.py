@@ -36,7 +36,7 @@ def _hashes(**fields: Any) -> list[BlockKey]:
 
 
 def _seeing(*media: tuple[bytes, int]) -> list[BlockKey]:
-    """Of media, given as digest and offset."""
+    """The keys of a request that sees these media, each given as digest and offset."""
     keys = _keys(_request())
     keys.depend_on([Medium(digest, offset) for digest, offset in media])
     return keys.first(4)

@@ -1,4 +1,4 @@
-"""Who meets whom in the pool below vLLM's native offloading, and what is refused because it would meet others."""
+"""Which engines share blocks in the pool below vLLM's native offloading, and which settings are refused."""
 
 import shutil
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ def speculation(lab: Lab) -> Callable[[str], dict[str, Any]]:
 
 
 def _hits(prompts: list[list[int]], name: str) -> list[int]:
-    """Of all their blocks; with Eagle, the last one is computed again."""
+    """Hits on all blocks of the prompts; with Eagle, the last block is computed again."""
     return [hit - name.startswith("eagle") * BLOCK for hit in all_hit(prompts)]
 
 
@@ -92,7 +92,7 @@ def test_tokens_are_equal_and_prompts_hit(
 def test_preemption(
     lab: Lab, crowd_expected: list[Answer], speculation: Callable[[str], dict[str, Any]], is_asynchronous: bool
 ) -> None:
-    """Of requests with tokens that were drafted, and not accepted yet, into few blocks."""
+    """Requests are preempted that have drafted tokens not accepted yet, in an engine with few blocks."""
     crowd, drafting = make_crowd(), speculation("half right")
     few = {"num_gpu_blocks_override": 30, "max_model_len": 512}
     with lab.engine(

@@ -1,4 +1,4 @@
-"""Models that draft tokens for the tiny Llama. Those of one layer draft hardly anything that is right."""
+"""Models that draft tokens for the tiny Llama. A model of one layer drafts hardly anything that is right."""
 
 import json
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ def make(folder: Path, *, seed: int, window: int | None = None, kv_scale: float 
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Of words that are numbers, for models of `VOCABULARY`."""
+    """Writes a tokenizer whose words are numbers, for models of `VOCABULARY`."""
     words = SPECIAL + [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -81,7 +81,7 @@ def _scales(kv_scale: float | None) -> dict[str, torch.Tensor]:
 
 
 def _quantisation(kv_scale: float | None) -> dict[str, object]:
-    """Of KV alone."""
+    """The quantisation settings of a model whose KV alone is quantised."""
     if kv_scale is None:
         return {}
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

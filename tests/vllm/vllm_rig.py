@@ -32,7 +32,7 @@ ENVIRON = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of an engine to one prompt."""
+    """The answer of an engine to one prompt."""
 
     tokens: list[int]
     num_cached: int

@@ -21,7 +21,7 @@ attention of the queries over all keys (`paged_attention`)."""
 def step_attention(places: tuple[Tensor, Tensor], batch: AttentionBatch) -> LayerAttention:
     """`kv_write` and `paged_attention` for one step, to be called for each layer in turn. One thread.
 
-    On CUDA, the first call checks its arguments and chooses kernels. Those of later calls must have the same shapes,
+    On CUDA, the first call checks its arguments and chooses kernels. Later calls must bring the same shapes,
     strides, dtypes and devices; comparing these takes the host a third of the time, launches aside
     (`python -m kvtier_bench.gpu.resources.launch_costs`).
 

@@ -1,6 +1,6 @@
 """Parts of `make gpu` as far as they go without a GPU, in tiny size.
 
-Those whose kernels the interpreter can do are in `tests/kernels/interpreted`.
+Tests of kernels that the interpreter can run are in `tests/kernels/interpreted`.
 """
 
 import pytest
@@ -80,7 +80,7 @@ def test_what_needs_no_lent_memory_is_measured_without(part: str) -> None:
 
 
 def test_pinning_tells_what_was_measured_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of memory that can be written, which is a failure."""
+    """Memory that can be written must be pinned, so a refusal of it is a failure."""
     answers = iter([True, True, False])
     monkeypatch.setattr(HostMemoryKV, "attach", lambda *_: next(answers))
     cases = {case.name: case for case in child_module.rows_of("pinning", 30, tiny=True)}

@@ -165,7 +165,7 @@ def test_scoring(rules: tuple[str, ...], num_splits: int) -> None:
 
 
 def test_scores_of_any_size_are_capped() -> None:
-    """Of one so large, exp is infinite; of its negative, 0."""
+    """The exponential of such a score is infinite, and that of its negative is 0."""
     inputs = scored(make_inputs(TWO_LENGTHS, torch.float32), "soft_cap")
     inputs = dataclasses.replace(inputs, query=inputs.query * 1e4)
     out, lse = prefill(inputs, 0.2)
@@ -185,7 +185,7 @@ def test_a_query_without_keys_sees_its_sink() -> None:
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    """Of the second and last head, and where two queries see no key, too."""
+    """The second and the last head have such a sink, and two queries see no key."""
     inputs = make_inputs(Case((6, 1), (6, 9), num_heads=3, num_kv_heads=1), torch.float32)
     inputs.seq_lens[0] = 4
     inputs.scoring = Scoring(sinks=torch.tensor([0.5, -math.inf, -math.inf]))

@@ -80,7 +80,7 @@ class Sequences:
         )
 
     def chunks(self, rows: list[int]) -> list[Chunk]:
-        """Of the next step of these; with no more blocks than they need."""
+        """The chunks of the next step of these rows, with no more blocks than they need."""
         return [
             Chunk(
                 self.tokens[row][-1:],

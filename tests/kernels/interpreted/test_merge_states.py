@@ -55,7 +55,7 @@ def test_states_are_merged(shape: tuple[int, int, int, int], dtype: torch.dtype)
 
 @pytest.mark.parametrize("last", [2.0, -2.0])
 def test_the_peak_may_be_among_the_last(last: float) -> None:
-    """Of more states than a program takes at a time: what it summed before is made smaller then."""
+    """A program takes fewer states than there are at a time, so it scales down its earlier sum."""
     parts = torch.randn((1, 1, 33, 128), generator=torch.Generator().manual_seed(4))
     part_lse = torch.zeros(1, 1, 33)
     part_lse[0, 0, -1] = last

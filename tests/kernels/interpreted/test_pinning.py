@@ -26,7 +26,7 @@ PAGES_OF_SLOTS = 256
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 512 slots each."""
+    """Memory is pinned in chunks of 512 slots."""
     monkeypatch.setattr(pinned_memory, "_CHUNK_BYTES", 700 * BLOCK_BYTES)
     assert PAGES_OF_SLOTS * BLOCK_BYTES % mmap.PAGESIZE == 0
 
@@ -117,7 +117,7 @@ def test_memory_is_pinned_as_a_whole_or_not_at_all(num_granted: int, caplog: pyt
 
 
 def test_copies_of_other_memory_go_on_while_memory_is_pinned() -> None:
-    """Those from and to this memory wait until all of it is."""
+    """Copies from and to the memory that is being pinned wait until all of it is pinned."""
     entered, may_go = threading.Event(), threading.Event()
 
     class Slow(Notes):

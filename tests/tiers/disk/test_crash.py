@@ -21,7 +21,7 @@ def test_nothing_wrong_is_left_by_a_kill(tmp_path: Path) -> None:
 
 
 def test_nothing_wrong_is_left_by_a_kill_of_several_clients(tmp_path: Path) -> None:
-    """Likewise."""
+    """`make chaos` runs more rounds of this test, too."""
     run_clients_rounds(tmp_path / "disk", random.SystemRandom().randrange(2**32), 10)
 
 

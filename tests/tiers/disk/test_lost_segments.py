@@ -53,7 +53,7 @@ class TestLostSegments:
 
     @pytest.mark.parametrize("forget", ["evict", "purge"])
     def test_whose_keys_nobody_can_read_are_told_of_when_they_are_asked_for(self, tmp_path: Path, forget: str) -> None:
-        """Who keeps a list of what is here by its events asks for such a block once, and knows then."""
+        """A listener that follows events asks for such a block once, and learns then that it is gone."""
         known: set[StoreKey] = set()
 
         def note(event: Event) -> None:

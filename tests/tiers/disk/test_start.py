@@ -152,7 +152,7 @@ class TestStart:
     @pytest.mark.parametrize("where", ["header", "footer"])
     @pytest.mark.parametrize("times", [1, 10**6])
     def test_a_page_that_cannot_be_read_brings_nothing_back(self, tmp_path: Path, where: str, times: int) -> None:
-        """Of a segment with tombstones: what they forgot is in another."""
+        """The page belongs to a segment with tombstones; the blocks that they forgot are in another segment."""
         folder = tmp_path / "disk"
         with opened(folder) as tier:
             tier.write([block(i) for i in range(20)])
@@ -167,7 +167,7 @@ class TestStart:
         assert there(folder, range(25)) == expected
 
     def test_a_bad_region_costs_what_is_in_it(self, tmp_path: Path) -> None:
-        """Of a segment without a footer: heads behind the region are found."""
+        """The segment has no footer, and heads behind the bad region are found."""
         folder = tmp_path / "disk"
         with opened(folder) as tier:
             for i in range(20):

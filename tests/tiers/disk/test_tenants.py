@@ -110,7 +110,7 @@ class TestTenants:
     def test_room_that_nobody_uses_is_given_back_before_anything_is_evicted(
         self, folder: Path, open_disk: Open
     ) -> None:
-        """Those who came when there were few have large segments, and one block each in them."""
+        """Tenants that came when there were few have large segments with one block each."""
         tier = open_disk(16 * MIB)
         early = [block("early", tenant) for tenant in tenants(8)]
         for item in early:

@@ -199,7 +199,7 @@ def apart(number: int) -> tuple[list[Item[bytes]], list[StoreKey]]:
 
 
 class TestTwoThreads:
-    """Of a tier that is to have two reads and two writes on their way."""
+    """A tier may have two reads and two writes under way at once."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

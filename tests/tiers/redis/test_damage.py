@@ -215,7 +215,7 @@ class TestParts:
         assert read_blocks(tier, KEYS[:2], BLOCK_BYTES) == PAYLOADS[:2]
 
     def test_packed_ones_too(self, server: RedisServer, client: redis.Redis, metrics: Metrics) -> None:
-        """Of these, the parts say nothing about the length before."""
+        """The parts of a packed block do not tell the length of the block itself."""
         tier = connect(server.url, metrics=metrics, codec=Codec.LZ4, max_value_bytes=5000)
         batch = [summed(KEYS[i], make_payload(i, BLOCK_BYTES // 8) * 8) for i in range(3)]
         assert tier.write(batch) == [WriteStatus.STORED] * 3

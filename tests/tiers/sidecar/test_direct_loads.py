@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not memfd.available(), reason="shared memory nee
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """Of a pool so large that the first slab of a writer, 2 MiB, holds all of its blocks. Few slabs are ever made."""
+    """The address of a pool so large that a writer's first slab, 2 MiB, holds all of its blocks."""
     with running_pool(2048 * MIB, listen=(f"unix:{tmp_path}/pool.sock",)) as pool:
         yield pool.block[0]
 
@@ -248,7 +248,7 @@ def test_no_more_is_mapped_than_may_be(
 
 
 def refusals(monkeypatch: pytest.MonkeyPatch) -> list[borrowing.DirectReads]:
-    """Who had no room for a slab, from now on."""
+    """Collects the readers that have no room for a slab, from now on."""
     refused: list[borrowing.DirectReads] = []
     make_room = borrowing.DirectReads._make_room
 

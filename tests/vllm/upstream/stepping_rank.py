@@ -67,7 +67,7 @@ class Rank:
 
     @property
     def mover(self) -> Any:
-        """Of the connector that is ours. Where faults are put in; nothing else of it is looked at."""
+        """The mover of our connector. Tests put faults into it and look at nothing else of it."""
         return ours(self.connector)._worker._mover  # type: ignore[attr-defined]
 
     def hold_disk(self) -> Held:

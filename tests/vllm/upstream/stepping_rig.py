@@ -198,7 +198,7 @@ class Engine:
         return [bytes(key) for key in keys.first(num_tokens // BLOCK)]
 
     def hasher(self) -> BlockHasher:
-        """Of the tenant `red`."""
+        """The hasher of the tenant `red`."""
         hasher: BlockHasher = ours(self.connector)._scheduler._work.cache.hashers["red"]  # type: ignore[attr-defined]
         return hasher
 
@@ -222,7 +222,7 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
 
     def require_right_answers(self) -> None:
-        """Of all that were asked and not aborted; and that nothing leaked."""
+        """Requires right answers of all requests that were not aborted, and that nothing leaked."""
         for request_id, request in self.requests.items():
             if request.status == RequestStatus.FINISHED_ABORTED:
                 continue

@@ -82,7 +82,7 @@ class LogState:
 
     @staticmethod
     def keys(engine: Engine, request_id: str) -> list[bytes]:
-        """Of the blocks of its prompt."""
+        """The keys of the blocks of a request's prompt."""
         request = engine.requests[request_id]
         keys = RequestKeys(request, engine.hasher(), salt=None).first(request.num_prompt_tokens // BLOCK)
         return [split_block_key(key)[1] for key in keys]

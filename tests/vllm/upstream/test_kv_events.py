@@ -53,7 +53,7 @@ class Wire(EventPublisher):
             assert told == there or medium not in self.whole
 
     def _places(self, tier: str) -> set[Place]:
-        """Of all blocks that requests have named, those that the tier has."""
+        """The blocks that requests have named and that the tier holds."""
         assert self.engine is not None
         directory = self.engine.connector._scheduler._work.cache.directory  # type: ignore[attr-defined]
         if tier not in directory.watch().tiers:

@@ -83,7 +83,7 @@ def is_waiting(engine: Engine, request_id: str) -> bool:
 
 
 def lose_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for media has waited for too long."""
+    """From now on, requests that wait for media have waited for too long."""
     waiting = engine.connector._scheduler._admission._media  # type: ignore[attr-defined]
     monkeypatch.setattr(waiting, "_clock", lambda: time.monotonic() + 2 * WAIT_S)
 

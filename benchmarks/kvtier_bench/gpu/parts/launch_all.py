@@ -1,6 +1,6 @@
 """`python -m kvtier_bench.gpu.parts.launch_all DEADLINE`: every kernel once or more, each result compared.
 
-A line for each check as it begins and as it ends, one of each kernel first, then another one. Those that would begin
+A line for each check as it begins and as it ends, one of each kernel first, then another one. Checks that would begin
 after the deadline, a time of the monotonic clock, are left out: under tools that watch what kernels do, everything
 takes a hundred times as long. In a process started with TRITON_INTERPRET=1, kernels are interpreted on the CPU.
 """

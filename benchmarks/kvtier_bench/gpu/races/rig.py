@@ -81,7 +81,7 @@ class Rig:
         self.num_restored = 0
 
     def blocks(self) -> list[int]:
-        """A batch of device slots. Those that were given back last come first: they are in use again at once."""
+        """A batch of device slots. Slots that were given back last come first, so they are in use again at once."""
         return _some(self._free_blocks, self._size.batch, self.numbers)
 
     def slots(self) -> list[int]:
@@ -94,7 +94,7 @@ class Rig:
         self._free_slots += slots
 
     def lend(self, contents: Sequence[int], instead_of: Sequence[bytes] = ()) -> list[bytes]:
-        """Puts new blocks into the pool and gives their keys. Those beyond `instead_of` get places in turn.
+        """Puts new blocks into the pool and gives their keys. Blocks beyond `instead_of` get places in turn.
 
         :param instead_of: keys of as many or fewer blocks, whose places the first ones get.
         """
