@@ -24,7 +24,7 @@ from kvtier.tiers.common.per_tenant import PerTenant
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, TierProcess
 

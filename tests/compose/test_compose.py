@@ -42,7 +42,7 @@ from kvtier.testing.blocks import summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.tier import PoolTier
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 
 verb, token, key = sys.argv[1:]
 key, tenant, metrics = StoreKey(bytes.fromhex(key)), tenant_id("default"), Metrics()

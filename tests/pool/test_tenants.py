@@ -10,7 +10,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from pool_rig import BLOCK_BYTES, BLUE, RED, TOKENS, connect, running_pool
 

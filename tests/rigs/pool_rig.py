@@ -37,8 +37,8 @@ from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.slots import WriteSlot
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.connection import PoolConnection
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.service import Addresses, PoolService

@@ -20,7 +20,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_key, make_payload, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 
 SIZES = (4096, 40_000, 65_536, 262_144, 1 << 20)

@@ -1,13 +1,9 @@
 """Lanes: the slots that one writer fills for one tenant, all of one size, in however many slabs."""
 
 import sys
-from typing import TYPE_CHECKING
 
 from kvtier.errors import InvariantError
-from kvtier.tiers.host.slab import Slab
-
-if TYPE_CHECKING:
-    from kvtier.tiers.host.tenant_memory import TenantMemory
+from kvtier.tiers.host.slab import Slab, SlabKind
 
 _TRIED_SLABS = 4
 """Slabs of a lane that are looked at before it is left alone until another of its slots is freed: a look takes a
@@ -17,12 +13,10 @@ microsecond per 20 slots, and those that are read from or written to stay so for
 class Lane:
     """Hands out slots and takes them back; it does not decide which block loses its slot. The tier's lock guards it."""
 
-    def __init__(self, tenant: "TenantMemory", slot_bytes: int, writer: int, least_cost_bytes: int) -> None:
-        self.tenant = tenant
+    def __init__(self, kind: SlabKind, least_cost_bytes: int) -> None:
+        self.kind = kind
         self.least_cost_bytes = least_cost_bytes
         """What the smallest slab costs that it may get."""
-        self.slot_bytes = slot_bytes
-        self.writer = writer
         self.nbytes = 0
         """Memory of its slabs."""
         self.num_slots = 0
@@ -97,7 +91,7 @@ class Lane:
             for slab in self.slabs.values()
             if slab.num_slots <= self.num_free
             and not (slab.leaving or slab.num_pins or slab.num_reserved)
-            and slab.num_held * self.slot_bytes <= most_bytes
+            and slab.num_held * self.kind.slot_bytes <= most_bytes
         ]
         fitting.sort(key=lambda slab: slab.num_held)
         return next((slab for slab in fitting[:_TRIED_SLABS] if slab.is_at_rest), None)
@@ -107,8 +101,8 @@ class Lane:
         slabs = self.slabs.values()
         taking = [slab for slab in slabs if not slab.leaving and slab.num_free]
         if set(taking) != self._open.keys() or self.num_free != sum(slab.num_free for slab in taking):
-            raise InvariantError(f"lane of {self.slot_bytes} bytes: free slots are miscounted")
+            raise InvariantError(f"lane of {self.kind.slot_bytes} bytes: free slots are miscounted")
         if (self.nbytes, self.num_slots) != (sum(s.nbytes for s in slabs), sum(s.num_slots for s in slabs)):
-            raise InvariantError(f"lane of {self.slot_bytes} bytes: slabs are miscounted")
-        if any(slab.retired or slab.lane is not self for slab in slabs):
-            raise InvariantError(f"lane of {self.slot_bytes} bytes: has a slab that is not its own")
+            raise InvariantError(f"lane of {self.kind.slot_bytes} bytes: slabs are miscounted")
+        if any(slab.retired or slab.kind != self.kind for slab in slabs):
+            raise InvariantError(f"lane of {self.kind.slot_bytes} bytes: has a slab that is not its own")

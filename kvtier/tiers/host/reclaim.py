@@ -31,8 +31,10 @@ class Reclaim:
         self._evicted: list[StoreKey] = []
         """Keys that were evicted since somebody asked."""
 
-    def make_room(self, lane: Lane, *, young_s: float, most_moved_bytes: int) -> Growth | Relocation | bool:
-        """Evicts until the lane has a free slot, or may have one when what is returned was carried out.
+    def make_room(
+        self, tenant: TenantMemory, lane: Lane, *, young_s: float, most_moved_bytes: int
+    ) -> Growth | Relocation | bool:
+        """Evicts until this lane of the tenant has a free slot, or may have one when what is returned was carried out.
 
         True: look again, perhaps at once. False: nothing may go.
 
@@ -45,16 +47,16 @@ class Reclaim:
         for _ in range(_MOST_STEPS):
             if lane.num_free:
                 return True
-            growth = self._memory.growth(lane)
+            growth = self._memory.growth(tenant, lane)
             if growth is not None:
                 return growth
-            lender = lender or self._lender(lane, barren)
-            own = lender is lane.tenant
+            lender = lender or self._lender(tenant, lane, barren)
+            own = lender is tenant
             outcome = self._give_way(lender, young_s if own else math.inf, most_moved_bytes, own=own)
             if isinstance(outcome, Relocation):
                 return outcome
             if outcome is None and own:
-                if not self._evict_of(lane, young_s):
+                if not self._evict_of(tenant, lane, young_s):
                     self._memory.forget_if_empty(lender, lane)
                     return False
             elif outcome is None:
@@ -67,9 +69,8 @@ class Reclaim:
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def _lender(self, lane: Lane, barren: set[TenantMemory]) -> TenantMemory:
-        """The tenant that gives up a slab: the one furthest above its share if it must give way, else the lane's."""
-        own = lane.tenant
+    def _lender(self, own: TenantMemory, lane: Lane, barren: set[TenantMemory]) -> TenantMemory:
+        """The tenant that gives up a slab: the one furthest above its share if it must give way, else `own`."""
         nbytes = lane.least_cost_bytes
         if own.share.cap_bytes is not None and own.cost_bytes + nbytes > own.share.cap_bytes:
             return own
@@ -120,13 +121,13 @@ class Reclaim:
         if self._memory.has(slab):  # a retired one has gone with its last block
             self._memory.drop(slab)
 
-    def _evict_of(self, lane: Lane, young_s: float) -> bool:
+    def _evict_of(self, tenant: TenantMemory, lane: Lane, young_s: float) -> bool:
         """Evicts a lane's coldest block, if it is among the coldest of its tenant and may go. O(blocks looked at)."""
-        for key in lane.tenant.entries.coldest(_MOST_STEPS):
+        for key in tenant.entries.coldest(_MOST_STEPS):
             entry = self._memory.blocks[key]
             if entry.since_s > young_s:
                 return False
-            if entry.is_at_rest and self._memory.slab_of(entry).lane is lane:
+            if entry.is_at_rest and self._memory.slab_of(entry).number in lane.slabs:
                 self._evicted.append(key)
                 entry.owner.forget(entry, evicted=True)
                 return True
@@ -138,14 +139,13 @@ class Reclaim:
         If those are not enough, into a slab that is made for it, for which the capacity is exceeded until then. None:
         it is exceeded already.
         """
-        lane, growth = slab.lane, None
-        if slab.retired:
-            lane = lane.tenant.lane(lane.slot_bytes, OWN_PROCESS)
-            if lane.num_free < slab.num_held:
-                if self._memory.is_overdrawn:
-                    self._memory.forget_if_empty(lane.tenant, lane)
-                    return None
-                growth = self._memory.charge(lane, slab.num_held, overdraw=True)
-        relocation = Relocation(slab, lane, growth)
+        tenant, growth = self._memory.tenant_of(slab), None
+        lane = tenant.lane(slab.kind.slot_bytes, OWN_PROCESS if slab.retired else slab.kind.writer)
+        if slab.retired and lane.num_free < slab.num_held:
+            if self._memory.is_overdrawn:
+                self._memory.forget_if_empty(tenant, lane)
+                return None
+            growth = self._memory.charge(tenant, lane, slab.num_held, overdraw=True)
+        relocation = Relocation(slab, tenant, lane, growth)
         relocation.begin()
         return relocation

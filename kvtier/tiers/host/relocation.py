@@ -8,6 +8,7 @@ from kvtier.memory.pages import copy_bytes
 from kvtier.tiers.host.entries import Entry
 from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.slab import Slab
+from kvtier.tiers.host.tenant_memory import TenantMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class Growth:
     """A slab that may be made: it is charged already."""
 
     number: int
+    tenant: TenantMemory
     lane: Lane
     num_slots: int
     cost_bytes: int
@@ -35,14 +37,16 @@ class Relocation:
     given to nobody else. What somebody reads at `finish`, in the old place, stays there.
     """
 
-    def __init__(self, slab: Slab, lane: Lane, growth: Growth | None) -> None:
+    def __init__(self, slab: Slab, tenant: TenantMemory, lane: Lane, growth: Growth | None) -> None:
         """
+        :param tenant: whose slab it is.
         :param lane: where the blocks go. It has free slots for all of them besides those of `slab`, if there is no
             `growth`.
         :param growth: the slab that is to be made for them.
         """
         self.slab = slab
         self.growth = growth
+        self._tenant = tenant
         self._lane = lane
         self._moving: list[tuple[int, Entry[StoreKey]]] = []
         """The blocks, each with its place in `slab`. Guarded by the tier's lock in `begin`, then unchanged."""
@@ -52,7 +56,7 @@ class Relocation:
     @property
     def nbytes(self) -> int:
         """Bytes of the slots that are copied."""
-        return len(self._moving) * self._lane.slot_bytes
+        return len(self._moving) * self._lane.kind.slot_bytes
 
     def begin(self) -> None:
         """Reserves the blocks' old slots, and the new ones if they are there: nobody else gets them from now on."""
@@ -84,12 +88,12 @@ class Relocation:
         for (place, entry), to, may in zip(self._moving, self._targets, may_go, strict=False):
             to.slab.num_reserved -= 1
             if may and copied:
-                self.slab.lane.tenant.free(self.slab, place)
+                self._tenant.free(self.slab, place)
                 to.slab.entries[to.place] = entry
                 entry.slot = to.slab.slot_id(to.place)
                 entry.generation = to.generation
             else:
-                to.slab.lane.tenant.free(to.slab, to.place)
+                self._tenant.free(to.slab, to.place)
         self.slab.leaving = False
         if not self.slab.retired:
             self._lane.open(self.slab)

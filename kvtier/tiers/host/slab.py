@@ -2,21 +2,26 @@
 
 import os
 from array import array
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory import memfd
 from kvtier.memory.pages import map_memory
 from kvtier.memory.slab_layout import SLAB_STRIDE, WORD_BYTES, SharedSlab, slab_bytes, words_of
 from kvtier.tiers.host.entries import Entry
 
-if TYPE_CHECKING:
-    from kvtier.tiers.host.lane import Lane
-
 SLOT_ALIGN_BYTES = 64
 """Slots start at cache lines; a slot is its payload length rounded up to this."""
 OWN_PROCESS = 0
 """The writer of slabs that this process fills itself; other writers are clients that map them."""
+
+
+class SlabKind(NamedTuple):
+    """Whose slots these are, how large they are and who fills them: a lane has the slabs of one kind."""
+
+    tenant: TenantId
+    slot_bytes: int
+    writer: int
 
 
 class Slab:
@@ -28,7 +33,7 @@ class Slab:
         "cost_bytes",
         "descriptor",
         "entries",
-        "lane",
+        "kind",
         "leaving",
         "memory",
         "nbytes",
@@ -42,10 +47,10 @@ class Slab:
     )
 
     def __init__(
-        self, number: int, lane: "Lane", memory: memoryview, num_slots: int, descriptor: int | None, cost_bytes: int
+        self, number: int, kind: SlabKind, memory: memoryview, num_slots: int, descriptor: int | None, cost_bytes: int
     ) -> None:
         self.number = number
-        self.lane = lane
+        self.kind = kind
         """The tenant, slot size and writer that it belongs to, or did when it was retired."""
         self.memory = memory
         self.nbytes = len(memory)
@@ -60,7 +65,7 @@ class Slab:
         """Places that blocks of other slabs are being copied to."""
         self.num_pins = 0
         """Pins of its blocks (`HostTier.pin`): with any it stays, for hours perhaps."""
-        self.writer: int | None = lane.writer
+        self.writer: int | None = kind.writer
         """The one that may map it for writing. None: that client is gone."""
         self.retired = False
         """Takes no new block: its writer is gone, or may write to it at any time. It goes when it is empty."""
@@ -75,7 +80,7 @@ class Slab:
         self._generations = array("Q", bytes(WORD_BYTES * num_slots)) if descriptor is not None else None
         """What `words` says of each slot's content."""
         if descriptor is not None:
-            self.words = memory[words_of(num_slots * lane.slot_bytes, num_slots)].cast("Q")
+            self.words = memory[words_of(num_slots * kind.slot_bytes, num_slots)].cast("Q")
             self.words[0] = 1
 
     @property
@@ -111,7 +116,7 @@ class Slab:
 
     def view(self, place: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, writable; keeps the slab's memory alive."""
-        start = place * self.lane.slot_bytes
+        start = place * self.kind.slot_bytes
         return self.memory[start : start + nbytes]
 
     def renew(self, place: int) -> int:
@@ -135,7 +140,7 @@ class Slab:
             return None
         own = self.writer == writer
         descriptor = os.dup(self.descriptor) if own else memfd.reopen_read_only(self.descriptor)
-        return SharedSlab(descriptor, own, self.lane.slot_bytes, self.num_slots)
+        return SharedSlab(descriptor, own, self.kind.slot_bytes, self.num_slots)
 
     def give_back(self) -> None:
         """Shared memory goes back to the system at once, whoever maps it; other memory with its last view.

@@ -106,6 +106,10 @@ class SlabMemory:
             t for t in self._tenants.values() if any(lane.least_cost_bytes > room_bytes for lane in t.lanes.values())
         ]
 
+    def tenant_of(self, slab: Slab) -> TenantMemory:
+        """The memory of the tenant that has the slab."""
+        return self._tenants[slab.kind.tenant]
+
     def slab_of(self, entry: Entry[StoreKey]) -> Slab:
         """The slab that an entry's slot is in."""
         return self._slabs[entry.slot // SLAB_STRIDE]
@@ -118,21 +122,21 @@ class SlabMemory:
     def find(self, tenant: TenantId, number: int) -> Slab | None:
         """A slab of this tenant by number."""
         slab = self._slabs.get(number)
-        return slab if slab is not None and slab.lane.tenant.tenant == tenant else None
+        return slab if slab is not None and slab.kind.tenant == tenant else None
 
-    def take(self, lane: Lane, key: StoreKey) -> tuple[Slab, Entry[StoreKey]]:
-        """Enters a key that is not there into a free slot of the lane, which must have one."""
+    def take(self, tenant: TenantMemory, lane: Lane, key: StoreKey) -> tuple[Slab, Entry[StoreKey]]:
+        """Enters a key that is not there into a free slot of the tenant's lane, which must have one."""
         slab, place = lane.take()
-        entry = slab.entries[place] = lane.tenant.entries.enter(key, slab.slot_id(place))
+        entry = slab.entries[place] = tenant.entries.enter(key, slab.slot_id(place))
         entry.generation = slab.renew(place)
         return slab, entry
 
     def make(self, growth: Growth) -> Slab:
         """The memory. Slow when prefaulting. `OSError` when there is none. Call `add` or `cancel` next."""
         memory, descriptor = map_slab(
-            growth.lane.slot_bytes, growth.num_slots, shared=self._shared, prefault=self._prefault
+            growth.lane.kind.slot_bytes, growth.num_slots, shared=self._shared, prefault=self._prefault
         )
-        return Slab(growth.number, growth.lane, memory, growth.num_slots, descriptor, growth.cost_bytes)
+        return Slab(growth.number, growth.lane.kind, memory, growth.num_slots, descriptor, growth.cost_bytes)
 
     def add(self, slab: Slab) -> None:
         """Puts a slab from `make` to use."""
@@ -140,7 +144,7 @@ class SlabMemory:
             slab.close()  # after `clear`
             return
         self._slabs[slab.number] = slab
-        slab.lane.tenant.add(slab)
+        self.tenant_of(slab).add(slab)
         if slab.number in self._orphans:
             self._orphans.remove(slab.number)
             self.retire(slab, gone=True)
@@ -151,9 +155,8 @@ class SlabMemory:
             return  # after `clear`
         self._orphans.discard(growth.number)
         self._cost_bytes -= growth.cost_bytes
-        tenant = growth.lane.tenant
-        tenant.cost_bytes -= growth.cost_bytes
-        self.forget_if_empty(tenant, growth.lane)
+        growth.tenant.cost_bytes -= growth.cost_bytes
+        self.forget_if_empty(growth.tenant, growth.lane)
 
     def finish(self, relocation: Relocation, *, copied: bool) -> None:
         """Ends a relocation that was carried out, and drops its slab if nothing is left in it."""
@@ -164,11 +167,12 @@ class SlabMemory:
         if slab.is_empty:
             self.drop(slab)
         elif not slab.retired:
-            slab.lane.tenant.note_room(slab.lane)
+            tenant = self.tenant_of(slab)
+            tenant.note_room(tenant.lanes[slab.kind])
 
     def retire(self, slab: Slab, *, gone: bool) -> None:
         """Nobody gets a slot of this slab again. `gone`: nor will its writer map it."""
-        slab.lane.tenant.retire(slab)
+        self.tenant_of(slab).retire(slab)
         if gone:
             slab.writer = None
         if slab.is_empty and not slab.leaving:
@@ -176,14 +180,14 @@ class SlabMemory:
 
     def retire_writer(self, writer: int) -> None:
         """The writer's slabs can be read, but not written to again. O(slabs)."""
-        self._orphans.update(number for number, growth in self._being_made.items() if growth.lane.writer == writer)
+        self._orphans.update(number for number, growth in self._being_made.items() if growth.lane.kind.writer == writer)
         for slab in [slab for slab in self._slabs.values() if slab.writer == writer]:
             self.retire(slab, gone=True)
 
     def drop(self, slab: Slab) -> None:
         """Gives up a slab in which nothing is held."""
         del self._slabs[slab.number]
-        tenant = slab.lane.tenant
+        tenant = self.tenant_of(slab)
         tenant.remove(slab)
         self._cost_bytes -= slab.cost_bytes
         self._overdrawn_bytes = max(0, min(self._overdrawn_bytes, self._cost_bytes - self.sizes.capacity_bytes))
@@ -198,9 +202,10 @@ class SlabMemory:
 
     def clear(self) -> None:
         """Forgets everything; memory in use lives on until its last view and its last map are gone."""
-        for slab in self._slabs.values():
+        for slab in (*self._slabs.values(), *self._dropped):
             slab.close()
         self._slabs.clear()
+        self._dropped.clear()
         self._being_made.clear()
         self._tenants.clear()
         self.blocks.clear()
@@ -237,24 +242,23 @@ class SlabMemory:
             return 0
         return max(0, self.sizes.capacity_bytes - self._cost_bytes)
 
-    def growth(self, lane: Lane) -> Growth | None:
-        """A slab for this lane within what is left; None when even a small one does not fit, or the tenant's cap."""
+    def growth(self, tenant: TenantMemory, lane: Lane) -> Growth | None:
+        """A slab for this lane within what is left and the tenant's cap; None when even a small one does not fit."""
         room_bytes = self._room_bytes()
-        tenant = lane.tenant
         if tenant.share.cap_bytes is not None:
             room_bytes = min(room_bytes, tenant.share.cap_bytes - tenant.cost_bytes)
         if room_bytes < lane.least_cost_bytes:
             return None
-        return self.charge(lane, self.sizes.slots_of_next(lane.slot_bytes, lane.writer, lane.nbytes, room_bytes))
+        return self.charge(tenant, lane, self.sizes.slots_of_next(lane.kind, lane.nbytes, room_bytes))
 
-    def charge(self, lane: Lane, num_slots: int, *, overdraw: bool = False) -> Growth:
+    def charge(self, tenant: TenantMemory, lane: Lane, num_slots: int, *, overdraw: bool = False) -> Growth:
         """A slab of this size, whatever room there is. Followed by `make`, then by `add` or `cancel`.
 
         :param overdraw: the capacity may be exceeded by it until as much was dropped.
         """
-        growth = Growth(next(self._numbers), lane, num_slots, self.sizes.cost(lane.slot_bytes, num_slots))
+        growth = Growth(next(self._numbers), tenant, lane, num_slots, self.sizes.cost(lane.kind.slot_bytes, num_slots))
         self._cost_bytes += growth.cost_bytes
-        lane.tenant.cost_bytes += growth.cost_bytes
+        tenant.cost_bytes += growth.cost_bytes
         self._being_made[growth.number] = growth
         if overdraw:
             self._overdrawn_bytes = max(0, self._cost_bytes - self.sizes.capacity_bytes)
@@ -266,6 +270,6 @@ class SlabMemory:
         slab = self._slabs.get(number)
         if slab is None:
             return  # after `clear`
-        slab.lane.tenant.free(slab, place)
+        self.tenant_of(slab).free(slab, place)
         if slab.retired and slab.is_empty and not slab.leaving:
             self.drop(slab)

@@ -2,7 +2,7 @@
 
 from kvtier.memory.pages import PAGE_BYTES
 from kvtier.memory.slab_layout import WORD_BYTES, slab_bytes
-from kvtier.tiers.host.slab import OWN_PROCESS
+from kvtier.tiers.host.slab import OWN_PROCESS, SlabKind
 
 _LEAST_PART = 1024
 """A slab has at least this fraction of the capacity, if a slot has no more: a hundred lengths have a hundred slabs that
@@ -49,10 +49,10 @@ class SlabSizes:
         least_bytes = min(self.capacity_bytes // _LEAST_PART, self._most_of(writer))
         return self.cost(slot_bytes, max(1, self._slots_within(slot_bytes, least_bytes)))
 
-    def slots_of_next(self, slot_bytes: int, writer: int, lane_bytes: int, room_bytes: int) -> int:
+    def slots_of_next(self, kind: SlabKind, lane_bytes: int, room_bytes: int) -> int:
         """How many slots the next slab has of a lane with `lane_bytes`, within a room for the smallest at least."""
         wanted_bytes = max(self.capacity_bytes // _LEAST_PART, lane_bytes // _PART_OF_LANE)
-        return max(1, self._slots_within(slot_bytes, min(room_bytes, wanted_bytes, self._most_of(writer))))
+        return max(1, self._slots_within(kind.slot_bytes, min(room_bytes, wanted_bytes, self._most_of(kind.writer))))
 
     def _most_of(self, writer: int) -> int:
         """The most bytes of a slab for this writer."""

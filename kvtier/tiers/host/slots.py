@@ -19,11 +19,11 @@ from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.entries import Entry
-from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.reclaim import Reclaim
 from kvtier.tiers.host.relocation import Growth, Relocation
 from kvtier.tiers.host.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Slab
 from kvtier.tiers.host.slab_memory import SlabMemory
+from kvtier.tiers.host.tenant_memory import TenantMemory
 
 _MOST_MOVED_BYTES = 64 << 20
 """Copied at most before one block gets its slot, some 10 ms; then blocks are evicted until one fits."""
@@ -105,7 +105,7 @@ class HostSlots:
     def prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
         """Finds a slot, if need be by making or emptying slabs outside the lock; for a tenant one thread does so at a
         time."""
-        tenant = TenantId(key[:TENANT_ID_BYTES])
+        tenant_id = TenantId(key[:TENANT_ID_BYTES])
         slot_bytes = max(SLOT_ALIGN_BYTES, round_up(nbytes, SLOT_ALIGN_BYTES))
         if not self.memory.sizes.may_hold(slot_bytes):
             return WriteStatus.FULL
@@ -115,25 +115,32 @@ class HostSlots:
                 while True:
                     if (there := self.memory.blocks.get(key)) is not None:
                         return self._status_beside(there, writer)
-                    lane = self.memory.tenant(tenant).lane(slot_bytes, writer)
-                    if lane.num_free or not lane.tenant.changing:
+                    tenant = self.memory.tenant(tenant_id)
+                    lane = tenant.lane(slot_bytes, writer)
+                    if lane.num_free or not tenant.changing:
                         break
                     self._changed.wait()
                 step: Growth | Relocation | bool = True
                 if not lane.num_free:
-                    step = self._reclaim.make_room(lane, young_s=self._young_s(), most_moved_bytes=most_moved_bytes)
+                    step = self._reclaim.make_room(
+                        tenant, lane, young_s=self._young_s(), most_moved_bytes=most_moved_bytes
+                    )
                     self._note_evicted()
+                slot = None
                 if lane.num_free:
-                    slab, entry = self.memory.take(lane, key)
-                    return WriteSlot(key, nbytes, entry, slab)
+                    slab, entry = self.memory.take(tenant, lane, key)
+                    slot = WriteSlot(key, nbytes, entry, slab)
+                else:
+                    tenant.changing = not isinstance(step, bool)
                 dropped = self.memory.take_dropped()
-                lane.tenant.changing = not isinstance(step, bool)
             give_back(dropped)
+            if slot is not None:
+                return slot
             if isinstance(step, Relocation):
                 most_moved_bytes -= step.nbytes
-                self._relocate(step, lane)
+                self._relocate(step, tenant)
             elif not isinstance(step, bool):
-                step = self._grow(step, lane)
+                step = self._grow(step)
             if step is False:
                 return WriteStatus.FULL
 
@@ -255,18 +262,18 @@ class HostSlots:
         """Blocks committed after this time stay."""
         return self._clock() - self._min_residency_s if self._min_residency_s else math.inf
 
-    def _grow(self, growth: Growth, lane: Lane) -> bool:
+    def _grow(self, growth: Growth) -> bool:
         """Makes the slab that is charged; False when there is no memory. Unlocked."""
         slab = None
         try:
             slab = self._make(growth)
         finally:
             with self.lock:
-                self._settle(growth, slab, lane)
+                self._settle(growth, slab, growth.tenant)
         return slab is not None
 
-    def _relocate(self, relocation: Relocation, lane: Lane) -> None:
-        """Empties a slab, if nobody comes in between. Unlocked."""
+    def _relocate(self, relocation: Relocation, tenant: TenantMemory) -> None:
+        """Empties a slab, which may be another one's, so that `tenant` has room. Unlocked."""
         made = None
         copied = False
         try:
@@ -275,7 +282,7 @@ class HostSlots:
                 copied = True
         finally:
             with self.lock:
-                self._settle(relocation.growth, made, lane)
+                self._settle(relocation.growth, made, tenant)
                 self.memory.finish(relocation, copied=copied)
                 dropped = self.memory.take_dropped()
             give_back(dropped)
@@ -289,9 +296,9 @@ class HostSlots:
             )
             return None
 
-    def _settle(self, growth: Growth | None, made: Slab | None, lane: Lane) -> None:
-        """The thread that changed slabs for this lane is done with them. Locked."""
-        lane.tenant.changing = False
+    def _settle(self, growth: Growth | None, made: Slab | None, tenant: TenantMemory) -> None:
+        """The thread that changed slabs for this tenant is done with them. Locked."""
+        tenant.changing = False
         self._changed.notify_all()
         if made is not None:
             self.memory.add(made)
@@ -305,7 +312,7 @@ class HostSlots:
 
     def _status_beside(self, entry: Entry[StoreKey], writer: int) -> WriteStatus:
         """What `writer` hears who would write a block that is there, or is being written. Locked."""
-        if not entry.ready and self.memory.slab_of(entry).lane.writer not in (OWN_PROCESS, writer):
+        if not entry.ready and self.memory.slab_of(entry).kind.writer not in (OWN_PROCESS, writer):
             return WriteStatus.THROTTLED  # another client may have been stopped: nobody knows when it will be there
         return WriteStatus.EXISTS
 

@@ -7,7 +7,7 @@ from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.tiers.common.shares import EQUAL_SHARE, Share
 from kvtier.tiers.host.entries import Entries
 from kvtier.tiers.host.lane import Lane
-from kvtier.tiers.host.slab import Slab
+from kvtier.tiers.host.slab import Slab, SlabKind
 from kvtier.tiers.host.slab_sizes import SlabSizes
 
 _WORTH_EMPTYING = 8
@@ -33,8 +33,8 @@ class TenantMemory:
         """What its slabs take of the capacity, those being made included."""
         self.changing = False
         """A thread makes or empties a slab for it, outside the lock."""
-        self.lanes: dict[tuple[int, int], Lane] = {}
-        """Its lanes by slot size and writer."""
+        self.lanes: dict[SlabKind, Lane] = {}
+        """Its lanes; those without memory are not kept."""
         self.retired: dict[int, Slab] = {}
         """Slabs that take no more blocks, by number."""
         self._dead_bytes = 0
@@ -54,10 +54,10 @@ class TenantMemory:
 
     def lane(self, slot_bytes: int, writer: int) -> Lane:
         """The lane of this writer, made if need be."""
-        lane = self.lanes.get((slot_bytes, writer))
+        kind = SlabKind(self.tenant, slot_bytes, writer)
+        lane = self.lanes.get(kind)
         if lane is None:
-            least_cost_bytes = self._sizes.least_cost(slot_bytes, writer)
-            lane = self.lanes[slot_bytes, writer] = Lane(self, slot_bytes, writer, least_cost_bytes)
+            lane = self.lanes[kind] = Lane(kind, self._sizes.least_cost(slot_bytes, writer))
         return lane
 
     def slabs(self) -> Iterator[Slab]:
@@ -80,16 +80,16 @@ class TenantMemory:
         """Nobody holds this slot of one of its slabs any more."""
         if slab.retired:
             slab.free(place)
-            self._dead_bytes += slab.lane.slot_bytes
+            self._dead_bytes += slab.kind.slot_bytes
             self._note_sparse(slab)
             return
-        if slab.lane.free(slab, place):
-            self._roomy[slab.lane] = None
+        lane = self.lanes[slab.kind]
+        if lane.free(slab, place):
+            self._roomy[lane] = None
 
     def add(self, slab: Slab) -> None:
         """Takes in a new slab, which is charged already."""
-        lane = slab.lane
-        self.lanes[lane.slot_bytes, lane.writer] = lane
+        lane = self.lane(slab.kind.slot_bytes, slab.kind.writer)
         lane.add(slab)
         self.note_room(lane)
 
@@ -102,28 +102,30 @@ class TenantMemory:
         """No new block goes into this slab. Idempotent."""
         if slab.retired:
             return
-        slab.lane.remove(slab)
+        lane = self.lanes[slab.kind]
+        lane.remove(slab)
         slab.retired = True
         self.retired[slab.number] = slab
-        self._dead_bytes += slab.num_free * slab.lane.slot_bytes
+        self._dead_bytes += slab.num_free * slab.kind.slot_bytes
         self._note_sparse(slab)
-        self.forget_if_empty(slab.lane)
+        self.forget_if_empty(lane)
 
     def remove(self, slab: Slab) -> None:
         """Lets go of a slab in which nothing is held."""
         if slab.retired:
             del self.retired[slab.number]
-            self._dead_bytes -= slab.num_free * slab.lane.slot_bytes
+            self._dead_bytes -= slab.num_free * slab.kind.slot_bytes
             self._sparse.pop(slab.number, None)
         else:
-            slab.lane.remove(slab)
-            self.forget_if_empty(slab.lane)
+            lane = self.lanes[slab.kind]
+            lane.remove(slab)
+            self.forget_if_empty(lane)
         self.cost_bytes -= slab.cost_bytes
 
     def forget_if_empty(self, lane: Lane) -> None:
         """Lanes without memory are not kept, or a thousand sizes would be a thousand lanes."""
-        if not lane.slabs and self.lanes.get((lane.slot_bytes, lane.writer)) is lane:
-            del self.lanes[lane.slot_bytes, lane.writer]
+        if not lane.slabs and self.lanes.get(lane.kind) is lane:
+            del self.lanes[lane.kind]
             self._roomy.pop(lane, None)
 
     def slab_to_empty(self, most_bytes: int, most_cost_bytes: int | None) -> Slab | None:
@@ -145,7 +147,7 @@ class TenantMemory:
     @property
     def idle_bytes(self) -> int:
         """Bytes of slots in which there is no block. O(lanes)."""
-        return sum(lane.num_free * lane.slot_bytes for lane in self.lanes.values()) + self._dead_bytes
+        return sum(lane.num_free * lane.kind.slot_bytes for lane in self.lanes.values()) + self._dead_bytes
 
     def slab_to_drop(self, most_cost_bytes: int | None, young_s: float) -> Slab | None:
         """The slab with the fewest blocks for its size that nobody uses and that may all go; none without a block.
@@ -169,8 +171,8 @@ class TenantMemory:
         for lane in self.lanes.values():
             lane.check()
             if lane.num_slots and lane.num_free == lane.num_slots and lane not in self._roomy:
-                raise InvariantError(f"lane of {lane.slot_bytes} bytes: its memory is idle, and nobody knows")
-        if self._dead_bytes != sum(slab.num_free * slab.lane.slot_bytes for slab in self.retired.values()):
+                raise InvariantError(f"lane of {lane.kind.slot_bytes} bytes: its memory is idle, and nobody knows")
+        if self._dead_bytes != sum(slab.num_free * slab.kind.slot_bytes for slab in self.retired.values()):
             raise InvariantError("free slots of retired slabs are miscounted")
         if any(not slab.retired for slab in self.retired.values()):
             raise InvariantError("a slab that takes blocks is among those that do not")
@@ -195,7 +197,7 @@ class TenantMemory:
             slab
             for slab in self._sparse.values()
             if not (slab.leaving or slab.num_pins)
-            and slab.num_held * slab.lane.slot_bytes <= most_bytes
+            and slab.num_held * slab.kind.slot_bytes <= most_bytes
             and (most_cost_bytes is None or slab.cost_bytes <= most_cost_bytes)
         ]
         fitting.sort(key=lambda slab: slab.num_held / slab.num_slots)

@@ -9,7 +9,7 @@ local            a pool on this host: its memory, its socket for everything else
 grpc             the public API, where nothing else gets through
 """
 
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier, PoolTransport
 
 __all__ = ["PoolAccess", "PoolTier", "PoolTransport", "open_transport"]

@@ -12,6 +12,7 @@ from kvtier.memory import memfd
 from kvtier.memory.slab_layout import SLAB_STRIDE, SharedSlab, slab_bytes, words_of
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.testing.contract import MakeTier, TierContract, make_key, make_payload, summed, tier_state_machine
+from kvtier.testing.leaks import Holdings, require_nothing_beyond
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
@@ -321,3 +322,19 @@ def test_a_block_that_another_client_is_writing_is_not_said_to_be_there() -> Non
     tier.abort(slot)
     assert write_as(tier, OTHER_CLIENT, "a") is WriteStatus.STORED
     tier.close()
+
+
+def test_a_slab_that_goes_as_a_slot_is_found_is_given_back_at_once() -> None:
+    before = Holdings.now()
+    tier = HostTier(128 * KIB, shared=True, block_overhead_bytes=64)
+    per_slab = 0
+    for i, (kib, writer) in enumerate([(1, 1), (20, 0), (20, 1), (1, 2), (20, 1), (20, 2), (20, 0)]):
+        slot = tier.prepare(key_of(i), kib * KIB, writer=writer)
+        assert isinstance(slot, WriteSlot)
+        per_slab = per_slab or len(Holdings.now().beyond(before))
+        num_slabs = sum(len(list(tenant.slabs())) for tenant in tier._slots.memory.tenants())
+        assert len(Holdings.now().beyond(before)) == per_slab * num_slabs
+        tier.commit(slot, 0)
+    del slot
+    tier.close()
+    require_nothing_beyond(before)

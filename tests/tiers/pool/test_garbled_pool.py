@@ -13,7 +13,7 @@ from kvtier.protocol.block_socket import FrameSocket
 from kvtier.testing.blocks import TENANT, make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.tier import PoolTier
 from memory_link_rig import WAIT_S, Pool, answer
 

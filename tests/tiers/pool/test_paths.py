@@ -14,8 +14,8 @@ from kvtier.net.tls import ClientTls
 from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload, read_blocks
 from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.pool.access import PoolAccess, open_transport
 from kvtier.tiers.pool.paths_transport import PathsTransport
-from kvtier.tiers.pool.shared_memory.access import PoolAccess, open_transport
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from pool_contract import OverPool
 from pool_rig import BLOCK_BYTES, MIB, RED, TOKENS, WAIT_S, connect, running_pool
