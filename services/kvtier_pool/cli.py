@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -98,16 +97,18 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     """
     keep_freed_memory()
     gc.set_threshold(*_GC_THRESHOLDS)
-    stop, changed = threading.Event(), threading.Event()
+    came: set[int] = set()
+    """Numbers of the signals that came. Their handler does nothing that takes a lock: whatever it interrupts may hold
+    that lock."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        # A second one ends a drain that takes too long for somebody's patience.
-        signal.signal(number, signal.SIG_DFL)
+        came.add(number)
+        if number != signal.SIGHUP:
+            # A second one ends a drain that takes too long for somebody's patience.
+            signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    signal.signal(signal.SIGHUP, lambda number, frame: changed.set())
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
     addresses = service.start()
@@ -118,9 +119,9 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     signals, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    while not stop.is_set():
-        if changed.is_set():
-            changed.clear()
+    while not came & {signal.SIGTERM, signal.SIGINT}:
+        if signal.SIGHUP in came:
+            came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
             _give_shares(service, read_again)
         os.read(signals, 1)
     service.stop()
@@ -131,6 +132,8 @@ def _give_shares(service: PoolService, read_again: Callable[[], Config]) -> None
         service.set_shares(read_again())
     except KvtierError as error:
         _log.error("SIGHUP: the shares of tenants stay as they are: %s", error)
+    except Exception:
+        _log.exception("SIGHUP: the shares of tenants stay as they are")
     else:
         _log.info("SIGHUP: tenants have the shares that the configuration gives them now")
 
