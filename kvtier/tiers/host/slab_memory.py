@@ -57,7 +57,7 @@ class SlabMemory:
             )
         self._shares = shares
         if (there := self._tenants.get(tenant)) is not None:
-            there.share = share
+            there.set_share(share)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """What the tenant could have now though all others who have memory took what they are owed. O(tenants)."""
@@ -74,7 +74,7 @@ class SlabMemory:
         if there is None:
             entries = Entries(self._make_policy(), self._free_slot, self.blocks)
             there = self._tenants[tenant] = TenantMemory(tenant, entries, self.sizes)
-            there.share = self._shares.get(tenant, EQUAL_SHARE)
+            there.set_share(self._shares.get(tenant, EQUAL_SHARE))
         return there
 
     def tenants(self, tenant: TenantId | None = None) -> Iterator[TenantMemory]:
@@ -249,7 +249,10 @@ class SlabMemory:
             room_bytes = min(room_bytes, tenant.share.cap_bytes - tenant.cost_bytes)
         if room_bytes < lane.least_cost_bytes:
             return None
-        return self.charge(tenant, lane, self.sizes.slots_of_next(lane.kind, lane.nbytes, room_bytes))
+        num_slots = self.sizes.slots_of_next(
+            lane.kind, lane_bytes=lane.nbytes, room_bytes=room_bytes, cap_bytes=tenant.share.cap_bytes
+        )
+        return self.charge(tenant, lane, num_slots)
 
     def charge(self, tenant: TenantMemory, lane: Lane, num_slots: int, *, overdraw: bool = False) -> Growth:
         """A slab of this size, whatever room there is. Followed by `make`, then by `add` or `cancel`.

@@ -7,6 +7,8 @@ from kvtier.tiers.host.slab import OWN_PROCESS, SlabKind
 _LEAST_PART = 1024
 """A slab has at least this fraction of the capacity, if a slot has no more: a hundred lengths have a hundred slabs that
 are half empty, and descriptors are few. Lanes grow by larger ones."""
+_LEAST_PART_OF_CAP = 16
+"""The smallest slabs of a tenant with a cap are at most this fraction of it, so that several sizes fit into it."""
 _PART_OF_LANE = 16
 """A lane grows by this fraction of what it has: so much of it may be free and unused."""
 _OWN_PART = 8
@@ -44,15 +46,20 @@ class SlabSizes:
         """Whether a slot of this size fits at all."""
         return self.cost(slot_bytes, 1) <= self.capacity_bytes
 
-    def least_cost(self, slot_bytes: int, writer: int) -> int:
-        """What the smallest slab costs that a lane may get."""
-        least_bytes = min(self.capacity_bytes // _LEAST_PART, self._most_of(writer))
+    def least_cost(self, slot_bytes: int, writer: int, cap_bytes: int | None) -> int:
+        """What the smallest slab costs that a lane may get, of a tenant with this cap."""
+        least_bytes = min(self._least_of(cap_bytes), self._most_of(writer))
         return self.cost(slot_bytes, max(1, self._slots_within(slot_bytes, least_bytes)))
 
-    def slots_of_next(self, kind: SlabKind, lane_bytes: int, room_bytes: int) -> int:
+    def slots_of_next(self, kind: SlabKind, *, lane_bytes: int, room_bytes: int, cap_bytes: int | None) -> int:
         """How many slots the next slab has of a lane with `lane_bytes`, within a room for the smallest at least."""
-        wanted_bytes = max(self.capacity_bytes // _LEAST_PART, lane_bytes // _PART_OF_LANE)
+        wanted_bytes = max(self._least_of(cap_bytes), lane_bytes // _PART_OF_LANE)
         return max(1, self._slots_within(kind.slot_bytes, min(room_bytes, wanted_bytes, self._most_of(kind.writer))))
+
+    def _least_of(self, cap_bytes: int | None) -> int:
+        """The bytes of the smallest slabs of a tenant with this cap."""
+        least_bytes = self.capacity_bytes // _LEAST_PART
+        return least_bytes if cap_bytes is None else min(least_bytes, cap_bytes // _LEAST_PART_OF_CAP)
 
     def _most_of(self, writer: int) -> int:
         """The most bytes of a slab for this writer."""

@@ -29,6 +29,7 @@ class TenantMemory:
         self._sizes = sizes
         self.entries = entries
         self.share: Share = EQUAL_SHARE
+        """Changed by `set_share` only."""
         self.cost_bytes = 0
         """What its slabs take of the capacity, those being made included."""
         self.changing = False
@@ -52,12 +53,19 @@ class TenantMemory:
             return spare_bytes > 0
         return any(slab.cost_bytes <= spare_bytes for slab in self.slabs())
 
+    def set_share(self, share: Share) -> None:
+        """What it is owed from now on. O(lanes)."""
+        self.share = share
+        for lane in self.lanes.values():
+            lane.least_cost_bytes = self._sizes.least_cost(lane.kind.slot_bytes, lane.kind.writer, share.cap_bytes)
+
     def lane(self, slot_bytes: int, writer: int) -> Lane:
         """The lane of this writer, made if need be."""
         kind = SlabKind(self.tenant, slot_bytes, writer)
         lane = self.lanes.get(kind)
         if lane is None:
-            lane = self.lanes[kind] = Lane(kind, self._sizes.least_cost(slot_bytes, writer))
+            least_cost_bytes = self._sizes.least_cost(slot_bytes, writer, self.share.cap_bytes)
+            lane = self.lanes[kind] = Lane(kind, least_cost_bytes)
         return lane
 
     def slabs(self) -> Iterator[Slab]:

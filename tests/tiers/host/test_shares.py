@@ -105,6 +105,20 @@ def test_nobody_has_more_than_its_cap() -> None:
     tier.check()
 
 
+def test_a_cap_below_the_smallest_slab_of_others_is_no_ban() -> None:
+    tier = HostTier(4096 * MIB, prefault=False)
+    tier.set_share(RED, Share(cap_bytes=MIB))
+    for nbytes in (4 * KIB, 8 * KIB, 64 * KIB):
+        assert fill(tier, RED, 8, nbytes) == {WriteStatus.STORED}
+        tier.discard([make_key(i, tenant=RED) for i in range(8)])
+    assert fill(tier, RED, 1024, 4 * KIB) == {WriteStatus.STORED}
+    assert 0.75 * MIB < used_bytes(tier, RED) <= MIB
+    tier.set_share(RED, Share())
+    assert fill(tier, RED, 2048, 4 * KIB) == {WriteStatus.STORED, WriteStatus.EXISTS}
+    assert used_bytes(tier, RED) > 7 * MIB
+    tier.check()
+
+
 def test_what_a_tenant_is_owed() -> None:
     tier = make_tier()
     assert tier.owed_bytes(RED) == 16 * MIB
