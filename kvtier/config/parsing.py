@@ -120,9 +120,10 @@ def _explain(source: str, error: Any) -> str:
 def _fields_beside(location: list[str]) -> list[str]:
     """Valid keys of the table that holds the key at `location`."""
     section: type[BaseModel] = Config
-    for part in location[:-1]:
-        if section is Config and part == "tenants":
-            return list(TenantConfig.model_fields)
+    tables = location[:-1]
+    if tables[:1] == ["tenants"]:
+        section, tables = TenantConfig, tables[2:]
+    for part in tables:
         annotation = section.model_fields[part].annotation
         assert isinstance(annotation, type)
         section = annotation

@@ -64,6 +64,10 @@ def test_environment_overrides(path: Path) -> None:
         ("[pool]\nadress = 'x'", ["pool.adress", "unknown key", "did you mean 'address'"]),
         ("[pol]\naddress = 'x'", ["pol", "unknown key", "'pool'"]),
         ("[tenants.red]\nsekret = 'x'", ["tenants.red.sekret", "did you mean 'secret'"]),
+        (
+            "[tenants.red.memory]\nguarantee_bytes = 1",
+            ["red.memory.guarantee_bytes", "did you mean 'guaranteed_bytes'"],
+        ),
         ("[host]\ncapacity_bytes = 'much'", ["host.capacity_bytes"]),
         ("[pool]\naddress = 'pool'", ["pool.address", "host:port or unix:/path"]),
         ("[pool_service]\nlisten = ['pool:http']", ["pool_service.listen.0", "host:port or unix:/path"]),
