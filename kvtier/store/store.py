@@ -1,7 +1,7 @@
 """All verbs of the cache pool, whatever the transport. Adapters decode, call and encode."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -198,15 +198,15 @@ class Store:
         self._memory.abandon(slots)
         self._count_write(WriteStatus.FAILED, 0, len(slots))
 
-    def set_shares(self, tenant: TenantId, memory: Share, disk: Share) -> None:
-        """What the tenant is owed of memory and of the disk, if there is one, from now on.
+    def set_shares(self, memory: Mapping[TenantId, Share], disk: Mapping[TenantId, Share]) -> None:
+        """What tenants are owed of memory and of the disk, if there is one, from now on; all others have equal shares.
 
-        `InvalidInputError`: more is guaranteed than there is.
+        `InvalidInputError`, and that tier's shares are as they were: more is guaranteed than there is.
         """
-        self._memory.set_share(tenant, memory)
+        self._memory.set_shares(memory)
         for tier in self._below.tiers:
             if isinstance(tier, DiskTier):
-                tier.set_share(tenant, disk)
+                tier.set_shares(disk)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""

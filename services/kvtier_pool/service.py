@@ -23,7 +23,7 @@ from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
-from kvtier.tiers.common.shares import EQUAL_SHARE, Share
+from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
@@ -64,8 +64,6 @@ class PoolService:
         self._limits = limits if limits is not None else PoolLimits()
         self._phase: str | None = "starting"
         """Why it does not serve; None while it does. Written by the owner, read by HTTP threads."""
-        self._with_shares: set[str] = set()
-        """The tenants that `set_shares` was last given. The owner's thread only."""
 
     def start(self) -> Addresses:
         """Opens the tiers, listens, serves.
@@ -124,19 +122,18 @@ class PoolService:
         Raises `ConfigError`, and changes nothing, when more is guaranteed than this pool has.
         """
         table, tenants = self._config.pool_service, config.tenants
-        for tier, nbytes in (("memory", table.memory_bytes), ("disk", table.disk_bytes)):
+        memory_bytes = self._core.local_usages()["memory"]().capacity_bytes
+        for tier, nbytes in (("memory", memory_bytes), ("disk", table.disk_bytes)):
             guaranteed = sum(getattr(tenant, tier).guaranteed_bytes for tenant in tenants.values())
             if guaranteed > nbytes:
                 raise ConfigError(
                     f"tenants.*.{tier}.guaranteed_bytes: {guaranteed:,} bytes in all, and pool_service.{tier}_bytes is "
                     f"{nbytes:,}; guarantee less"
                 )
-        # Nobody has a guarantee for a moment, so that one tenant's may become another's.
-        for name in {*self._with_shares, *tenants}:
-            self._core.set_shares(tenant_id(name), EQUAL_SHARE, EQUAL_SHARE)
-        for name, tenant in tenants.items():
-            self._core.set_shares(tenant_id(name), _share(tenant.memory), _share(tenant.disk))
-        self._with_shares = set(tenants)
+        self._core.set_shares(
+            {tenant_id(name): _share(tenant.memory) for name, tenant in tenants.items()},
+            {tenant_id(name): _share(tenant.disk) for name, tenant in tenants.items()},
+        )
 
     def stop(self) -> list[DrainReport]:
         """Ends calls, writes down what waits, within `shutdown_grace_s`; logs what stayed behind. A report per tier."""

@@ -248,7 +248,7 @@ def test_connections_of_a_tenant_hold_half_of_what_it_is_owed_together() -> None
 def test_a_client_is_told_how_much_it_may_hold(share: Share, expected: int) -> None:
     """A client of a tenant that is owed little is told the bound of all the tenant's connections."""
     with core_rig(shared=True) as rig, clients_of(rig, 2 * MIB) as clients:
-        rig.core.set_shares(RED, share, Share())
+        rig.core.set_shares({RED: share}, {})
         with session(rig, clients=clients) as client:
             client.sendall(HELLO)
             greeting, _ = receive_frame(client)

@@ -16,11 +16,11 @@ NUM_BLOCKS = 240
 """Of `BLOCK_BYTES`: 15 MiB."""
 
 
-def configuration(path: Path, red: str = "", pool: str = "") -> Path:
+def configuration(path: Path, red: str = "", pool: str = "", memory: str = "32MiB") -> Path:
     tables = [f'[tenants.{name}]\ntoken_sha256 = ["{digest}"]\n' for digest, name in TENANTS.items()]
     path.write_text(
         '[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\n'
-        f'memory_bytes = "32MiB"\nmin_residency_s = 0\n{pool}\n{"".join(tables)}[tenants.red.memory]\n{red}\n'
+        f'memory_bytes = "{memory}"\nmin_residency_s = 0\n{pool}\n{"".join(tables)}[tenants.red.memory]\n{red}\n'
     )
     return path
 
@@ -61,6 +61,12 @@ def test_a_cap_holds_and_is_read_again_on_sighup(tmp_path: Path) -> None:
 def test_shares_that_cannot_be_are_refused_at_the_start(tmp_path: Path, red: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PoolService(load_config(configuration(tmp_path / "pool.toml", red))).start()
+
+
+def test_memory_is_whole_pages_and_so_is_what_can_be_guaranteed(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "pool.toml", "guaranteed_bytes = 33_554_433", memory="33_554_433")
+    with pytest.raises(ConfigError, match=r"pool_service\.memory_bytes is 33,554,432; guarantee less"):
+        PoolService(load_config(file)).start()
 
 
 def test_the_policy_of_memory_is_the_configurations(tmp_path: Path) -> None:

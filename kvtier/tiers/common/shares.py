@@ -1,6 +1,7 @@
 """How tenants share a tier: what each is owed, and who gives way to whom."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.errors import InvalidInputError
@@ -37,6 +38,15 @@ class Share:
 
 EQUAL_SHARE = Share()
 """The share of tenants for whom nothing was said."""
+
+
+def require_room(shares: Iterable[Share], capacity_bytes: int) -> None:
+    """Raises `InvalidInputError` when more is guaranteed than there is."""
+    guaranteed_bytes = sum(share.guaranteed_bytes for share in shares)
+    if guaranteed_bytes > capacity_bytes:
+        raise InvalidInputError(
+            f"{guaranteed_bytes:,} bytes are guaranteed in all, and the tier has {capacity_bytes:,}; guarantee less"
+        )
 
 
 def gives_way(lender: Share, lender_bytes: int, borrower: Share, borrower_bytes: int, nbytes: int) -> bool:

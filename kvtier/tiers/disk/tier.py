@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class DiskTier:
     Every read is verified against the key that was asked for. What is acknowledged outlives the process, however it
     ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process in the same way.
 
-    Eviction takes the oldest segment of the tenant that has most beyond what it is owed (`set_share`), and writes
+    Eviction takes the oldest segment of the tenant that has most beyond what it is owed (`set_shares`), and writes
     blocks that were read since they were written, or came back, once more, the most read first, within
     `write_amplification`.
 
@@ -295,15 +295,15 @@ class DiskTier:
             segments = self._state.segments
             return Usage(segments.num_blocks_of(tenant), segments.taken_bytes_of(tenant), self._capacity_bytes)
 
-    def set_share(self, tenant: TenantId, share: Share) -> None:
-        """What the tenant is owed from now on; `Share()` of those for whom nothing was said.
+    def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
+        """What these tenants are owed from now on; all others have equal shares. The change is made at once for all.
 
-        Bytes are those of `usage_of`. What others have of its guarantee goes, oldest segments first, as the tenant
-        writes, and what it has above its cap as it writes the next time. Raises `InvalidInputError` when more would be
-        guaranteed than there is.
+        Bytes are those of `usage_of`. What others have of a tenant's guarantee goes, oldest segments first, as the
+        tenant writes, and what it has above its cap as it writes the next time. Raises `InvalidInputError`, and
+        changes nothing, when more would be guaranteed than there is.
         """
         with self._guard, self._state.lock:
-            self._state.segments.set_share(tenant, share, self._capacity_bytes)
+            self._state.segments.set_shares(shares, self._capacity_bytes)
 
     def write_amplification(self) -> float:
         """Bytes of records written since the start, per byte that somebody asked to be written."""

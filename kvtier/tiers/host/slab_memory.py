@@ -1,13 +1,13 @@
 """The memory of a host tier: its slabs, what they cost, and which tenant has them."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from kvtier.errors import InvalidInputError, InvariantError
+from kvtier.errors import InvariantError
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.slab_layout import SLAB_STRIDE
 from kvtier.policies.base import EvictionPolicy
-from kvtier.tiers.common.shares import EQUAL_SHARE, Share
+from kvtier.tiers.common.shares import EQUAL_SHARE, Share, require_room
 from kvtier.tiers.host.entries import Entries, Entry
 from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.relocation import Growth, Relocation
@@ -48,16 +48,13 @@ class SlabMemory:
         self._dropped: list[Slab] = []
         """Slabs that are no longer part of anything, and are to be given back."""
 
-    def set_share(self, tenant: TenantId, share: Share) -> None:
-        """What the tenant is owed from now on. `InvalidInputError`: more is guaranteed than there is."""
-        shares = self._shares | {tenant: share}
-        if sum(each.guaranteed_bytes for each in shares.values()) > self.sizes.capacity_bytes:
-            raise InvalidInputError(
-                f"{share}: all guarantees are more than {self.sizes.capacity_bytes} bytes; lower one"
-            )
-        self._shares = shares
-        if (there := self._tenants.get(tenant)) is not None:
-            there.set_share(share)
+    def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
+        """What tenants are owed from now on; all others have equal shares. `InvalidInputError`, and nothing changed:
+        more is guaranteed than there is. O(lanes)."""
+        require_room(shares.values(), self.sizes.capacity_bytes)
+        self._shares = dict(shares)
+        for there in self._tenants.values():
+            there.set_share(self._shares.get(there.tenant, EQUAL_SHARE))
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """What the tenant could have now though all others who have memory took what they are owed. O(tenants)."""

@@ -206,10 +206,10 @@ class HostSlots:
             dropped = self.memory.take_dropped()
         give_back(dropped)
 
-    def set_share(self, tenant: TenantId, share: Share) -> None:
-        """Sets what the tenant is owed of memory from now on. `InvalidInputError`: more is guaranteed than there is."""
+    def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
+        """What tenants are owed of memory from now on. `InvalidInputError`: more is guaranteed than there is."""
         with self.lock:
-            self.memory.set_share(tenant, share)
+            self.memory.set_shares(shares)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""

@@ -32,7 +32,7 @@ class HostTier:
     Slabs are made on demand until `capacity_bytes`. Then blocks are evicted, in one order for each tenant, whatever
     their size, their writer and their slab: memory goes from sizes and writers with cold blocks to those that need it,
     by copying the blocks that a slab is left with to others of its kind (`kvtier.tiers.host.reclaim`). Tenants
-    share the memory by what each is owed (`set_share`): equal parts, if nothing else was said. What one does not
+    share the memory by what each is owed (`set_shares`): equal parts, if nothing else was said. What one does not
     use others have, until it asks for it. A slab that somebody reads from or writes to stays, and so does one with
     pins. All slabs together never exceed the capacity, but by the one that the blocks of a dead writer are
     copied to. A payload larger than `slab_bytes` gets a slab of its own; one larger than the capacity is FULL.
@@ -259,12 +259,13 @@ class HostTier:
         """
         self._slots.retire_writer(writer)
 
-    def set_share(self, tenant: TenantId, share: Share) -> None:
-        """What the tenant is owed of memory, from now on. Slabs change hands as they are asked for.
+    def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
+        """What these tenants are owed of memory, from now on; all others have equal shares. The change is made at once
+        for all of them. Slabs change hands as they are asked for.
 
-        `InvalidInputError`: more is guaranteed to all tenants than there is.
+        `InvalidInputError`, and nothing changed: more is guaranteed to all tenants than there is.
         """
-        self._slots.set_share(tenant, share)
+        self._slots.set_shares(shares)
 
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""

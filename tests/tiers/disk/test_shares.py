@@ -39,7 +39,7 @@ def held(tier: DiskTier, tenant: TenantId) -> int:
 
 
 def test_a_guarantee_outlasts_whatever_others_write(tier: DiskTier) -> None:
-    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+    tier.set_shares({BLUE: Share(guaranteed_bytes=2 * MIB)})
     few = range(MIB // NBYTES)
     write(tier, BLUE, few)
     assert set(write(tier, RED, range(MANY))) == set(write(tier, GREEN, range(MANY))) == {WriteStatus.STORED}
@@ -47,7 +47,7 @@ def test_a_guarantee_outlasts_whatever_others_write(tier: DiskTier) -> None:
 
 
 def test_what_is_lent_is_handed_back_when_its_owner_writes(tier: DiskTier) -> None:
-    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+    tier.set_shares({BLUE: Share(guaranteed_bytes=2 * MIB)})
     write(tier, RED, range(MANY))
     assert held(tier, RED) > 3 * MIB
     write(tier, BLUE, range(MANY))
@@ -59,7 +59,7 @@ def test_what_is_lent_is_handed_back_when_its_owner_writes(tier: DiskTier) -> No
 
 
 def test_a_cap_holds_though_there_is_room_and_own_blocks_go_first(tier: DiskTier) -> None:
-    tier.set_share(RED, Share(cap_bytes=MIB))
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
     write(tier, BLUE, range(8))
     assert set(write(tier, RED, range(MANY))) == {WriteStatus.STORED}
     assert MIB // 2 < held(tier, RED) <= MIB
@@ -72,16 +72,16 @@ def test_a_cap_holds_though_there_is_room_and_own_blocks_go_first(tier: DiskTier
 def test_shares_change_while_the_tier_runs(tier: DiskTier) -> None:
     write(tier, RED, range(MANY))
     assert held(tier, RED) > 3 * MIB
-    tier.set_share(RED, Share(cap_bytes=MIB))
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
     write(tier, RED, range(MANY, MANY + 80))
     assert held(tier, RED) <= MIB
-    tier.set_share(RED, Share())
+    tier.set_shares({RED: Share()})
     write(tier, RED, range(2 * MANY, 3 * MANY))
     assert held(tier, RED) > 3 * MIB
 
 
 def test_weights_divide_what_is_not_guaranteed(tier: DiskTier) -> None:
-    tier.set_share(RED, Share(weight=3.0))
+    tier.set_shares({RED: Share(weight=3.0)})
     for start in range(0, 2 * MANY, 16):
         write(tier, RED, range(start, start + 16))
         write(tier, BLUE, range(start, start + 16))
@@ -89,8 +89,7 @@ def test_weights_divide_what_is_not_guaranteed(tier: DiskTier) -> None:
 
 
 def test_a_newcomer_takes_nothing_from_those_below_their_share(tier: DiskTier) -> None:
-    tier.set_share(RED, Share(guaranteed_bytes=3 * MIB))
-    tier.set_share(BLUE, Share(guaranteed_bytes=MIB))
+    tier.set_shares({RED: Share(guaranteed_bytes=3 * MIB), BLUE: Share(guaranteed_bytes=MIB)})
     write(tier, RED, range(MANY))
     write(tier, BLUE, range(MANY))
     before = held(tier, RED)
@@ -99,11 +98,10 @@ def test_a_newcomer_takes_nothing_from_those_below_their_share(tier: DiskTier) -
 
 
 def test_no_more_is_guaranteed_than_there_is(tier: DiskTier) -> None:
-    tier.set_share(RED, Share(guaranteed_bytes=3 * MIB))
+    tier.set_shares({RED: Share(guaranteed_bytes=3 * MIB)})
     with pytest.raises(InvalidInputError, match="guarantee less"):
-        tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
-    tier.set_share(RED, Share(guaranteed_bytes=MIB))
-    tier.set_share(BLUE, Share(guaranteed_bytes=2 * MIB))
+        tier.set_shares({RED: Share(guaranteed_bytes=3 * MIB), BLUE: Share(guaranteed_bytes=2 * MIB)})
+    tier.set_shares({RED: Share(guaranteed_bytes=MIB), BLUE: Share(guaranteed_bytes=2 * MIB)})
 
 
 def test_what_is_preallocated_is_not_used(tier: DiskTier) -> None:
@@ -114,7 +112,7 @@ def test_what_is_preallocated_is_not_used(tier: DiskTier) -> None:
 def test_shares_outlive_the_blocks(tmp_path: Path) -> None:
     with reopening(tmp_path / "other") as open_one:
         tier = open_one(CAPACITY, write_amplification=1.0)
-        tier.set_share(BLUE, Share(cap_bytes=MIB))
+        tier.set_shares({BLUE: Share(cap_bytes=MIB)})
         write(tier, BLUE, range(8))
         assert tier.purge(BLUE) == 8
         write(tier, BLUE, range(MANY))

@@ -39,6 +39,7 @@ class Memory(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("kvtier.tiers.host.slab_sizes._LEAST_PART", 8)
+        self.shares: dict[TenantId, Share] = {}
         self.tier = HostTier(128 * KIB, shared=True, prefault=False, block_overhead_bytes=64)
         self.meanwhile: list[StoreKey] = []
         """Discarded while the next slab is emptied."""
@@ -140,7 +141,8 @@ class Memory(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), kib=st.integers(0, 48), weight=st.sampled_from([0.0, 1.0, 2.5]))
     def set_share(self, tenant: TenantId, kib: int, weight: float) -> None:
-        self.tier.set_share(tenant, Share(guaranteed_bytes=kib * KIB, weight=weight))
+        self.shares[tenant] = Share(guaranteed_bytes=kib * KIB, weight=weight)
+        self.tier.set_shares(self.shares)
 
     @invariant()
     def books_agree(self) -> None:

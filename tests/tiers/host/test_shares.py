@@ -72,7 +72,7 @@ def test_a_second_length_of_one_who_is_at_its_share_takes_from_itself() -> None:
 
 def test_what_is_guaranteed_comes_back_and_stays() -> None:
     tier = make_tier()
-    tier.set_share(BLUE, Share(guaranteed_bytes=12 * MIB))
+    tier.set_shares({BLUE: Share(guaranteed_bytes=12 * MIB)})
     fill(tier, RED)
     assert used_bytes(tier, RED) > 15 * MIB  # lent
     assert fill(tier, BLUE) == {WriteStatus.STORED}
@@ -86,12 +86,12 @@ def test_what_is_guaranteed_comes_back_and_stays() -> None:
 
 def test_the_rest_is_shared_by_weight() -> None:
     tier = make_tier()
-    tier.set_share(BLUE, Share(weight=3.0))
+    tier.set_shares({BLUE: Share(weight=3.0)})
     for _ in range(3):
         fill(tier, RED)
         fill(tier, BLUE)
     assert used_bytes(tier, BLUE) / used_bytes(tier, RED) == pytest.approx(3, rel=0.1)
-    tier.set_share(BLUE, Share(weight=0.0))
+    tier.set_shares({BLUE: Share(weight=0.0)})
     fill(tier, RED)
     assert used_bytes(tier, BLUE) < MIB
     tier.check()
@@ -99,7 +99,7 @@ def test_the_rest_is_shared_by_weight() -> None:
 
 def test_nobody_has_more_than_its_cap() -> None:
     tier = make_tier()
-    tier.set_share(RED, Share(cap_bytes=4 * MIB))
+    tier.set_shares({RED: Share(cap_bytes=4 * MIB)})
     assert fill(tier, RED) == {WriteStatus.STORED}
     assert 3.9 * MIB < used_bytes(tier, RED) <= 4 * MIB
     tier.check()
@@ -107,13 +107,13 @@ def test_nobody_has_more_than_its_cap() -> None:
 
 def test_a_cap_below_the_smallest_slab_of_others_is_no_ban() -> None:
     tier = HostTier(4096 * MIB, prefault=False)
-    tier.set_share(RED, Share(cap_bytes=MIB))
+    tier.set_shares({RED: Share(cap_bytes=MIB)})
     for nbytes in (4 * KIB, 8 * KIB, 64 * KIB):
         assert fill(tier, RED, 8, nbytes) == {WriteStatus.STORED}
         tier.discard([make_key(i, tenant=RED) for i in range(8)])
     assert fill(tier, RED, 1024, 4 * KIB) == {WriteStatus.STORED}
     assert 0.75 * MIB < used_bytes(tier, RED) <= MIB
-    tier.set_share(RED, Share())
+    tier.set_shares({RED: Share()})
     assert fill(tier, RED, 2048, 4 * KIB) == {WriteStatus.STORED, WriteStatus.EXISTS}
     assert used_bytes(tier, RED) > 7 * MIB
     tier.check()
@@ -124,19 +124,19 @@ def test_what_a_tenant_is_owed() -> None:
     assert tier.owed_bytes(RED) == 16 * MIB
     put(tier, BLUE, "a")
     assert tier.owed_bytes(RED) == 8 * MIB
-    tier.set_share(RED, Share(guaranteed_bytes=8 * MIB, weight=0.0))
+    tier.set_shares({RED: Share(guaranteed_bytes=8 * MIB, weight=0.0)})
     assert (tier.owed_bytes(RED), tier.owed_bytes(BLUE)) == (8 * MIB, 8 * MIB)
-    tier.set_share(BLUE, Share(cap_bytes=2 * MIB))
+    tier.set_shares({RED: Share(guaranteed_bytes=8 * MIB, weight=0.0), BLUE: Share(cap_bytes=2 * MIB)})
     assert tier.owed_bytes(BLUE) == 2 * MIB
 
 
 def test_shares_that_make_no_sense_are_refused() -> None:
     tier = make_tier()
-    tier.set_share(RED, Share(guaranteed_bytes=10 * MIB))
-    with pytest.raises(InvalidInputError, match="lower one"):
-        tier.set_share(BLUE, Share(guaranteed_bytes=7 * MIB))
-    tier.set_share(RED, Share(guaranteed_bytes=9 * MIB))
-    tier.set_share(BLUE, Share(guaranteed_bytes=7 * MIB))
+    tier.set_shares({RED: Share(guaranteed_bytes=10 * MIB)})
+    with pytest.raises(InvalidInputError, match="guarantee less"):
+        tier.set_shares({RED: Share(guaranteed_bytes=10 * MIB), BLUE: Share(guaranteed_bytes=7 * MIB)})
+    assert tier.owed_bytes(RED) == 16 * MIB, "what is wrong changes nothing"
+    tier.set_shares({RED: Share(guaranteed_bytes=9 * MIB), BLUE: Share(guaranteed_bytes=7 * MIB)})
     for wrong in ({"guaranteed_bytes": -1}, {"weight": -1.0}, {"weight": float("nan")}):
         with pytest.raises(InvalidInputError, match="0 or more"):
             Share(**wrong)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
@@ -64,14 +64,12 @@ class SegmentSet:
         of = self._of.get(tenant)
         return (of.open.number, of.open.next_page) if of is not None and of.open is not None else (self._next_number, 0)
 
-    def set_share(self, tenant: TenantId, share: Share, capacity_bytes: int) -> None:
-        """Gives the tenant this share from now on.
+    def set_shares(self, shares: Mapping[TenantId, Share], capacity_bytes: int) -> None:
+        """Gives tenants these shares from now on, and all others equal ones.
 
-        Raises `InvalidInputError` when more would be guaranteed than there is.
+        Raises `InvalidInputError`, and changes nothing, when more would be guaranteed than there is.
         """
-        self._owed.set(tenant, share, capacity_bytes)
-        if tenant in self._of:
-            self._owed.weigh(tenant, self.taken_bytes_of(tenant))
+        self._owed.set(shares, capacity_bytes)
 
     def taken_bytes_of(self, tenant: TenantId) -> int:
         """Disk space of all pages that were taken: what is preallocated and not yet used is not the tenant's."""

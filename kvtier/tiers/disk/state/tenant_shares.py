@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 
-from kvtier.errors import InvalidInputError, InvariantError
+from kvtier.errors import InvariantError
 from kvtier.identity.keys import TenantId
-from kvtier.tiers.common.shares import EQUAL_SHARE, Share
+from kvtier.tiers.common.shares import EQUAL_SHARE, Share, require_room
 from kvtier.tiers.disk.state.lowest import Lowest
 
 
@@ -17,26 +17,21 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._shares: dict[TenantId, Share] = {}
-        """The shares of tenants that have another one than `EQUAL_SHARE`, whether they have anything or not."""
+        """The shares of tenants for whom something was said, whether they have anything or not."""
         self._excess: Lowest[TenantId] = Lowest()
         """How far each tenant that has something is above its guarantee, by its weight (`Share.excess`), negative."""
         self._bytes: dict[TenantId, int] = {}
         """What each of them has."""
 
-    def set(self, tenant: TenantId, share: Share, capacity_bytes: int) -> None:
-        """Gives the tenant this share from now on; `weigh` it afterwards if it has something.
+    def set(self, shares: Mapping[TenantId, Share], capacity_bytes: int) -> None:
+        """Gives tenants these shares from now on, and all others equal ones.
 
-        Raises `InvalidInputError` when more would be guaranteed than there is.
+        Raises `InvalidInputError`, and changes nothing, when more would be guaranteed than there is.
         """
-        others = sum(each.guaranteed_bytes for of, each in self._shares.items() if of != tenant)
-        if others + share.guaranteed_bytes > capacity_bytes:
-            raise InvalidInputError(
-                f"{share}: with the {others} bytes that others are guaranteed, that is more than the disk tier's "
-                f"{capacity_bytes}; guarantee less"
-            )
-        self._shares[tenant] = share
-        if share == EQUAL_SHARE:
-            del self._shares[tenant]
+        require_room(shares.values(), capacity_bytes)
+        self._shares = dict(shares)
+        for tenant, nbytes in self._bytes.items():
+            self.weigh(tenant, nbytes)
 
     def weigh(self, tenant: TenantId, nbytes: int) -> None:
         """The tenant has so much now."""
