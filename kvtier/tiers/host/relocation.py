@@ -98,6 +98,10 @@ class Relocation:
         if not self.slab.retired:
             self._lane.open(self.slab)
 
+    def target_slabs(self) -> set[Slab]:
+        """The slabs with the new slots."""
+        return {to.slab for to in self._targets}
+
 
 def _reserved(slab: Slab, place: int) -> _Target:
     slab.num_reserved += 1

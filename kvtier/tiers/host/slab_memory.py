@@ -156,11 +156,15 @@ class SlabMemory:
         self.forget_if_empty(growth.tenant, growth.lane)
 
     def finish(self, relocation: Relocation, *, copied: bool) -> None:
-        """Ends a relocation that was carried out, and drops its slab if nothing is left in it."""
+        """Ends a relocation that was carried out, and drops its slab if nothing is left in it, and slabs of a writer
+        that has gone meanwhile if nothing has come to them."""
         slab = relocation.slab
         if slab.number not in self._slabs:
             return  # after `clear`
         relocation.finish(copied=copied)
+        for target in relocation.target_slabs():
+            if target.retired and target.is_empty:
+                self.drop(target)
         if slab.is_empty:
             self.drop(slab)
         elif not slab.retired:

@@ -184,6 +184,8 @@ class TenantMemory:
             raise InvariantError("free slots of retired slabs are miscounted")
         if any(not slab.retired for slab in self.retired.values()):
             raise InvariantError("a slab that takes blocks is among those that do not")
+        if any(slab.is_empty and not slab.leaving for slab in self.retired.values()):
+            raise InvariantError("a slab that takes no blocks is kept though it is empty")
         for slab in self.slabs():
             held = sum(entry is not None for entry in slab.entries)
             if held != slab.num_held or slab.num_reserved < 0:

@@ -215,6 +215,30 @@ def test_what_is_discarded_while_it_moves_is_gone(sparse: HostTier, interrupted:
     assert sparse.lookup([make_key("large")]) == [Status.HIT]
 
 
+def test_nothing_is_left_of_a_writer_that_goes_while_its_blocks_move(
+    monkeypatch: pytest.MonkeyPatch, interrupted: Interrupted
+) -> None:
+    """Not the slab either that they were to be moved to, when nobody wants them any more."""
+    monkeypatch.setattr("kvtier.tiers.host.slab_sizes._LEAST_PART", 32)
+    tier = HostTier(256 * KIB, prefault=False)
+    blocks = [make_key(i) for i in range(64)]
+    for key in blocks:
+        assert put(tier, key, 4 * KIB, 1) is WriteStatus.STORED
+    for key in blocks[::2]:
+        assert use(tier, key)
+
+    def leave(relocation: Relocation) -> None:
+        tier.retire_writer(1)
+        tier.discard(blocks)
+
+    interrupted.meanwhile = leave
+    assert put(tier, make_key("large"), 32 * KIB) is WriteStatus.STORED
+    assert interrupted.num_relocations == 1
+    assert tier.usage().num_blocks == 1
+    tier.check()
+    tier.close()
+
+
 def test_a_tier_that_is_closed_while_blocks_move(sparse: HostTier, interrupted: Interrupted) -> None:
     interrupted.meanwhile = lambda relocation: sparse._slots.clear()
     sparse._slots.prepare(make_key("large"), 32 * KIB)
