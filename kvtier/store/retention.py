@@ -12,6 +12,7 @@ from kvtier.errors import InvariantError
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.protocol.retention import PinStatus
 from kvtier.store.metrics import StoreMetrics
+from kvtier.system.ticking_thread import TickingThread
 from kvtier.tiers.host.pins import SlabPin
 from kvtier.tiers.host.tier import HostTier
 
@@ -91,10 +92,7 @@ class Retention:
         self._all = _Held()
         self._of_tenant: defaultdict[TenantId, _Held] = defaultdict(_Held)
         """What pins hold of each tenant; tenants without pins are not in it. Guarded by _lock."""
-        self._stopping = threading.Event()
-        self._has_pins = threading.Event()
-        """Set while there are pins, and to end the thread, which sleeps without it. Cleared under _lock."""
-        self._thread = threading.Thread(target=self._run, name="kvtier-pins", daemon=True)
+        self._thread = TickingThread("kvtier-pins", _TICK_S, self._look)
         metrics.pinned_blocks.set_function(lambda: self._all.num_blocks)
         metrics.pinned_bytes.set_function(lambda: self._all.payload_bytes)
         metrics.pinned_slab_bytes.set_function(lambda: self._all.slab_bytes)
@@ -107,7 +105,7 @@ class Retention:
     @property
     def alive(self) -> bool:
         """Pins end in time."""
-        return not self.max_s or self._thread.is_alive()
+        return not self.max_s or self._thread.alive
 
     @property
     def max_s(self) -> float:
@@ -179,10 +177,7 @@ class Retention:
 
     def close(self) -> None:
         """Ends the thread and all pins. Idempotent."""
-        self._stopping.set()
-        self._has_pins.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.stop()
         with self._lock:
             keys = list(self._kept)
         self.unpin(keys)
@@ -214,7 +209,7 @@ class Retention:
         self._count(tenant, pin, 1)
         self._kept[pin.key] = _Kept(pin, until_s)
         heapq.heappush(self._ends, (until_s, pin.key))
-        self._has_pins.set()
+        self._thread.wake()
         return PinStatus.PINNED
 
     def _has_room(self, tenant: TenantId, pin: SlabPin) -> bool:
@@ -251,13 +246,11 @@ class Retention:
         if not self._of_tenant[tenant].num_blocks:
             del self._of_tenant[tenant]
 
-    def _run(self) -> None:
-        while self._has_pins.wait() and not self._stopping.wait(_TICK_S):
-            if num_ended := self.end_due():
-                _log.debug("%d pins are over", num_ended)
-            with self._lock:
-                if not self._kept and not self._stopping.is_set():
-                    self._has_pins.clear()
+    def _look(self) -> bool:
+        """Ends what is due, on the thread for it; whether there are more pins."""
+        if num_ended := self.end_due():
+            _log.debug("%d pins are over", num_ended)
+        return bool(self._kept)
 
 
 def _tenant_of(key: StoreKey) -> TenantId:

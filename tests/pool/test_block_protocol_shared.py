@@ -282,9 +282,9 @@ def test_leases_end_also_after_a_time_without_any(monkeypatch: pytest.MonkeyPatc
         size = rig.core.usage(RED)[0].used_bytes
         for number in range(3):
             assert client.acquire([make_key("a")], [size])[1] == bytes([Status.HIT])
-            until(lambda: not (client.held_bytes or clients._is_held.is_set()))
+            until(lambda: not client.held_bytes)
             assert client.prepare([make_key(number)], [size])[1] == bytes([WriteStatus.STORED])
-            until(lambda: not (client.held_bytes or clients._is_held.is_set()))
+            until(lambda: not client.held_bytes)
             assert clients.alive
         clients.end(client)
         clients.stop()

@@ -8,6 +8,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.identity.keys import TenantId
 from kvtier.store.store import Store
 from kvtier.system.quiet_log import QuietLog
+from kvtier.system.ticking_thread import TickingThread
 from kvtier_pool.block.client_memory import PART_OF_SHARE, ClientLimits, ClientMemory
 from kvtier_pool.block.holdings import Holdings
 from kvtier_pool.metrics import PoolMetrics
@@ -33,10 +34,7 @@ class SharedClients:
         self._holdings: dict[TenantId, Holdings] = {}
         """What each tenant that has connections holds. Guarded by _lock."""
         self._warnings = QuietLog(_log, clock=clock)
-        self._stopping = threading.Event()
-        self._is_held = threading.Event()
-        """Set when a client gets something, and to end the thread, which sleeps as long as it is not set."""
-        self._thread = threading.Thread(target=self._run, name="kvtier-leases", daemon=True)
+        self._thread = TickingThread("kvtier-leases", _TICK_S, self._look)
         metrics.shared_bytes.set_function(self._held_bytes)
 
     def start(self) -> None:
@@ -44,7 +42,7 @@ class SharedClients:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.alive
 
     def max_held_bytes(self, tenant: TenantId) -> int:
         """What a connection of this tenant should hold at most, as shares are now. Clients choose the size of their
@@ -55,7 +53,7 @@ class SharedClients:
     def open(self, tenant: TenantId) -> ClientMemory:
         """Gives a new connection its memory, which goes back by `end`."""
         with self._lock:
-            holdings = self._holdings.setdefault(tenant, Holdings(self._is_held.set))
+            holdings = self._holdings.setdefault(tenant, Holdings(self._thread.wake))
             holdings.num_clients += 1
             client = ClientMemory(self._core, tenant, next(self._writers), holdings, self.limits, self._clock)
             self._clients.add(client)
@@ -74,29 +72,21 @@ class SharedClients:
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
-        self._stopping.set()
-        self._is_held.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.stop()
 
-    def _run(self) -> None:
-        while self._is_held.wait() and not self._stopping.wait(_TICK_S):
-            self._is_held.clear()  # before the look: what it does not see yet sets it again
-            now_s = self._clock()
-            for client in self._snapshot():
-                num_ended = client.end_leases(now_s)
-                if num_ended:
-                    self._metrics.expired_leases.inc(num_ended)
-                    _log.info("%d leases ended by their deadline: a client was stopped, or is very slow", num_ended)
-                if num_given_up := client.end_writes(now_s):
-                    self._warnings.warning(
-                        f"slots of {num_given_up} blocks are given up, which were not written to within "
-                        f"{self.limits.max_prepared_s:g} s: a client was stopped, or is very slow"
-                    )
-            if self._stopping.is_set() or self._holds_any():
-                self._is_held.set()
-
-    def _holds_any(self) -> bool:
+    def _look(self) -> bool:
+        """Ends what is due, on the thread for it; whether anything is held still."""
+        now_s = self._clock()
+        for client in self._snapshot():
+            num_ended = client.end_leases(now_s)
+            if num_ended:
+                self._metrics.expired_leases.inc(num_ended)
+                _log.info("%d leases ended by their deadline: a client was stopped, or is very slow", num_ended)
+            if num_given_up := client.end_writes(now_s):
+                self._warnings.warning(
+                    f"slots of {num_given_up} blocks are given up, which were not written to within "
+                    f"{self.limits.max_prepared_s:g} s: a client was stopped, or is very slow"
+                )
         with self._lock:
             return not all(holdings.is_empty for holdings in self._holdings.values())
 
