@@ -249,3 +249,28 @@ class TestTwoThreads:
             files.pair.clear()
             assert None not in read_blocks(tier, keys, 256 * KIB)
             assert files.most == 2
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_a_process_that_may_have_no_more_threads_works_with_fewer(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    left = {"kvtier-disk": num_threads, "kvtier-disk-write": num_threads}
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        pool = thread.name.partition("_")[0]
+        if left.get(pool, 0) < 1:
+            raise RuntimeError("can't start new thread")
+        left[pool] -= 1
+        start(thread)
+
+    tier = open_disk()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for label in range(8):
+            assert tier.write([block(label)]) == [WriteStatus.STORED]
+        assert loaded(tier, range(8)) == [True] * 8
+        assert tier.discard([make_key(0)]) == 1
+    assert loaded(tier, range(8)) == [False] + [True] * 7
+    assert loaded(open_disk(), range(8)) == [False] + [True] * 7

@@ -14,7 +14,8 @@ _Task = tuple["Future[Any]", Callable[[], Any]]
 class IoThreads:
     """Does work on up to `most` threads, made when they are needed. Any thread.
 
-    Unlike those of a `ThreadPoolExecutor`, which Python waits for at its exit, they are daemons.
+    Unlike those of a `ThreadPoolExecutor`, which Python waits for at its exit, they are daemons. Where the process may
+    have no more threads, fewer do the work, or whoever submits it.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -30,13 +31,11 @@ class IoThreads:
     def submit(self, work: Callable[[], _Answer]) -> "Future[_Answer]":
         """Has the work done, unless the future is cancelled first. Not after `close`."""
         future: Future[_Answer] = Future()
-        self._tasks.put((future, work))
-        if not self._idle.acquire(blocking=False):
-            with self._lock:
-                if len(self._threads) < self._most:
-                    name = f"{self._name}_{len(self._threads)}"
-                    self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                    self._threads[-1].start()
+        self._tasks.put((future, work))  # before a thread is started: one that finds nothing counts as idle
+        if not self._idle.acquire(blocking=False) and not self._has_threads():
+            with contextlib.suppress(Empty):  # somebody else has taken it
+                if (task := self._tasks.get_nowait()) is not None:
+                    _do(*task)
         return future
 
     def close(self, *, wait: bool = True) -> None:
@@ -48,21 +47,34 @@ class IoThreads:
         for thread in threads if wait else ():
             thread.join()
 
+    def _has_threads(self) -> bool:
+        """Starts one more, if there may be more. False: there is none."""
+        with self._lock:
+            if len(self._threads) < self._most:
+                thread = threading.Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the process may have no more
+                    thread.start()
+                    self._threads.append(thread)
+            return bool(self._threads)
+
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            future, work = task
-            if future.set_running_or_notify_cancel():
-                try:
-                    answer = work()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(answer)
-                    del answer
-            del task, future, work  # what they refer to is the caller's
+            _do(*task)
+            del task  # what it refers to is the caller's
 
     def _next(self) -> _Task | None:
         with contextlib.suppress(Empty):
             return self._tasks.get_nowait()
         self._idle.release()
         return self._tasks.get()
+
+
+def _do(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    """Does the work on this thread, unless it was cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            answer = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
