@@ -233,6 +233,25 @@ def test_a_discard_during_a_hang_holds_after_it(tmp_path: Path, op: str) -> None
         assert tier.lookup(KEYS) == [Status.MISS] * 4
 
 
+def test_what_waits_to_be_forgotten_stays_little_however_often_it_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.disk.operations.tombstones._MOST_WAITING", 10)
+    files = Stuck()
+    with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S) as tier:
+        tier.write(items(*range(4)))
+        go_on = files.stay("write", "create")
+        assert tier.discard(KEYS[:1]) == 1
+        for _ in range(100):
+            assert tier.discard(KEYS[:1]) == 0
+        assert tier._forgets._tasks.qsize() <= 10
+        assert tier.discard(KEYS) == 3
+        go_on.set()
+        until(tier, TierState.WRITABLE)
+    with opened(tmp_path / "d") as tier:
+        assert tier.lookup(KEYS) == [Status.MISS] * 4
+
+
 def test_threads_stay_few_however_many_call(tmp_path: Path) -> None:
     files = Stuck()
     with opened(tmp_path / "d", files=files, timeout_s=TIMEOUT_S, num_threads=2) as tier:

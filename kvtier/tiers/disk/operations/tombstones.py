@@ -28,8 +28,8 @@ _MOST_AT_ONCE = 512
 _ROWS_AT_ONCE = 8192
 """Looked at by a purge while nobody else can look: about 1 ms."""
 _MOST_WAITING = 1 << 20
-"""Keys whose tombstones are not written yet, above which a discard forgets only what the index has: what it does not
-have can be named without end while the medium hangs."""
+"""Tombstones that are not written yet, above which a discard forgets only what the index has: what it does not have can
+be named without end, again and again, while the medium hangs."""
 _PATIENCE_S = 2.0
 """Seconds to wait for writes under way, all together, where only the removal of what they write to can forget: a drive
 that takes longer hangs."""
@@ -84,9 +84,9 @@ class Tombstones:
             for claim in under_way:
                 claim.discarded = epoch
             forgotten = gone + [claim.key for claim in under_way]
-            if len(state.forgetting) < _MOST_WAITING:
+            if state.num_forgetting < _MOST_WAITING:
                 forgotten += {key for key in keys if state.may_be_on_disk(key)} - set(forgotten)
-            state.forgetting.update(forgotten)
+            state.begin_forgetting(forgotten)
         if forgotten:
             self._in_background(partial(self._forget, forgotten, epoch, segments))
         return len(gone)
@@ -118,7 +118,7 @@ class Tombstones:
             gone = [keys[index] for index in same[first].tolist()]
             self._events.post(EventKind.REMOVED, gone)
             numbers = set(records["segment"].tolist())
-            state.forgetting.update(gone)
+            state.begin_forgetting(gone)
         if gone:
             self._in_background(partial(self._forget_bad, gone, epoch, numbers))
         dropped = np.zeros(len(places), bool)
@@ -224,9 +224,8 @@ class Tombstones:
         return True
 
     def _forgot(self, keys: Sequence[StoreKey]) -> None:
-        """Their tombstones are written, or what they forget is gone, as far as that could be."""
         with self._state.lock:
-            self._state.forgetting -= Counter(keys)
+            self._state.end_forgetting(keys)
 
     def _owe(self, tenant: TenantId, numbers: Iterable[int]) -> None:
         with self._state.lock:

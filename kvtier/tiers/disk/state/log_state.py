@@ -60,6 +60,8 @@ class LogState:
         """Purges whose tombstone is not yet written. No record is moved meanwhile, since a copy is later than they."""
         self.forgetting: Counter[StoreKey] = Counter()
         """Keys whose tombstones are being written: they are no longer in the index, but still on disk."""
+        self.num_forgetting = 0
+        """Tombstones that are being written: those of a key that is discarded again are several."""
         self.epoch = 0
         """The last epoch that was given. What has a larger one is later, in this life of the folder or another."""
         self.new_bytes = 0
@@ -157,6 +159,19 @@ class LogState:
         """Whether a record may be there that the index does not have: evicted, or about to be forgotten by others."""
         tenant = TenantId(key[:TENANT_ID_BYTES])
         return key in self.forgetting or tenant in self.purging or self.segments.owes(tenant)
+
+    def begin_forgetting(self, keys: Sequence[StoreKey]) -> None:
+        """A tombstone is to be written for each of these keys, followed by `end_forgetting`."""
+        self.forgetting.update(keys)
+        self.num_forgetting += len(keys)
+
+    def end_forgetting(self, keys: Sequence[StoreKey]) -> None:
+        """Their tombstones are written, or what they forget is gone, as far as that could be."""
+        for key in keys:  # not `-=`, which looks at all that are being forgotten
+            self.forgetting[key] -= 1
+            if not self.forgetting[key]:
+                del self.forgetting[key]
+        self.num_forgetting -= len(keys)
 
     def take_out(self, rows: Rows) -> None:
         """Forgets records, each row once."""
