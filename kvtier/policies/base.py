@@ -48,7 +48,8 @@ class EvictionPolicy(Protocol[K]):
         """
 
     def coldest(self, most: int) -> list[K]:
-        """The first to evict, at most so many, in order. They stay until removed. O(most), or O(most log n)."""
+        """The first to evict, at most so many, in order; fewer, where to find as many would take too long. They stay
+        until removed. O(most), or O(most log n)."""
 
     def __len__(self) -> int:
         """How many keys are there; those that are only remembered do not count."""

@@ -72,16 +72,3 @@ def test_it_holds_what_the_paper_holds(size: int, keys: list[int]) -> None:
                 policy.remove(policy.coldest(1)[0], evicted=True)
             policy.insert(key, UNKNOWN_USE)
         assert {key for key in range(31) if key in policy} == {*paper.t1, *paper.t2}
-
-
-def test_a_scan_does_not_take_what_is_used() -> None:
-    policy = ARC[str]()
-    for _ in range(2):
-        for key in ("hot", "warm"):
-            (policy.touch if key in policy else policy.insert)(key, UNKNOWN_USE)
-    for number in range(1000):
-        while len(policy) >= 10:
-            policy.remove(policy.coldest(1)[0], evicted=True)
-        policy.insert(f"scan {number}", UNKNOWN_USE)
-    assert "hot" in policy
-    assert "warm" in policy

@@ -99,6 +99,20 @@ def test_what_was_discarded_is_as_if_it_had_never_been(name: str) -> None:
     assert seen.coldest(4) == unseen.coldest(4)
 
 
+@pytest.mark.parametrize("name", ["lfu", "slru", "s3fifo", "arc"])
+def test_a_scan_does_not_take_what_is_used(name: str) -> None:
+    policy = by_name(name)
+    for _ in range(3):
+        for key in ("hot", "warm"):
+            (policy.touch if key in policy else policy.insert)(key, Use())
+    for number in range(1000):
+        while len(policy) >= 10:
+            policy.remove(policy.coldest(1)[0], evicted=True)
+        policy.insert(f"scan {number}", Use())
+    assert "hot" in policy
+    assert "warm" in policy
+
+
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="'clock': name one of default, lru, lfu"):
         by_name("clock")
