@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT_S = 10.0
+_PAUSE_S = 0.1
+"""Seconds to pause after an `accept` that failed, most often for want of descriptors."""
 _MAX_CONNECTIONS = 64
 """The most open connections. One more cuts the oldest: a stranger that holds many must not hide a probe."""
 
@@ -75,8 +77,6 @@ class StatusServer:
             self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), Handler, tls)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen on http {listen!r}: {error}; use host:port with a free port") from error
-        self._stopping = False
-        """Written by `stop`."""
         self._thread = threading.Thread(target=self._serve, name="kvtier-http", daemon=True)
         self.address = f"{host}:{self._server.server_address[1]}"
 
@@ -85,14 +85,14 @@ class StatusServer:
 
     def stop(self) -> None:
         """Stops listening. Only after `start`."""
-        self._stopping = True
+        self._server.stopping.set()
         self._server.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
         self._thread.join()
         self._server.server_close()
 
     def _serve(self) -> None:
         """Serves without `serve_forever`, which wakes up ten times a second to see whether to stop."""
-        while not self._stopping:
+        while not self._server.stopping.is_set():
             self._server.handle_request()
 
 
@@ -104,11 +104,20 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ServerTls | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.stopping = threading.Event()
         self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}
         """Open connections by the client's address, oldest first. Guarded by _lock."""
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """`socketserver`'s; on the listening thread, which would try again at once."""
+        try:
+            return super().get_request()
+        except OSError:
+            self.stopping.wait(_PAUSE_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """`socketserver`'s; on the listening thread."""
