@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.stored_form import Header, verify
 from kvtier.errors import CorruptBlockError
-from kvtier.events import Event, EventKind, TierState
+from kvtier.events import Event, EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
@@ -20,6 +19,7 @@ from kvtier.store.event_hub import EventHub, Subscription
 from kvtier.store.lower_tiers import LowerTier, LowerTiers
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import Retention, RetentionLimits
+from kvtier.store.tier_share import TierShare
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.shares import Share
@@ -30,20 +30,6 @@ from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES, HostTier
 from kvtier.traces.recorder import TraceRecorder
 from kvtier.traces.records import Kind
-
-
-@dataclass(frozen=True, slots=True)
-class TierShare:
-    """One tenant's share of one tier."""
-
-    tier: str
-    num_blocks: int
-    used_bytes: int
-    """Bytes that the tenant's blocks take in the tier, as the tier counts them."""
-    capacity_bytes: int
-    used_percent: int
-    """How full the tier is with the blocks of all tenants, in percent of its capacity."""
-    state: TierState
 
 
 class Store:
@@ -261,7 +247,7 @@ class Store:
 
     def usage(self, tenant: TenantId) -> list[TierShare]:
         """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
-        return [_share(tier, tenant) for tier in self._local_tiers()]
+        return [TierShare.of(tier, tenant) for tier in self._local_tiers()]
 
     def local_usages(self) -> dict[str, Callable[[], Usage]]:
         """Returns the function that asks a tier on this machine how full it is, for each of them, by name."""
@@ -344,11 +330,3 @@ class Store:
         if num_blocks:
             self._metrics.written_blocks.labels(status.name.lower()).inc(num_blocks)
             self._metrics.received_bytes.inc(nbytes)
-
-
-def _share(tier: HostTier | DiskTier, tenant: TenantId) -> TierShare:
-    own, total = tier.usage_of(tenant), tier.usage()
-    taken_bytes = total.used_bytes if isinstance(tier, DiskTier) else tier.taken_bytes()
-    percent = min(100, 100 * taken_bytes // total.capacity_bytes)
-    state = tier.state if isinstance(tier, DiskTier) else TierState.WRITABLE
-    return TierShare(tier.name, own.num_blocks, own.used_bytes, total.capacity_bytes, percent, state)

@@ -3,24 +3,13 @@
 import contextlib
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from hanging_disk import HangingDisk, hanging_disk
 from kvtier.testing.blocks import read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from pool_grpc_rig import connect
 from pool_rig import BLOCK_BYTES, MIB, WAIT_S, items, keys, running_pool, until
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[HangingDisk]:
-    with hanging_disk(tmp_path) as mounted:
-        if mounted is None:
-            pytest.skip("nobody may mount a FUSE file system here")
-        yield mounted
 
 
 def _health(address: str) -> str:
@@ -35,7 +24,12 @@ def _written(address: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in stored)
 
 
-def test_memory_serves_while_the_disk_hangs_and_the_disk_comes_back(disk: HangingDisk) -> None:
+def test_memory_serves_while_the_disk_hangs_and_the_disk_comes_back(tmp_path: Path) -> None:
+    with hanging_disk(tmp_path) as disk:
+        _serve_while_it_hangs(disk)
+
+
+def _serve_while_it_hangs(disk: HangingDisk) -> None:
     settings = {"disk_dir": disk.folder / "tier", "disk_bytes": 64 * MIB, "disk_reserve_bytes": 0}
     old, new = range(40), range(100, 104)
     with running_pool(memory_bytes=2 * MIB, disk_timeout_s=0.3, shutdown_grace_s=2.0, **settings) as addresses:

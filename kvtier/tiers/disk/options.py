@@ -13,6 +13,7 @@ from kvtier.tiers.disk.state.segment_files import SyncPolicy
 class DiskOptions:
     """How a disk tier works. `DiskTier.open` documents the fields and has the defaults."""
 
+    capacity_bytes: int
     reserve_bytes: int
     segment_bytes: int
     sync: SyncPolicy
@@ -21,10 +22,10 @@ class DiskOptions:
     num_threads: int
     timeout_s: float
 
-    def check(self, capacity_bytes: int) -> None:
-        """Raises `InvalidInputError` when no tier of this capacity can work so."""
+    def check(self) -> None:
+        """Raises `InvalidInputError` when no tier can work so."""
         if (
-            capacity_bytes < SMALLEST_SEGMENT_BYTES
+            self.capacity_bytes < SMALLEST_SEGMENT_BYTES
             or self.reserve_bytes < 0
             or self.num_threads < 1
             or not self.timeout_s > 0
@@ -32,6 +33,6 @@ class DiskOptions:
             or not 1 <= self.write_amplification < math.inf
         ):
             raise InvalidInputError(
-                f"disk tier of {capacity_bytes} bytes, {self}: needs {SMALLEST_SEGMENT_BYTES} bytes, segments of as "
-                "many, a thread, a timeout, and a write amplification from 1"
+                f"disk tier of {self.capacity_bytes} bytes, {self}: needs {SMALLEST_SEGMENT_BYTES} bytes, segments of "
+                "as many, a thread, a timeout, and a write amplification from 1"
             )

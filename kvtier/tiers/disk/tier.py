@@ -16,29 +16,16 @@ from kvtier.tiers.base import Item, Status, Usage, WriteStatus, require_pairs
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.lent_memory import LentMemory
-from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.common.shares import Share
-from kvtier.tiers.disk.log.buffers import Buffers
-from kvtier.tiers.disk.log.parts import BatchThreads
-from kvtier.tiers.disk.log.reading import BlockReader
+from kvtier.tiers.disk.assembly import DiskParts, assemble
 from kvtier.tiers.disk.medium.direct_io import DirectIo, goes_direct
 from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
 from kvtier.tiers.disk.medium.folder import DiskFolder
-from kvtier.tiers.disk.medium.health import MediumHealth
 from kvtier.tiers.disk.medium.io_threads import IoThreads
-from kvtier.tiers.disk.medium.watch import HangWatch
-from kvtier.tiers.disk.medium.watched_files import WatchedFiles
-from kvtier.tiers.disk.operations.appending import SegmentLog
-from kvtier.tiers.disk.operations.read_path import ReadPath
 from kvtier.tiers.disk.operations.recovery import recover, take_over
-from kvtier.tiers.disk.operations.tombstones import Tombstones
-from kvtier.tiers.disk.operations.write_path import WritePath
-from kvtier.tiers.disk.operations.writing import BlockWriter, sort_out
+from kvtier.tiers.disk.operations.writing import sort_out
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.reclaim.compaction import Compactor
-from kvtier.tiers.disk.reclaim.space import SpaceManager
-from kvtier.tiers.disk.state.log_state import LogState
-from kvtier.tiers.disk.state.segment_files import SegmentFiles, SyncPolicy
+from kvtier.tiers.disk.state.segment_files import SyncPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -70,71 +57,13 @@ class DiskTier:
     Any thread. Large batches are read and written in parallel by a few I/O threads.
     """
 
-    def __init__(  # noqa: PLR0913 - what may be set, by keyword
-        self,
-        folder: DiskFolder,
-        files: FileLayer,
-        capacity_bytes: int,
-        options: DiskOptions,
-        *,
-        name: str,
-        on_event: EventSink,
-        metrics: Metrics,
-    ) -> None:
-        """Makes a tier for `open`, without I/O; the tier owns `folder` from now on."""
+    def __init__(self, folder: DiskFolder, parts: DiskParts, capacity_bytes: int, name: str) -> None:
+        """Makes a tier for `open`, which owns `folder` and what it is put together of from now on."""
         self._folder = folder
-        self._name = name
+        self._parts = parts
         self._capacity_bytes = capacity_bytes
-        self._num_threads = options.num_threads
-        self._metrics = metrics
-        self._on_event = on_event
-        self._reads = IoThreads(options.num_threads, f"kvtier-{name}")
-        # Threads for writes alone: a read is not to wait behind all of a large batch that is being written.
-        self._writes = IoThreads(options.num_threads, f"kvtier-{name}-write")
-        self._forgets = IoThreads(options.num_threads, f"kvtier-{name}-forget")
+        self._name = name
         self._guard = CallGuard(f"tier {name}")
-        self._events = EventQueue(name, on_event)
-        self._health = MediumHealth(name, metrics, self._events, _log)
-        self._watch = HangWatch(options.timeout_s, self._note_hang)
-        files = WatchedFiles(files, self._watch)
-        self._state = LogState()
-        buffers = Buffers(2 * options.num_threads)
-        self._files = SegmentFiles(folder, files, self._state, buffers, self._health, options.sync)
-        compactor = Compactor(
-            self._state,
-            self._files,
-            buffers,
-            self._events,
-            self._health,
-            metrics,
-            name=name,
-            write_amplification=options.write_amplification,
-        )
-        self._space = SpaceManager(
-            self._state,
-            self._files,
-            compactor,
-            self._events,
-            self._health,
-            capacity_bytes=capacity_bytes,
-            reserve_bytes=options.reserve_bytes,
-        )
-        self._log = SegmentLog(self._state, self._files, self._space, options.segment_bytes, capacity_bytes)
-        self._tombstones = Tombstones(
-            self._state, self._log, self._space, self._events, self._health, self._watch, self._forgets
-        )
-        packer = BlockPacker(options.codec, tier=name, metrics=metrics)
-        reader = BlockReader(self._files.read, buffers, direct=files.direct)
-        self._read_path = ReadPath(
-            self._state, self._tombstones, self._events, self._health, reader, BatchThreads(self._reads, self._watch)
-        )
-        new_bytes = metrics.disk_bytes.labels(name, "new")
-        writer = BlockWriter(self._state, self._log, self._tombstones, self._events, self._health, new_bytes, packer)
-        write_threads = BatchThreads(self._writes, self._watch)
-        part_bytes = self._log.segment_bytes // 4
-        self._write_path = WritePath(
-            self._state, self._events, self._health, writer, write_threads, part_bytes=part_bytes
-        )
 
     @classmethod
     def open(  # noqa: PLR0913 - what may be set, by keyword
@@ -181,22 +110,18 @@ class DiskTier:
             Small: a drive that is merely busy counts as hung, and misses for a moment. Large: so long do callers wait
             for one that hangs, with lent memory.
         """
-        options = DiskOptions(reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads, timeout_s)
-        options.check(capacity_bytes)
+        options = DiskOptions(
+            capacity_bytes, reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads, timeout_s
+        )
+        options.check()
+        metrics = metrics if metrics is not None else Metrics()
         folder = DiskFolder.open(Path(directory))
         tier: DiskTier | None = None
         try:
             layer = files if files is not None else OsFiles(direct=goes_direct(folder.path, direct_io))
-            tier = cls(
-                folder,
-                layer,
-                capacity_bytes,
-                options,
-                name=name,
-                on_event=on_event,
-                metrics=metrics if metrics is not None else Metrics(),
-            )
-            tier._start()
+            parts = assemble(folder, layer, options, name, EventQueue(name, on_event), metrics)
+            tier = cls(folder, parts, capacity_bytes, name)
+            tier._start(num_threads, metrics, tell=on_event is not ignore_event)
         except BaseException as error:
             if tier is not None:
                 tier._release()
@@ -214,21 +139,21 @@ class DiskTier:
     @property
     def state(self) -> TierState:
         """What its medium lets it do at this moment; changes are events, too."""
-        self._watch.hangs()
-        return self._health.state
+        self._parts.watch.hangs()
+        return self._parts.health.state
 
     def problem(self) -> str | None:
         """Why it is not `WRITABLE`, in words; None when it is. Never waits."""
-        self._watch.hangs()
-        return self._health.problem
+        self._parts.watch.hangs()
+        return self._parts.health.problem
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
         """Answers from memory with a status per key, in order. Does not count as a use for eviction."""
-        if self._watch.hangs():
+        if self._parts.watch.hangs():
             return [Status.MISS] * len(keys)
-        tags = self._state.tags(keys)
-        with self._guard, self._state.lock:
-            return self._state.statuses(keys, tags)
+        tags = self._parts.state.tags(keys)
+        with self._guard, self._parts.state.lock:
+            return self._parts.state.statuses(keys, tags)
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory | None = None
@@ -241,8 +166,8 @@ class DiskTier:
         used = lent if lent is not None else LentMemory()
         try:
             with self._guard:
-                statuses = self._read_path.read(keys, into, used)
-                self._events.flush()
+                statuses = self._parts.read_path.read(keys, into, used)
+                self._parts.events.flush()
         finally:
             if lent is None:
                 used.wait()  # outside the guard: `close` does not wait for it
@@ -258,8 +183,8 @@ class DiskTier:
         used = lent if lent is not None else LentMemory()
         try:
             with self._guard:
-                statuses = self._write_path.write(sound, errors, used)
-                self._events.flush()
+                statuses = self._parts.write_path.write(sound, errors, used)
+                self._parts.events.flush()
         finally:
             if lent is None:
                 used.wait()  # outside the guard: `close` does not wait for it
@@ -270,29 +195,29 @@ class DiskTier:
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets these keys, also for later processes, and returns how many were there. A key being written is
         forgotten when its write ends."""
-        tags = self._state.tags(keys)
+        tags = self._parts.state.tags(keys)
         with self._guard:
-            num_there = self._tombstones.discard(keys, tags)
-            self._events.flush()
+            num_there = self._parts.tombstones.discard(keys, tags)
+            self._parts.events.flush()
             return num_there
 
     def purge(self, tenant: TenantId) -> int:
         """Forgets all blocks of a tenant; returns how many were there. Its files are gone on return."""
         with self._guard:
-            num_there = self._tombstones.purge(tenant)
-            self._events.flush()
+            num_there = self._parts.tombstones.purge(tenant)
+            self._parts.events.flush()
             return num_there
 
     def usage(self) -> Usage:
         """Returns how full the tier is; bytes are disk space of all files, preallocated room included."""
-        with self._guard, self._state.lock:
-            return Usage(len(self._state.index), self._state.segments.used_bytes, self._capacity_bytes)
+        with self._guard, self._parts.state.lock:
+            return Usage(len(self._parts.state.index), self._parts.state.segments.used_bytes, self._capacity_bytes)
 
     def usage_of(self, tenant: TenantId) -> Usage:
         """One tenant's part of `usage`: bytes are those of pages that were written for it, with heads, padding, and
         blocks that are gone and not cleared away yet, but without preallocated room."""
-        with self._guard, self._state.lock:
-            segments = self._state.segments
+        with self._guard, self._parts.state.lock:
+            segments = self._parts.state.segments
             return Usage(segments.num_blocks_of(tenant), segments.taken_bytes_of(tenant), self._capacity_bytes)
 
     def set_shares(self, shares: Mapping[TenantId, Share]) -> None:
@@ -302,22 +227,22 @@ class DiskTier:
         tenant writes, and what it has above its cap as it writes the next time. Raises `InvalidInputError`, and
         changes nothing, when more would be guaranteed than there is.
         """
-        with self._guard, self._state.lock:
-            self._state.segments.set_shares(shares, self._capacity_bytes)
+        with self._guard, self._parts.state.lock:
+            self._parts.state.segments.set_shares(shares, self._capacity_bytes)
 
     def write_amplification(self) -> float:
         """Bytes of records written since the start, per byte that somebody asked to be written."""
-        with self._guard, self._state.lock:
-            return 1 + self._state.moved_bytes / max(1, self._state.new_bytes)
+        with self._guard, self._parts.state.lock:
+            return 1 + self._parts.state.moved_bytes / max(1, self._parts.state.new_bytes)
 
     def check(self) -> None:
         """Verifies the bookkeeping, but not the files, as `kvtier fsck` does; raises `InvariantError`."""
-        with self._guard, self._state.lock:
-            self._state.check(self._capacity_bytes)
+        with self._guard, self._parts.state.lock:
+            self._parts.state.check(self._capacity_bytes)
 
     def hurry(self, timeout_s: float) -> None:
         """Called before a close: lowers the time that an operation of the medium may take to `timeout_s` if longer."""
-        self._watch.hurry(timeout_s)
+        self._parts.watch.hurry(timeout_s)
 
     def close(self) -> None:
         """Waits for calls in flight, seals what is open and ends the threads. The blocks stay on disk for the next
@@ -329,32 +254,28 @@ class DiskTier:
         if self._guard.close():
             closing = IoThreads(1, f"kvtier-{self._name}-close")
             closed = closing.submit(self._end)
-            hangs = self._watch.wait([closed])
+            hangs = self._parts.watch.wait([closed])
             closing.close(wait=not hangs)
             if hangs:
-                _log.warning("tier %s is left as it is: %s", self._name, self._health.problem)
+                _log.warning("tier %s is left as it is: %s", self._name, self._parts.health.problem)
             else:
                 closed.result()
 
-    def _start(self) -> None:
+    def _start(self, num_threads: int, metrics: Metrics, *, tell: bool) -> None:
         """Takes over what the folder holds, the oldest segments evicted down to the capacity."""
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"kvtier-{self._name}-start") as threads:
-            found = recover(self._folder, self._files, self._state, threads)
-        take_over(found, self._name, self._space, self._events, self._metrics, tell=self._on_event is not ignore_event)
+        parts = self._parts
+        with ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvtier-{self._name}-start") as threads:
+            found = recover(self._folder, parts.files, parts.state, threads)
+        take_over(found, self._name, parts.space, parts.events, metrics, tell=tell)
 
     def _end(self) -> None:
         """Seals what is open, and gives everything back."""
-        self._log.retire_all()
+        self._parts.log.retire_all()
         self._release()
 
     def _release(self) -> None:
-        for threads in (self._reads, self._writes, self._forgets):
+        for threads in self._parts.threads:
             threads.close()
-        self._files.close()
-        with self._watch.operation("close"):
+        self._parts.files.close()
+        with self._parts.watch.operation("close"):
             self._folder.close()
-
-    def _note_hang(self, reason: str | None) -> None:
-        """Turns the tier off or on again. Called on any thread, without a lock of the tier's."""
-        self._health.hangs(reason)
-        self._events.flush()

@@ -187,15 +187,15 @@ def test_a_footer_is_read_again_before_a_scan_that_may_miss_tombstones(tmp_path:
     with opened(tmp_path / "disk", files=files) as tier:
         tier.write(items(range(3)))
         tier.discard([make_key(1)])
-        tier._log.retire_all()
-        (segment,) = tier._state.segments
+        tier._parts.log.retire_all()
+        (segment,) = tier._parts.state.segments
         (path,) = segments(tmp_path / "disk")
         place = contents(path)
         assert place.sealed
         head = int((place.entries["kind"] == Kind.FORGET).argmax())
         overwrite(path, (int(place.entries["page"][head]) - 1) * PAGE, bytes(PAGE))
         files.armed = True
-        entries = tier._files.entries(segment)
+        entries = tier._parts.files.entries(segment)
         assert not files.armed
         assert entries is not None
         assert entries["kind"].tolist() == [Kind.RECORD] * 3 + [Kind.FORGET]

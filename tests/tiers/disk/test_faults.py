@@ -220,7 +220,7 @@ class TestFailingReads:
         assert value(metrics, "kvtier_tier_degraded_total", state="off") == 1
         assert "is off" in caplog.text
         assert tier.write([block("new")]) == [WriteStatus.FAILED]
-        tier._health.wrote()  # one that was under way
+        tier._parts.health.wrote()  # one that was under way
         assert tier.state is TierState.OFF
 
     @pytest.mark.parametrize("direct", [False, True])
@@ -230,7 +230,7 @@ class TestFailingReads:
     ) -> None:
         tier = open_disk(files=OsFiles(direct=direct and supports_direct(str(tmp_path))))
         tier.write([block("a")])
-        tier._files.descriptors.forget(1)  # as if others had been used since
+        tier._parts.files.descriptors.forget(1)  # as if others had been used since
         (path,) = segments(tmp_path / "disk")
         moved = path.rename(tmp_path / "elsewhere")
         {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to(moved), "folder": os.mkdir}[what](path)
@@ -244,7 +244,7 @@ def test_a_deleted_segment_is_a_counted_miss(tmp_path: Path, open_disk: Open) ->
     metrics = Metrics()
     tier = open_disk(metrics=metrics)
     tier.write([block("a")])
-    tier._files.descriptors.forget(1)  # as if others had been used since
+    tier._parts.files.descriptors.forget(1)  # as if others had been used since
     segments(tmp_path / "disk")[0].unlink()
     assert load(tier, "a") is None
     assert tier.lookup([make_key("a")]) == [Status.MISS]

@@ -60,13 +60,13 @@ def test_forgetting_holds_others_up_no_longer_with_many_segments(tmp_path: Path,
     most: dict[tuple[int, str], int] = {}
     for num_segments in (100, 400):
         with opened(tmp_path / str(num_segments), 256 * MIB, segment_bytes=32 * KIB) as tier:
-            tier._state.seed = 1  # or the index would have to look further at times
+            tier._parts.state.seed = 1  # or the index would have to look further at times
             labels = range(2 * num_segments)
             for label in labels:
                 tier.write(items([label], 10_000))
             assert len(segments(tmp_path / str(num_segments))) >= num_segments
             for name, forget in (("discard", discard), ("purge", purge)):
-                tier._state.lock = lock = CountingLock()  # type: ignore[assignment]
+                tier._parts.state.lock = lock = CountingLock()  # type: ignore[assignment]
                 slices.clear()
                 forget(tier, [make_key(labels[0]), make_key(labels[-1])])
                 most[num_segments, name] = lock.most

@@ -25,8 +25,8 @@ class TestLostSegments:
         with opened(tmp_path / "disk", segment_bytes=MIB) as tier:
             for i in range(4):
                 tier.write(items([(i, j) for j in range(40)]))
-                tier._log.retire_all()
-            tier._files.descriptors.forget(1)
+                tier._parts.log.retire_all()
+            tier._parts.files.descriptors.forget(1)
             segments(tmp_path / "disk")[0].unlink()
             labels = [(i, j) for i in range(4) for j in range(40)]
             blocks = read_blocks(tier, [make_key(label) for label in labels], SMALL)
@@ -61,8 +61,8 @@ class TestLostSegments:
 
         with opened(tmp_path / "disk", MIB, segment_bytes=64 * KIB, on_event=note) as tier:
             tier.write(items(range(8)))
-            tier._log.retire_all()
-            tier._files.descriptors.forget(1)  # as if others had been used since
+            tier._parts.log.retire_all()
+            tier._parts.files.descriptors.forget(1)  # as if others had been used since
             segments(tmp_path / "disk")[0].unlink()
             if forget == "purge":
                 tier.purge(TENANT)
@@ -83,14 +83,14 @@ class TestLostSegments:
 
         with opened(tmp_path / "disk", on_event=note) as tier:
             tier.write(items(range(8)))
-            tier._log.retire_all()
-            tell_of = tier._space.tell_of
+            tier._parts.log.retire_all()
+            tell_of = tier._parts.space.tell_of
 
             def late(*arguments: Any) -> None:
-                tier._space.drop_dead(TENANT)  # as somebody else might who makes room
+                tier._parts.space.drop_dead(TENANT)  # as somebody else might who makes room
                 tell_of(*arguments)
 
-            tier._space.tell_of = late  # type: ignore[method-assign]
+            tier._parts.space.tell_of = late  # type: ignore[method-assign]
             assert tier.purge(TENANT) == 8
             assert read_blocks(tier, [make_key(i) for i in range(8)], SMALL) == [None] * 8
             assert not known

@@ -202,7 +202,7 @@ class TestStart:
         folder = tmp_path / "disk"
         with opened(folder) as tier:
             tier.write([block("a")])
-            tier._state.epoch = 2**64 - 3
+            tier._parts.state.epoch = 2**64 - 3
             tier.write([block("b")])
         with opened(folder) as tier:
             assert tier.write([block("c")]) == [WriteStatus.STORED]
@@ -246,7 +246,7 @@ def test_a_start_with_a_million_records(tmp_path: Path) -> None:
             file.write(disk_format.pack_footer(segment, per_segment + 2, entries))
     with opened(folder, 2**33) as tier:
         assert tier.usage().num_blocks == total
-        assert tier._state.index.nbytes <= 64 * total
+        assert tier._parts.state.index.nbytes <= 64 * total
         some = [StoreKey(TENANT + NAMESPACE + hashes[i].tobytes()) for i in range(0, total, 997)]
         assert tier.lookup(some) == [Status.HIT] * len(some)
         assert tier.lookup([make_key("absent")]) == [Status.MISS]

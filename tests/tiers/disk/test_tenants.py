@@ -234,7 +234,7 @@ class TestFilesThatStay:
         assert tier.usage().used_bytes == used_bytes(folder) <= MIB
         assert {path.stem for path in segments(folder)} >= {"00000001", "00000002", "00000003"}
         files.numbers = ()
-        monkeypatch.setattr(tier._state.segments, "_clock", lambda: 1e12)
+        monkeypatch.setattr(tier._parts.state.segments, "_clock", lambda: 1e12)
         for i in range(10):
             assert tier.write([block((i, "more"))]) == [WriteStatus.STORED]
         assert not {path.stem for path in segments(folder)} & {"00000001", "00000002", "00000003"}

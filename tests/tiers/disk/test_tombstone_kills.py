@@ -101,7 +101,7 @@ class TestAKill:
             writing = executor.submit(tier.write, items("a"))
             assert files.made.wait(WAIT_S)
             purging = executor.submit(tier.purge, TENANT)
-            while not tier._state.purged:
+            while not tier._parts.state.purged:
                 assert not purging.done()
             files.make.set()
             assert files.landed.wait(WAIT_S)

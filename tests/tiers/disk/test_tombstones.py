@@ -107,7 +107,7 @@ class TestCopiesThatTheIndexDoesNotHave:
         with opened(tmp_path / "disk", files=files) as tier:
             tier.write(items(range(3)))
             if sealed:
-                tier._log.retire_all()
+                tier._parts.log.retire_all()
             files.fail_next("read", errno.EIO)
             files.fail_next("write", errno.EIO, times=2)
             assert read_blocks(tier, [make_key(1)], SMALL) == [None]
@@ -133,12 +133,16 @@ class TestCopiesThatTheIndexDoesNotHave:
         with opened(copy, 2 * MIB) as tier:
             assert found(tier, labels) == len(labels)
             (number,) = set(
-                tier._state.index.records(tier._state.index.find(tier._state.tags([make_key(0)])))["segment"]
+                tier._parts.state.index.records(tier._parts.state.index.find(tier._parts.state.tags([make_key(0)])))[
+                    "segment"
+                ]
             )
             assert number > 1
-            with tier._state.lock:
-                newest = tier._state.segments.mark(next(s for s in tier._state.segments if s.number == number))
-            assert tier._space.evict(newest)
+            with tier._parts.state.lock:
+                newest = tier._parts.state.segments.mark(
+                    next(s for s in tier._parts.state.segments if s.number == number)
+                )
+            assert tier._parts.space.evict(newest)
             assert found(tier, labels) == 0
             tier.discard([make_key(i) for i in labels])
             again = killed(copy, tmp_path / "again")
@@ -201,7 +205,7 @@ def test_a_purge_of_a_tenant_without_anything_leaves_nothing_behind(tmp_path: Pa
     with opened(tmp_path / "disk") as tier:
         for i in range(3):
             assert tier.purge(TenantId(bytes([i]) * len(TENANT))) == 0
-        assert not tier._state.purged
+        assert not tier._parts.state.purged
         assert segments(tmp_path / "disk") == []
 
 
@@ -225,7 +229,7 @@ def test_a_tombstone_that_cannot_be_written_beside_a_write_under_way(
     monkeypatch.setattr(forgetting, "_PATIENCE_S", WAIT_S if waits else 0.01)
     with opened(tmp_path / "disk", files=files) as tier, ThreadPoolExecutor(2) as executor:
         tier.write(items(range(20)))
-        (first,) = tier._state.segments
+        (first,) = tier._parts.state.segments
         files.armed = True
         writing = executor.submit(tier.write, items(["other"]))
         files.wait_until_reached()
@@ -290,16 +294,16 @@ def test_tombstones_outlive_the_segment_that_they_were_in(tmp_path: Path) -> Non
     folder = tmp_path / "disk"
     with opened(folder, MIB, segment_bytes=128 * KIB) as tier:
         tier.write(items(range(4)))
-        (old,) = tier._state.segments
+        (old,) = tier._parts.state.segments
         for i in range(6):
             tier.write(items([("fill", i)], 40_000))
         tier.discard([make_key(1), make_key(3)])
-        with tier._state.lock:
-            holder = next(s for s in tier._state.segments if s.last_forget)
-            tier._state.segments.mark(holder)
+        with tier._parts.state.lock:
+            holder = next(s for s in tier._parts.state.segments if s.last_forget)
+            tier._parts.state.segments.mark(holder)
         assert holder is not old
-        tier._log.retire_all()
-        assert tier._space.evict(holder)
+        tier._parts.log.retire_all()
+        assert tier._parts.space.evict(holder)
         assert holder.num_pages == 3
         tier.check()
         copy = killed(folder, tmp_path / "copy")

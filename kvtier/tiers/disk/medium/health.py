@@ -12,6 +12,7 @@ from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.event_queue import EventQueue
 
+_log = logging.getLogger(__name__)
 _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """What has nothing to do with the file. After any other error it cannot be read again: EIO, ENODATA (a bad sector),
@@ -42,14 +43,11 @@ _PROBLEMS = {
 class MediumHealth:
     """Counters, log lines, and what the tier can still do. Any thread. Changes of that are posted, not flushed."""
 
-    def __init__(
-        self, name: str, metrics: Metrics, events: EventQueue, log: logging.Logger, clock: Clock = MONOTONIC
-    ) -> None:
+    def __init__(self, name: str, metrics: Metrics, events: EventQueue, clock: Clock = MONOTONIC) -> None:
         self._name = name
         self._metrics = metrics
         self._events = events
-        self._log = log
-        self._quiet = QuietLog(log, clock=clock)
+        self._quiet = QuietLog(_log, clock=clock)
         self._writes = CircuitBreaker(_WRITES_IN_A_ROW, _PAUSE_S, clock)
         self._lock = threading.Lock()
         self._failing: set[int] = set()
@@ -80,9 +78,9 @@ class MediumHealth:
             changed = self._show()
         if reason is not None:
             self._metrics.io_errors.labels(self._name, "any", "ETIMEDOUT").inc()
-            self._log.error("tier %s is off: %s; everything misses until it answers", self._name, reason)
+            _log.error("tier %s is off: %s; everything misses until it answers", self._name, reason)
         elif changed:
-            self._log.warning("tier %s: its medium answers again; it is %s", self._name, self._state.value)
+            _log.warning("tier %s: its medium answers again; it is %s", self._name, self._state.value)
 
     def may_write(self) -> bool:
         """False while the tier is read-only."""
@@ -93,7 +91,7 @@ class MediumHealth:
         with self._lock:
             back = self._writes.success() and self._change(TierState.WRITABLE)
         if back:
-            self._log.warning("tier %s takes writes again", self._name)
+            _log.warning("tier %s takes writes again", self._name)
 
     def write_failed(self, error: OSError) -> WriteStatus:
         """What the writer hears."""
@@ -101,7 +99,7 @@ class MediumHealth:
         with self._lock:
             read_only = self._writes.failure() and self._change(TierState.READ_ONLY)
         if read_only:
-            self._log.error(
+            _log.error(
                 "tier %s is read-only: %d writes failed in a row, the last one with: %s; tried again every %g s",
                 self._name, _WRITES_IN_A_ROW, error, _PAUSE_S,
             )  # fmt: skip
@@ -122,7 +120,7 @@ class MediumHealth:
             self._failing.add(segment)
             off = len(self._failing) >= _SEGMENTS_IN_A_ROW and self._change(TierState.OFF)
         if off:
-            self._log.error(
+            _log.error(
                 "tier %s is off: reads of %d segments in a row failed, the last one with: %s; look after the drive, "
                 "then restart", self._name, _SEGMENTS_IN_A_ROW, error,
             )  # fmt: skip
