@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given
 
-from codec_rig import KEY, like_bf16, load
+from codec_rig import GOLDEN_PAYLOAD, KEY, PACKING, like_bf16, load
 from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import (
     HEADER_BYTES,
@@ -157,7 +157,6 @@ def test_a_key_of_the_wrong_length_is_the_callers_bug(length: int) -> None:
         encode_header(StoreKey(bytes(length)), b"payload")
 
 
-PACKING = [Codec.LZ4, Codec.PLANES_ZSTD]
 PACKED_GOLDENS = [
     (
         "4b56544201000100000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f2021222324252627"
@@ -180,7 +179,6 @@ PACKED_GOLDENS = [
     ),
 ]
 """Stored blocks of version 1. Nobody writes such any more; every release reads them."""
-GOLDEN_PAYLOAD = bytes(b for i in range(256) for b in (i * 167 + 13 & 255, 0x3C | i >> 6))
 
 
 @pytest.mark.parametrize(("golden", "codec"), list(zip(PACKED_GOLDENS, PACKING, strict=True)))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from golden_keys import CHAIN, HASHER, NAMESPACE, SECRET
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import (
     CHAIN_START,
@@ -26,8 +27,6 @@ from kvtier.identity.keys import (
     tenant_id,
 )
 from kvtier.identity.namespace import Namespace
-
-SECRET = bytes(range(32))
 
 
 def naive_chain(secret: bytes, salt: str, size: int, tokens: list[int], extras: dict[int, bytes]) -> list[bytes]:
@@ -43,32 +42,20 @@ def naive_chain(secret: bytes, salt: str, size: int, tokens: list[int], extras: 
 
 
 def test_golden_chain() -> None:
-    hasher = PrefixHasher(SECRET, "red", 4)
-    chain = hasher.hash_blocks(np.arange(1, 13, dtype=np.int32), extras={1: [Extra("lora", b"adapter-7", 0)]})
-    assert [h.hex() for h in chain] == [
+    assert [h.hex() for h in CHAIN] == [
         "1f008a5e8a03323b25f8f02fef1243bb57c6e202c3cc596ae859c5a789f1e5e3",
         "f4a99f580ec402a19bc3d4192b15417ff95618985ec38e9b7ac2b132f7b6c3c3",
         "0dd3cd2e0d60edea9d4bfff20b3b9f311408fe5e80153837eec817e6453d5cb4",
     ]
-    assert hasher.external_key(b"digest").hex() == "e98e7df11869e1a465ee6395e6b61745043e9871dafe96905bedce5b7f4256c4"
+    assert HASHER.external_key(b"digest").hex() == "e98e7df11869e1a465ee6395e6b61745043e9871dafe96905bedce5b7f4256c4"
 
 
 def test_golden_store_key() -> None:
-    namespace = Namespace(
-        weights_digest=SECRET,
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        physical_layout="L2NHD",
-        backend="torch-cpu",
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
-    )
     assert tenant_id("red").hex() == "edffbbe14de80b6021870359901ff95e"
-    assert namespace.id.hex() == "c6226c387139dd8156a1b98597905f38"
-    key = store_key(tenant_id("red"), namespace.id, ChainHash(b"\7" * 32))
-    assert key == tenant_id("red") + namespace.id + b"\7" * 32
-    assert split_store_key(key) == (tenant_id("red"), namespace.id, b"\7" * 32)
+    assert NAMESPACE.id.hex() == "c6226c387139dd8156a1b98597905f38"
+    key = store_key(tenant_id("red"), NAMESPACE.id, ChainHash(b"\7" * 32))
+    assert key == tenant_id("red") + NAMESPACE.id + b"\7" * 32
+    assert split_store_key(key) == (tenant_id("red"), NAMESPACE.id, b"\7" * 32)
 
 
 @given(

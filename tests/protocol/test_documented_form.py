@@ -5,18 +5,16 @@ import hmac
 import struct
 
 import msgpack
-import numpy as np
 import pytest
 import xxhash
 
 from document_rig import examples
+from golden_keys import CHAIN, HASHER, NAMESPACE, SECRET
 from kvtier.codec.stored_form import Codec, decode_into, encode, encode_header, parse_stored_header
-from kvtier.identity.keys import Extra, NamespaceId, PrefixHasher, StoreKey, store_key, tenant_id
-from kvtier.identity.namespace import Namespace
+from kvtier.identity.keys import NamespaceId, StoreKey, store_key, tenant_id
 from kvtier.testing.blocks import summed
 
 PAGE = examples("stored-form.md")
-SECRET = bytes(range(32))
 KEY = StoreKey(PAGE["store key"])
 PAYLOAD = b"golden payload"
 PACKABLE = b"\x80\x3f" * 128
@@ -28,29 +26,17 @@ def test_the_tenant_id() -> None:
 
 
 def test_the_namespace_id() -> None:
-    namespace = Namespace(
-        weights_digest=SECRET,
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        physical_layout="L2NHD",
-        backend="torch-cpu",
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
-    )
     assert len(msgpack.unpackb(PAGE["namespace packed"])) == 16
     digest = hashlib.sha256(PAGE["namespace packed"]).digest()
-    assert PAGE["namespace id"] == digest[:16] == namespace.id
+    assert PAGE["namespace id"] == digest[:16] == NAMESPACE.id
 
 
 def test_the_chain() -> None:
     assert PAGE["root"] == hmac.digest(SECRET, PAGE["root message"], "sha256")
-    hasher = PrefixHasher(SECRET, "red", 4)
-    chain = hasher.hash_blocks(np.arange(1, 13, dtype=np.int32), extras={1: [Extra("lora", b"adapter-7", 0)]})
     for i in range(2):
-        assert PAGE[f"chain hash {i}"] == hashlib.sha256(PAGE[f"block {i}"]).digest() == chain[i]
+        assert PAGE[f"chain hash {i}"] == hashlib.sha256(PAGE[f"block {i}"]).digest() == CHAIN[i]
     external = hmac.digest(PAGE["root"], b"kvtier.ext.v1" + b"digest", "sha256")
-    assert PAGE["external key of digest"] == external == hasher.external_key(b"digest")
+    assert PAGE["external key of digest"] == external == HASHER.external_key(b"digest")
 
 
 def test_the_store_key() -> None:

@@ -9,6 +9,9 @@ from kvtier.codec.stored_form import Codec, decode_into
 from kvtier.identity.keys import StoreKey
 
 KEY = StoreKey(bytes(range(64)))
+PACKING = [Codec.LZ4, Codec.PLANES_ZSTD]
+GOLDEN_PAYLOAD = bytes(b for i in range(256) for b in (i * 167 + 13 & 255, 0x3C | i >> 6))
+"""What the packed blocks among the golden vectors hold."""
 
 
 def like_bf16(num_values: int) -> bytes:
