@@ -5,10 +5,9 @@ import hashlib
 import re
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from free_port import free_port
+from gated_files import GatedFiles
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.stored_form import encode_header, parse_header
 from kvtier.config import Config, parse_config
@@ -34,7 +34,6 @@ from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import Item, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.write_policy import WritePolicy
-from kvtier.tiers.disk.medium.files import FileLayer, OsFiles
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.pool.access import PoolAccess, open_transport
@@ -70,76 +69,6 @@ def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.002)
-
-
-class GatedFiles:
-    """Real files whose reads and writes wait for a gate. Counts what passes since `begin`."""
-
-    def __init__(self, inner: FileLayer | None = None) -> None:
-        self._inner = inner or OsFiles(direct=False)
-        self.may_write = threading.Event()
-        self.may_read = threading.Event()
-        self.writing = threading.Semaphore(0)
-        """Released whenever a write has come to its gate."""
-        self.reading = threading.Semaphore(0)
-        self.read_bytes = 0
-        """Guarded by _lock."""
-        self._lock = threading.Lock()
-        self.may_write.set()
-        self.may_read.set()
-
-    def begin(self) -> None:
-        """What a start has read does not count."""
-        self.reading, self.writing, self.read_bytes = threading.Semaphore(0), threading.Semaphore(0), 0
-
-    @property
-    def direct(self) -> bool:
-        return self._inner.direct
-
-    def create(self, path: str, nbytes: int) -> int:
-        return self._inner.create(path, nbytes)
-
-    def open(self, path: str, *, writable: bool = True) -> int:
-        return self._inner.open(path, writable=writable)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        self.writing.release()
-        assert self.may_write.wait(WAIT_S)
-        self._inner.write(fd, buffers, offset)
-
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with self._lock:
-            self.read_bytes += sum(map(len, buffers))
-        self.reading.release()
-        assert self.may_read.wait(WAIT_S)
-        return self._inner.read(fd, buffers, offset)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        self._inner.truncate(fd, nbytes)
-
-    def zero(self, fd: int, nbytes: int) -> None:
-        self._inner.zero(fd, nbytes)
-
-    def rename(self, path: str, new_path: str) -> None:
-        self._inner.rename(path, new_path)
-
-    def sync(self, fd: int) -> None:
-        self._inner.sync(fd)
-
-    def sync_folder(self, directory: str) -> None:
-        self._inner.sync_folder(directory)
-
-    def close(self, fd: int) -> None:
-        self._inner.close(fd)
-
-    def remove(self, path: str) -> None:
-        self._inner.remove(path)
-
-    def free_bytes(self, directory: str) -> int:
-        return self._inner.free_bytes(directory)
 
 
 @dataclass

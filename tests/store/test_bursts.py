@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from gated_files import GatedFiles
 from kvtier.codec.stored_form import encode_header, parse_header
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
@@ -32,7 +33,6 @@ from pool_rig import (
     RED,
     TOKENS,
     WAIT_S,
-    GatedFiles,
     connect,
     core_rig,
     keys,

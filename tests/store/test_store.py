@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from disk_rig import damage
+from gated_files import GatedFiles
 from kvtier.codec.stored_form import decode, encode_header, parse_header
 from kvtier.errors import LimitExceededError, UnavailableError
 from kvtier.events import EventKind
@@ -20,7 +21,7 @@ from kvtier.tiers.disk.medium.files import OsFiles
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, GatedFiles, core_rig, until
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, WAIT_S, CoreRig, core_rig, until
 
 KEY = make_key("a")
 PAYLOAD = make_payload("a", BLOCK_BYTES)

@@ -12,7 +12,6 @@ from kvtier.config import parse_config
 from kvtier.device.cuda import CudaKV
 from kvtier.errors import KvtierError
 from kvtier.identity.keys import BlockKey
-from kvtier.identity.namespace import Namespace
 from kvtier.offload import JobResult
 from kvtier.tiers.base import Status
 from kvtier_bench.gpu.races.chip import Chip
@@ -20,21 +19,12 @@ from kvtier_bench.gpu.races.faults import Fault, FaultyCuda, FaultyKV
 from kvtier_bench.gpu.races.pages import Pages
 from kvtier_bench.gpu.races.rig import Size
 from kvtier_bench.gpu.races.work import Queues, Steps, Work
+from kvtier_bench.measuring.blocks import namespace_of
 
 _LONG_S = 0.003
 _MOST_STEPS = 10_000
 _NUM_LANES = 8
 """The number of lanes: more than threads of the mover that `kvtier.build.engine_cache` makes."""
-_NAMESPACE = Namespace(
-    weights_digest=bytes(32),
-    dtype="float32",
-    kv_dtype="float32",
-    physical_layout="L2NHD",
-    backend="races",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-)
 
 
 class Whole:
@@ -150,7 +140,7 @@ def whole(chip: Chip, size: Size, *, rounds: int, fault: Fault, seed: int) -> It
         stack.callback(kv.close)
         device = FaultyKV(kv, fault)
         cache = stack.enter_context(
-            engine_cache(config, device=device, namespace=_NAMESPACE, registry=CollectorRegistry())
+            engine_cache(config, device=device, namespace=namespace_of(size.block_bytes), registry=CollectorRegistry())
         )
         built = Whole(chip, pages, cache, size, fault, random.Random(seed))
         yield built
