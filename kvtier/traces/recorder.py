@@ -1,5 +1,6 @@
 """Records what a cache is asked, beside its work: nobody waits for it, and what it cannot keep up with is dropped."""
 
+import errno
 import logging
 import os
 import threading
@@ -82,6 +83,8 @@ class TraceRecorder:
         try:
             if self._path.is_file():
                 self._path.replace(self._path.with_name(self._path.name + ".old"))
+            elif self._path.is_fifo():  # whose opening would wait for a reader
+                raise FileExistsError(errno.EEXIST, "a pipe is there")
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115 - closed by the thread
         except OSError as error:

@@ -1,5 +1,6 @@
 """The recorder: what comes back from its file, and that it drops rather than waits."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,3 +125,10 @@ def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory; name a file in a folder"):
         recorder.start()
     recorder.close()
+
+
+def test_a_pipe_is_no_file(path: Path) -> None:
+    """Opening one would wait for somebody who reads it, and a pool would not start until then."""
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="a pipe is there; name a file"):
+        TraceRecorder(path, {}, max_bytes=1 << 20).start()
