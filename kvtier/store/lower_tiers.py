@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.clock import MONOTONIC
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.store.cold_reads import Block, ColdReads
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
@@ -66,10 +66,9 @@ class LowerTiers:
             if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
                 reads.fetch(cold, payload_bytes, blocks)
 
-    @property
-    def is_behind(self) -> bool:
-        """Too much waits for a tier that keeps what is acknowledged: take no new block."""
-        return any(way.is_behind for way in self._ways)
+    def is_behind(self, tenant: TenantId) -> bool:
+        """Too much waits for a tier that keeps what is acknowledged: take no new block of this tenant."""
+        return any(way.is_behind(tenant) for way in self._ways)
 
     def make_room(self) -> bool:
         """Memory would refuse a write: lets go of what may wait no longer. True when it did."""

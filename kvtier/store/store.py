@@ -314,7 +314,7 @@ class Store:
 
     def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
         """Room in memory for a block that may be acknowledged when it is there."""
-        if self._below.is_behind and self._memory.lookup([key]) == [Status.MISS]:
+        if self._below.is_behind(TenantId(key[:TENANT_ID_BYTES])) and self._memory.lookup([key]) == [Status.MISS]:
             return WriteStatus.THROTTLED
         outcome = self._memory.prepare(key, nbytes, writer=writer)
         if outcome is WriteStatus.FULL and self._below.make_room():

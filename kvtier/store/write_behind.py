@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.store.write_workers import WriteWorkers
@@ -84,13 +84,13 @@ class WriteBehind:
         """All writers run."""
         return self._writers.alive
 
-    @property
-    def is_behind(self) -> bool:
-        """Too much waits for a tier that keeps what is acknowledged: take no new block. Never of another tier."""
+    def is_behind(self, tenant: TenantId) -> bool:
+        """Too much waits for a tier that keeps what is acknowledged: take no new block of this tenant. Never of another
+        tier, and not for one that would not take the block either."""
         if not self._settings.keeps_acknowledged:
             return False
         with self._waiting.changed:
-            return self._waiting.works and self._waiting.pinned_bytes >= self._settings.queue_bytes
+            return self._waiting.takes_of(tenant) and self._waiting.pinned_bytes >= self._settings.queue_bytes
 
     def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool) -> list[bool]:
         """Memory has these blocks from now on, and did not get them from this tier. A use. Never waits.
@@ -173,7 +173,8 @@ class WriteBehind:
         """Starts to write all that is owed, and once more what was put off. What enters memory now is not queued."""
         with self._waiting.changed:
             if not self._waiting.closing:
-                self._waiting.works = self._waiting.closing = True
+                self._waiting.closing = True
+                self._waiting.expect_success()
                 self._num_before_drain = self._waiting.num_written
                 self._waiting.changed.notify_all()
 
@@ -227,11 +228,12 @@ class WriteBehind:
         return [lease is not None for lease in leases]
 
     def _has_place(self, key: StoreKey, nbytes: int, promised: bool) -> bool:
-        """Whether the queue takes this block. While the tier takes nothing, what was promised is no more than the rest.
-        Caller holds the queue's lock."""
+        """Whether the queue takes this block. While the tier takes nothing of its tenant's, what was promised counts no
+        more than the rest. Caller holds the queue's lock."""
         if self._waiting.closing or self._waiting.is_on_its_way(key) or self._waiting.is_barred(key):
             return False
-        return (promised and self._waiting.works) or self._waiting.pinned_bytes + nbytes <= self._settings.queue_bytes
+        promised = promised and self._waiting.takes_of(TenantId(key[:TENANT_ID_BYTES]))
+        return promised or self._waiting.pinned_bytes + nbytes <= self._settings.queue_bytes
 
     def _take_back_discarded(self, queued: Sequence[StoreKey]) -> None:
         """What was discarded between its lease and the queue, the tier must not get back."""

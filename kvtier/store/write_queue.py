@@ -3,10 +3,14 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.host.pins import ReadPin
+
+TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
+"""What a tier says of a block that it has from then on."""
 
 
 class WriteQueue:
@@ -22,6 +26,10 @@ class WriteQueue:
         """Guards all fields. Notified by those who change what somebody may wait for."""
         self.works = True
         """The tier took some of what it was last given."""
+        self._fails = False
+        """The tier took nothing of what it was last given, and not for want of room."""
+        self._without_room: set[TenantId] = set()
+        """Tenants for whose blocks the tier had no room the last time: they are at their caps, or it is full."""
         self.closing = False
         """What waits is written now, whatever the policy, and nothing more gets on its way."""
         self.entered = False
@@ -70,6 +78,25 @@ class WriteQueue:
     def is_time_for_put_off(self) -> bool:
         """Only when nothing else is pinned: what found the queue full must not lengthen it."""
         return bool(self._put_off and self.works and not self._writing)
+
+    def takes_of(self, tenant: TenantId) -> bool:
+        """Whether the tier may be expected to take the tenant's blocks, though perhaps late."""
+        return not self._fails and tenant not in self._without_room
+
+    def expect_success(self) -> None:
+        """The tier is given another chance."""
+        self.works, self._fails = True, False
+
+    def note_answers(self, answers: Mapping[StoreKey, WriteStatus]) -> None:
+        """Notes what the tier said of the blocks that it was last given."""
+        if not answers:
+            return
+        took = {_tenant_of(key) for key, answer in answers.items() if answer in TAKEN}
+        refused = {_tenant_of(key) for key, answer in answers.items() if answer is WriteStatus.FULL}
+        self._without_room = (self._without_room | refused) - took
+        self.works = bool(took)
+        if took or any(answer is not WriteStatus.FULL for answer in answers.values()):
+            self._fails = not took
 
     def is_barred(self, key: StoreKey) -> bool:
         """Whether the block is being discarded."""
@@ -181,3 +208,7 @@ class WriteQueue:
     def _add_pinned(self, nbytes: int) -> None:
         self.pinned_bytes += nbytes
         self._on_pinned(self.pinned_bytes)
+
+
+def _tenant_of(key: StoreKey) -> TenantId:
+    return TenantId(key[:TENANT_ID_BYTES])

@@ -8,7 +8,7 @@ from functools import partial
 from kvtier.identity.keys import StoreKey
 from kvtier.store.lending import write_lent
 from kvtier.store.metrics import StoreMetrics
-from kvtier.store.write_queue import WriteQueue
+from kvtier.store.write_queue import TAKEN, WriteQueue
 from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.host.pins import ReadPin
@@ -22,7 +22,6 @@ _WRITE_BACK_SHARE = 1 / 16
 """The coldest part of memory that `write_back` keeps written. Small forgets blocks in bursts."""
 _RETRY_S = 5.0
 """Seconds between tries to give a tier that took nothing what was put off."""
-_TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 _RESULTS = {
     WriteStatus.STORED: "stored",
     WriteStatus.EXISTS: "exists",
@@ -94,7 +93,8 @@ class WriteWorkers:
                 ready = waiting.changed.wait_for(
                     lambda: waiting.entered or waiting.closing or waiting.more_to_write, timeout=_RETRY_S
                 )
-                waiting.works = waiting.works or not ready
+                if not ready:
+                    waiting.expect_success()
                 waiting.entered = False
                 if batch := waiting.take_queued(_BATCH_BLOCKS):
                     return batch
@@ -131,11 +131,10 @@ class WriteWorkers:
         for each in answers.values():
             self._metrics.written_down_blocks.labels(self._tier.name, _RESULTS[each]).inc()
         with waiting.changed:
-            if answers:
-                waiting.works = any(each in _TAKEN for each in answers.values())
+            waiting.note_answers(answers)
             for key, lease in batch.items():
                 waiting.finish(key, lease)
-                if (answer := answers.get(key)) in _TAKEN:
+                if (answer := answers.get(key)) in TAKEN:
                     waiting.num_written += 1
                 elif answer is not None:
                     waiting.put_off(key)

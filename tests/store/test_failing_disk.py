@@ -15,11 +15,13 @@ import pytest
 import pool_rig
 from kvtier.protocol import pool_pb2
 from kvtier.testing.blocks import make_key, summed
+from kvtier.tiers.base import WriteStatus
+from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk import tier as disk
 from kvtier.tiers.disk.medium import health as health
 from kvtier.tiers.disk.medium.files import OsFiles
 from pool_grpc_rig import connect
-from pool_rig import MIB, TOKENS, WAIT_S
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, GatedFiles, core_rig, until
 
 SERVICE = "/kvtier.pool.v1.Pool/"
 CREDENTIALS = (("authorization", "Bearer " + TOKENS["red"]),)
@@ -75,6 +77,25 @@ def test_a_failing_disk_is_in_the_stream_in_usage_and_in_metrics(
         assert heard(pool_pb2.Event.WRITABLE)
         assert state() == pool_pb2.TierUsage.WRITABLE
         stream.cancel()
+
+
+def test_a_tenant_at_its_cap_of_the_disk_costs_nobody_else_what_is_acknowledged(tmp_path: Path) -> None:
+    files = GatedFiles()
+    with core_rig(tmp_path / "disk", queue_bytes=4 * BLOCK_BYTES, files=files) as rig:
+        rig.core.set_shares({}, {RED: Share(cap_bytes=1)})
+
+        def written_down(result: str) -> float:
+            labels = {"tier": "disk", "result": result}
+            return rig.registry.get_sample_value("kvtier_pool_written_down_blocks_total", labels) or 0.0
+
+        assert rig.store(0) is WriteStatus.STORED
+        until(lambda: written_down("full") == 1)
+        files.may_write.clear()
+        statuses = [rig.store(label, tenant=BLUE) for label in range(8)]
+        assert (statuses[0], statuses[-1]) == (WriteStatus.STORED, WriteStatus.THROTTLED)
+        assert rig.store(1) is WriteStatus.STORED, "the disk would not have it anyway"
+        files.may_write.set()
+        until(lambda: written_down("stored") == statuses.count(WriteStatus.STORED))
 
 
 def _hear(stream: Iterator[bytes], kind: int) -> bool:
