@@ -21,7 +21,7 @@ from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.tier import BLOCK_OVERHEAD_BYTES
-from kvtier_pool.block.client_memory import ClientLimits
+from kvtier_pool.block.client_memory import NOTHING_HELD, ClientLimits
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
@@ -207,7 +207,7 @@ def test_a_lease_ends_by_its_deadline_and_a_write_by_its_own() -> None:
         assert (statuses, len(places)) == (bytes([Status.HIT, Status.MISS]), PLACE.size)
         write, _, slots = client.prepare([make_key("c")], [size])
         assert len(slots) == 1
-        slab_bytes = client.held_bytes - 2 * size
+        slab_bytes = client.held_bytes - size  # a miss holds nothing
         assert slab_bytes > size  # a slot that is held keeps its slab
         assert client.end_leases(104.0) == 0
         assert client.end_leases(105.0) == 1
@@ -242,6 +242,18 @@ def test_connections_of_a_tenant_hold_half_of_what_it_is_owed_together() -> None
         assert other.held_bytes - before >= 20 * size
         for client in (other, blue):
             clients.end(client)
+
+
+def test_what_misses_is_charged_to_nobody() -> None:
+    size = 64 * 1024
+    with core_rig(shared=True) as rig, clients_of(rig, 8 * MIB) as clients:
+        client = clients.open(RED)
+        rig.store("there")
+        for i in range(10):
+            missing = [make_key((i, j)) for j in range(50)]
+            assert client.acquire([make_key("there"), *missing], [size] * 51)[0] != NOTHING_HELD
+        assert client.held_bytes == 10 * size
+        clients.end(client)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(Share(), 2 * MIB), (Share(cap_bytes=MIB), MIB // 2)])

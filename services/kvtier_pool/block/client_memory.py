@@ -94,14 +94,16 @@ class ClientMemory:
 
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int]) -> tuple[int, bytes, bytes]:
         """Id of the lease, a status per key, and where the hits lie. Never waits for a tier below memory."""
-        nbytes = sum(sizes)
-        charged_bytes = nbytes + LEASE_ENTRY_BYTES * len(keys)
-        if not self._take(nbytes, charged_bytes):
+        asked_bytes = sum(sizes)
+        most_bytes = asked_bytes + LEASE_ENTRY_BYTES * len(keys)
+        if not self._take(asked_bytes, most_bytes):
             return NOTHING_HELD, bytes([Status.MISS]) * len(keys), b""
         until_s = self._clock() + self.lease_s
         held = self._core.acquire_places(keys, sizes)
+        nbytes = sum(size for size, status in zip(sizes, held.statuses, strict=True) if status == Status.HIT)
+        charged_bytes = nbytes + LEASE_ENTRY_BYTES * held.num_held
+        self._holdings.give_back(most_bytes - charged_bytes)  # for what misses
         if not held.places:
-            self._holdings.give_back(charged_bytes)
             self._core.release_places(held)
             return NOTHING_HELD, held.statuses, b""
         lease_id = next(self._ids)
