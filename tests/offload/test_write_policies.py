@@ -9,12 +9,11 @@ import pytest
 
 from hierarchy_rig import NAMESPACE, TENANT, Held, Rig, chain, memory_tier, pool_tier, until
 from kvtier.device.block_pool import BlockPool
-from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import BlockKey, rank_keys
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.offload import Block, Cleaner, DirectorySettings, InventoryLog
 from kvtier.tiers.base import Item, Status, WriteStatus
-from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.host.tier import HostTier
 from wrapped_tier import WrappedTier
 
@@ -53,30 +52,6 @@ class Refusing(WrappedTier):
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         return [WriteStatus.FULL] * len(items) if self.refuses else super().write(items)
-
-
-class TestUseCounts:
-    def test_a_key_is_enough_from_its_nth_use_on_and_says_so_once(self) -> None:
-        counts: UseCounts[bytes] = UseCounts(3, 10)
-        assert [counts.note(b"a") for _ in range(5)] == [False, False, True, False, False]
-        assert counts.is_enough(b"a")
-        assert not counts.is_enough(b"b")
-
-    def test_one_use_is_enough_at_once(self) -> None:
-        counts: UseCounts[bytes] = UseCounts(1, 10)
-        assert counts.note(b"a")
-
-    def test_the_key_used_longest_ago_is_forgotten(self) -> None:
-        counts: UseCounts[bytes] = UseCounts(2, 2)
-        for key in (b"a", b"b", b"a", b"c"):
-            counts.note(key)
-        assert counts.is_enough(b"a")
-        assert not counts.note(b"b"), "forgotten: this is its first use again"
-
-    @pytest.mark.parametrize(("enough", "max_keys"), [(0, 1), (1, 0)])
-    def test_bounds(self, enough: int, max_keys: int) -> None:
-        with pytest.raises(InvalidInputError):
-            UseCounts(enough, max_keys)
 
 
 class TestTowardsTiersBelow:

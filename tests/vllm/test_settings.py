@@ -7,7 +7,8 @@ from typing import Any
 
 import prometheus_client
 import pytest
-from engine_lab import EngineError, Lab
+from engine_lab import Lab
+from lab_child import EngineError
 from vllm.config import ParallelConfig
 from vllm_rig import settings, transfer
 

@@ -1,0 +1,82 @@
+"""The hierarchy over a tier with a bug, and over a device that is slow."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hierarchy_rig import Held, Rig, chain, pool_tier
+from kvtier.device.kv import Blocks, Fence, HostMemoryKV
+from kvtier.identity.keys import StoreKey
+from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.host.tier import HostTier
+
+pool = pytest.fixture(pool_tier)
+
+
+class Misbehaving(Held):
+    """A tier with a bug: it raises what tiers do not raise, or answers fewer than it was asked."""
+
+    def __init__(self, inner: Tier, fault: str) -> None:
+        super().__init__(inner)
+        self.fault = fault
+
+    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self._spoilt(super().lookup(keys), "lookup")
+
+    def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[Status]:
+        return self._spoilt(super().read(keys, into), "read")
+
+    def _spoilt(self, statuses: list[Status], verb: str) -> list[Status]:
+        if self.fault == f"{verb} raises":
+            raise ValueError("a bug")
+        return statuses[1:] if self.fault == f"{verb} short" else statuses
+
+
+@pytest.mark.parametrize("fault", ["lookup raises", "lookup short", "read raises", "read short"])
+def test_a_tier_with_a_bug_is_a_tier_that_misses(pool: HostTier, fault: str) -> None:
+    hashes, writer = chain(4), Rig(pool)
+    writer.save(hashes, range(4))
+    writer.settle()
+    rig = Rig(Misbehaving(pool, fault))
+    assert rig.tiers_of(hashes) == (["MISS"] if fault.startswith("lookup") else ["pool"]) * 4
+    loaded = rig.load(hashes, range(4))
+    assert loaded.failed == (frozenset(range(4)) if fault.startswith("read") else frozenset())
+    rig.settle()
+    rig.close()
+    writer.close()
+
+
+class SlowDevice(HostMemoryKV):
+    """Copies to it wait for `gate`."""
+
+    def __init__(self, blocks: np.ndarray[Any, Any]) -> None:
+        super().__init__(blocks)
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
+        self.entered.set()
+        assert self.gate.wait(20)
+        return super().scatter_all(sources, after=after)
+
+
+def test_a_cancelled_load_keeps_its_device_slots_until_the_copy_is_over(pool: HostTier) -> None:
+    """Else the next request's block would be overwritten with this one's."""
+    hashes = chain(4)
+    writer = Rig(pool)
+    writer.save(hashes, range(4))
+    writer.close()
+    rig = Rig(pool)
+    device = rig.mover._memory.device = SlowDevice(rig.device)
+    job = rig.hierarchy.start_load([(h, i) for i, h in enumerate(hashes)])
+    assert device.entered.wait(20)
+    rig.hierarchy.cancel(job)
+    for _ in range(20):
+        assert rig.hierarchy.poll() == [], "the slots are still being written"
+        rig.hierarchy.wait(0.005)
+    device.gate.set()
+    rig.result(job)
+    rig.settle()
+    rig.close()
