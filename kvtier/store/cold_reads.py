@@ -2,8 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import header_from_checksum
@@ -101,10 +102,22 @@ class ColdReads:
                     found[key] = Block(header, buffer, None, f"{self._tier.name}_private")
             self._admit(checksums, found)
         finally:
-            lent.when_done(lambda: self._abort(slots.values()))
+            self._let_go(list(slots.values()), lent)
 
-    def _abort(self, slots: Iterable[WriteSlot]) -> None:
-        """What could not be read. A slot that a tier which hangs may still fill is given back when it answers."""
+    def _let_go(self, slots: Sequence[WriteSlot], lent: LentMemory) -> None:
+        """Gives back the slots of what could not be read.
+
+        Slots that a tier which hangs may still fill serve nobody before it answers. Their keys are free at once, or
+        such a block could neither be found nor be written for as long.
+        """
+        with contextlib.suppress(ClosedError):
+            if lent.is_in_use and slots:
+                keys = [slot.key for slot in slots]
+                statuses = zip(keys, self._memory.lookup(keys), strict=True)
+                self._memory.discard([key for key, status in statuses if status is Status.PENDING])
+        lent.when_done(partial(self._abort, slots))
+
+    def _abort(self, slots: Sequence[WriteSlot]) -> None:
         for slot in slots:
             with contextlib.suppress(ClosedError):
                 self._memory.abort(slot)

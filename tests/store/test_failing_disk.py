@@ -13,15 +13,16 @@ import grpc
 import pytest
 
 import pool_rig
+from gated_files import GatedFiles
 from kvtier.protocol import pool_pb2
-from kvtier.testing.blocks import make_key, summed
-from kvtier.tiers.base import WriteStatus
+from kvtier.testing.blocks import make_key, make_payload, summed
+from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk import tier as disk
 from kvtier.tiers.disk.medium import health as health
 from kvtier.tiers.disk.medium.files import OsFiles
 from pool_grpc_rig import connect
-from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, GatedFiles, core_rig, until
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TOKENS, WAIT_S, core_rig, until
 
 SERVICE = "/kvtier.pool.v1.Pool/"
 CREDENTIALS = (("authorization", "Bearer " + TOKENS["red"]),)
@@ -105,3 +106,27 @@ def _hear(stream: Iterator[bytes], kind: int) -> bool:
         if events:
             return kind == pool_pb2.Event.STORED or not any(event.keys for event in events)
     return False
+
+
+def test_a_block_whose_read_hangs_is_a_miss_and_can_be_written_meanwhile(tmp_path: Path) -> None:
+    cold, labels = make_key(0), itertools.count(1)
+    with core_rig(tmp_path, memory_bytes=MIB) as rig:
+        until(lambda: rig.store(0) is WriteStatus.EXISTS)
+
+        def is_cold() -> bool:
+            rig.store(next(labels))
+            return rig.core._memory.lookup([cold]) == [Status.MISS]
+
+        until(is_cold)
+        assert rig.core.lookup([cold]) == [Status.HIT]
+        rig.core.hurry(0.2)
+        rig.files.may_read.clear()
+        assert rig.load([cold]) == [None]
+        assert rig.core.degraded()
+        assert rig.core.lookup([cold]) == [Status.MISS]
+        assert rig.store(0) is WriteStatus.STORED
+        payload = make_payload(0, BLOCK_BYTES)
+        assert rig.load([cold]) == [payload]
+        rig.files.may_read.set()
+        until(lambda: not rig.core.degraded())
+        assert rig.load([cold]) == [payload]

@@ -22,6 +22,11 @@ class LentMemory:
         """Called by the tier: notes work that goes on using the buffers."""
         self._users += users
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the call is over and something went on using the buffers."""
+        return bool(self._users)
+
     def when_done(self, give_back: Callable[[], object]) -> None:
         """Calls `give_back` when nobody uses the buffers any more: now, as a rule, or on the thread of the last one
         that does."""
