@@ -1,6 +1,6 @@
 """Capacities as they are typed: in blocks, in bytes, or as a multiple of what the trace was recorded under."""
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from kvtier.errors import ConfigError
 from kvtier.simulate.cases import Level
@@ -61,14 +61,7 @@ def _blocks(text: str, trace: Trace, block_bytes: int | None) -> int:
                 "name blocks or bytes"
             )
         return int(factor * trace.recorded.capacity_blocks)
-    nbytes = _bytes(text)
+    nbytes = int(_SIZE.validate_python(text))
     if block_bytes is None:
         raise ConfigError(f"capacity {text!r}: {trace.name} does not say how large a block is; add --block-bytes 2MiB")
     return nbytes // block_bytes
-
-
-def _bytes(text: str) -> int:
-    try:
-        return int(_SIZE.validate_python(text))
-    except ValidationError as error:
-        raise ValueError("no number of bytes") from error
