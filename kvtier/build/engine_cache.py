@@ -32,6 +32,8 @@ from kvtier.offload import (
     Planner,
     Replica,
 )
+from kvtier.policies.admission import Admission
+from kvtier.policies.admission_text import parse_admission
 from kvtier.policies.registry import by_name
 from kvtier.tiers.base import Tier
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
@@ -225,12 +227,22 @@ def directory_half(
                 DISK: WritePolicy(config.disk.write_policy),
                 POOL: WritePolicy(config.pool.write_policy),
             },
+            tier_admissions=_admissions(config, len(namespaces)),
+            block_bytes=block_bytes * len(namespaces),
             selective_uses=config.cache.selective_uses,
         ),
         on_answer=on_answer,
         recorder=_recorder(config, num_slots, block_bytes),
     )
     return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+
+def _admissions(config: Config, num_ranks: int) -> dict[str, Admission]:
+    """Which blocks get to a local tier at all, by the tier's name. Sizes are those of all ranks together."""
+    disk = config.disk
+    if disk.directory is None or disk.admission is None:
+        return {}
+    return {DISK: parse_admission(disk.admission, int(disk.capacity_bytes) * num_ranks)}
 
 
 def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder | None:

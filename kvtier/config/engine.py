@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from kvtier.config.fields import (
+    AdmissionText,
     Bytes,
     CodecName,
     Count,
@@ -197,6 +198,10 @@ class DiskConfig(Section):
     full disk; larger than what is free, and nothing is stored."""
     write_policy: WritePolicyName = "write_through"
     """When blocks in host memory are copied here. The other two spare the drive."""
+    admission: AdmissionText | None = None
+    """Which blocks get to disk at all, e.g. `second-use` or `frequency:3,bytes-per-day:2TiB`: see `docs/policies.md`,
+    and `kvtier simulate --admission` for what each would have given. What is kept out is offered again at its next use
+    while host memory has it. Without: all blocks."""
     codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does
     (`kvtier bench codec`)."""

@@ -13,6 +13,7 @@ from pydantic import (
 
 from kvtier.errors import ConfigError
 from kvtier.net.address import GRPC_PREFIX, Address
+from kvtier.policies.admission_text import parse_admission
 
 OVERRIDE_PREFIX = "KVTIER__"
 
@@ -41,6 +42,18 @@ before this one know no `planes-zstd`."""
 
 PolicyName = Literal["default", "lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "s3fifo", "arc"]
 """A policy of eviction: one of `kvtier.policies.registry.POLICIES`."""
+
+
+def _checked_admission(text: str) -> str:
+    try:
+        parse_admission(text, capacity_bytes=1)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+AdmissionText = Annotated[str, AfterValidator(_checked_admission)]
+"""Conditions as `kvtier.policies.admission_text.parse_admission` takes them."""
 
 SyncName = Literal["none", "sealed", "batch"]
 """A `kvtier.tiers.disk.state.segment_files.SyncPolicy`: what of a disk tier outlives a loss of power."""

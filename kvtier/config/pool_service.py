@@ -10,6 +10,7 @@ from pydantic import (
 )
 
 from kvtier.config.fields import (
+    AdmissionText,
     Bytes,
     CodecName,
     Count,
@@ -77,6 +78,10 @@ class PoolServiceConfig(Section):
     """Free space left to others on the file system; below it the disk tier shrinks."""
     disk_write_policy: WritePolicyName = "write_through"
     """When blocks in memory are copied to disk. With `write_back`, a killed pool forgets more."""
+    disk_admission: AdmissionText | None = None
+    """Which blocks get to disk at all, e.g. `second-use` or `frequency:3,bytes-per-day:2TiB`: see `docs/policies.md`,
+    and `kvtier simulate --admission` for what each would have given. What is kept out stays in memory, which forgets it
+    when it needs the room, though it was acknowledged, and is offered again at its next use. Without: all blocks."""
     disk_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV, `planes-zstd` three tenths; both cost more time than a fast drive does
     (`kvtier bench codec`)."""
@@ -104,6 +109,9 @@ class PoolServiceConfig(Section):
     below the engines' `lookup_deadline_s`, or they miss what the pool has itself."""
     redis_write_policy: WritePolicyName = "write_through"
     """When blocks in memory are copied to Redis. With the other two, pools share later, or less."""
+    redis_admission: AdmissionText | None = None
+    """Which blocks get to Redis at all: see `disk_admission`. Each pool goes by what it was offered itself. Not
+    `tenant-share`, since a Redis does not say what each tenant has."""
     redis_codec: CodecName = "raw"
     """`lz4` saves about a fifth of bf16 KV: worth it where the network gives less than 0.4 GB/s, or 0.9 when blocks
     are mostly read (`kvtier bench codec`). `planes-zstd` saves three tenths, at a fourth of the speed. Pools of

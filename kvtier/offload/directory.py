@@ -16,7 +16,7 @@ from itertools import groupby
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvariantError
-from kvtier.identity.keys import TENANT_ID_BYTES, BlockKey, NamespaceId
+from kvtier.identity.keys import TENANT_ID_BYTES, BlockKey, NamespaceId, TenantId
 from kvtier.offload.changes import ContentChanges
 from kvtier.offload.host_policy import HostPolicy
 from kvtier.offload.index import BlockIndex
@@ -42,7 +42,9 @@ from kvtier.offload.pending_writes import PendingWrites
 from kvtier.offload.planner import BlockStatus
 from kvtier.offload.saves import Saves
 from kvtier.offload.stores import Stores
+from kvtier.policies.admission import Admission
 from kvtier.tiers.base import Tier
+from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 from kvtier.traces.recorder import TraceRecorder
 from kvtier.traces.records import Kind
@@ -97,7 +99,8 @@ class Directory:
         uses: UseCounts[BlockKey] = UseCounts(settings.selective_uses, _MAX_COUNTED_USES)
         below = [*local_tiers, *([shared.name] if shared is not None else [])]
         policies = {tier: settings.tier_policies.get(tier, WritePolicy.WRITE_THROUGH) for tier in below}
-        self._owed = PendingWrites(policies, uses)
+        gates = {tier: self._gate(tier, admission, settings) for tier, admission in settings.tier_admissions.items()}
+        self._owed = PendingWrites(policies, uses, gates, settings.block_bytes)
         self._policy = HostPolicy(settings.host_policy, uses, self._index, self._owed)
         self._loads = Loads(
             self._index,
@@ -292,6 +295,15 @@ class Directory:
             self._recorder.close()
 
     # Inside
+
+    def _gate(self, tier: str, admission: Admission, settings: DirectorySettings) -> AdmissionGate:
+        """The admission of a local tier."""
+
+        def tenant_bytes(tenant: TenantId) -> int:
+            return settings.block_bytes * self._index.num_blocks_of(tenant, tier)
+
+        declined = self._metrics.declined_blocks
+        return AdmissionGate(admission, tier=tier, declined=declined, tenant_bytes=tenant_bytes)
 
     def _record(self, kind: Kind, keys: Sequence[BlockKey]) -> None:
         """Tells the recorder, if there is one: a call for each run of blocks of one tenant."""

@@ -21,11 +21,11 @@ class HostPolicy:
         """Counts a use of each; returns those that had their n-th just now. Free where no policy looks at uses."""
         if not self._owed.by_uses and not self._selective:
             return set()
-        enough = {key for key in keys if self._uses.note(key)}
-        for key in enough:
-            if self._index.slots.find(key) is not None:
-                self._owed.used_enough(key)
-        return enough
+        used = list(keys)
+        self._owed.used(used)
+        enough = [key for key in used if self._uses.note(key)]
+        self._owed.used_enough([key for key in enough if self._index.slots.find(key) is not None])
+        return set(enough)
 
     def of_full(self, blocks: Sequence[Block]) -> list[Block]:
         """Returns the blocks that are to be copied now that they have become full, which is a use of each."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import TENANT_ID_BYTES, BlockKey, TenantId
 from kvtier.offload.changes import ContentChanges
 from kvtier.offload.messages import HOST, Inventory
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
@@ -36,6 +36,8 @@ class BlockIndex:
         self._forgetting: Counter[str] = Counter()
         """Tiers that are being emptied: what they have does not count."""
         self._mirrors: dict[str, list[set[bytes]]] = {tier: [set() for _ in range(num_ranks)] for tier in local_tiers}
+        self._num_blocks = {tier: Counter[bytes]() for tier in local_tiers}
+        """Blocks of each tenant that the first rank has in a local tier, by tier."""
         self.content_changes: ContentChanges | None = None
         """Every block that comes or goes is noted there, while somebody watches."""
 
@@ -90,6 +92,10 @@ class BlockIndex:
         """Blocks that some rank has in this tier."""
         return {BlockKey(key) for mirror in self._mirrors[tier] for key in mirror}
 
+    def num_blocks_of(self, tenant: TenantId, tier: str) -> int:
+        """How many blocks of the tenant the first rank has in a local tier."""
+        return self._num_blocks[tier][tenant]
+
     def begin_forgetting(self, tier: str) -> None:
         """Nothing is found in this tier until as many `end_forgetting`."""
         self._forgetting[tier] += 1
@@ -106,9 +112,19 @@ class BlockIndex:
         if changes.cleared:
             self._note_all(changes.tier)
             mirror.clear()
+        if not rank:
+            self._count(changes)
         mirror.update(changes.added)
         mirror.difference_update(changes.removed)
         self.note(changes.tier, map(BlockKey, chain(changes.added, changes.removed)))
+
+    def _count(self, changes: Inventory) -> None:
+        """Counts what the first rank's tier has gained and lost, before its mirror knows."""
+        mirror, counts = self._mirrors[changes.tier][0], self._num_blocks[changes.tier]
+        if changes.cleared:
+            counts.clear()
+        counts.update(key[:TENANT_ID_BYTES] for key in changes.added if key not in mirror)
+        counts.subtract(key[:TENANT_ID_BYTES] for key in changes.removed if key in mirror)
 
     def _note_all(self, tier: str) -> None:
         if self.content_changes is not None:

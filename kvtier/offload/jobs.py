@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 from kvtier.identity.keys import BlockKey
 from kvtier.offload.messages import HOST
+from kvtier.policies.admission import Admission
 from kvtier.policies.base import EvictionPolicy
 from kvtier.policies.lru import LRU
 from kvtier.tiers.common.write_policy import WritePolicy
@@ -46,6 +47,10 @@ class DirectorySettings:
     """Makes the order in which blocks lose their slots in host memory."""
     tier_policies: Mapping[str, WritePolicy] = field(default_factory=dict)
     """When blocks in host memory are copied to the tier of this name; tiers not named get them at once."""
+    tier_admissions: Mapping[str, Admission] = field(default_factory=dict)
+    """Which blocks get to the local tier of this name at all. A tier that is not named gets all of them."""
+    block_bytes: int = 0
+    """What admissions take a block for, in bytes, in all ranks together."""
     selective_uses: int = 2
     """The use at which `write_through_selective` copies a block. Computing it is the first."""
     write_back_blocks: int = 256

@@ -150,8 +150,8 @@ class Loads:
         batch = self._batches[message.batch_id]
         batch.ok = [before and bool(now) for before, now in zip(batch.ok, message.ok, strict=True)]
         batch.seconds = max(batch.seconds, message.seconds)
+        self._leave_arena(batch, rank)  # first, since a job ends with a use of what is in host memory by then
         self._leave_device(batch, rank)
-        self._leave_arena(batch, rank)
 
     def forget(self) -> set[BlockKey]:
         """Keeps nothing of what is under way in the arenas; returns it."""
@@ -239,6 +239,7 @@ class Loads:
         del self._batches[batch.batch_id]
         if batch.way == "direct":  # it had no slots there
             return
+        entered: list[BlockKey] = []
         for entry, good in zip(batch.entries, batch.ok, strict=True):
             if batch.source == HOST:
                 self._index.slots.unpin(entry)
@@ -249,7 +250,8 @@ class Loads:
                 if batch.forget:
                     self._index.slots.discard(entry.key)
                 else:
-                    self._owed.entered(entry.key, batch.source)
+                    entered.append(entry.key)
+        self._owed.entered(entered, batch.source)
 
     def _end_if_over(self, job: _Job) -> None:
         if job.open or job.queued:

@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter
 
+from kvtier.tiers.common.admission_gate import declined_blocks
+
 
 class HierarchyMetrics:
     """Counters of one engine's hierarchy; incremented by the scheduler thread."""
@@ -27,4 +29,5 @@ class HierarchyMetrics:
             "Blocks that host memory lost and that a tier should have had: it refused them, or was not asked yet",
             "tier",
         )
+        self.declined_blocks = declined_blocks(registry)
         self.evictions_waited = counter("evictions_waited", "Allocations that had to wait because blocks were copied")

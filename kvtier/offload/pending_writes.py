@@ -1,9 +1,10 @@
 """What the tiers below host memory have not been given yet, by each tier's write policy."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from kvtier.identity.keys import BlockKey
+from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 
 
@@ -11,16 +12,30 @@ class PendingWrites:
     """Decides which tiers get a block when it enters host memory, and keeps a list of what others get later.
 
     A tier with `write_through_selective` is owed a block at its n-th use, one with `write_back` from the
-    start; a debt becomes due at once, or when the block comes close to eviction. Scheduler thread only.
+    start; a debt becomes due at once, or when the block comes close to eviction. A tier with an admission is owed
+    what that lets in; what it keeps out is offered again at each use in host memory. Scheduler thread only.
     """
 
-    def __init__(self, policies: Mapping[str, WritePolicy], uses: UseCounts[BlockKey]) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, WritePolicy],
+        uses: UseCounts[BlockKey],
+        gates: Mapping[str, AdmissionGate] | None = None,
+        block_bytes: int = 0,
+    ) -> None:
         """
         :param policies: by name of the tier below.
         :param uses: shared with the device's boundary; noted by the directory.
+        :param gates: the admissions of those tiers that have one, by their names.
+        :param block_bytes: what a block takes in such a tier, in all ranks together.
         """
-        self._uses = uses
-        self.at_once = [name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH]
+        self._uses, self._gates, self._block_bytes = uses, gates or {}, block_bytes
+        self._policies = policies
+        self._kept_out: dict[str, set[BlockKey]] = {name: set() for name in self._gates}
+        """Blocks in host memory that are offered to a tier at their next use, by tier."""
+        self.at_once = [
+            name for name, policy in policies.items() if policy is WritePolicy.WRITE_THROUGH and name not in self._gates
+        ]
         """Tiers that get a block in the same batch that copies it from the device; one that comes from another
         tier is due at once."""
         self._selective = [n for n, p in policies.items() if p is WritePolicy.WRITE_THROUGH_SELECTIVE]
@@ -35,8 +50,8 @@ class PendingWrites:
 
     @property
     def by_uses(self) -> bool:
-        """Whether some tier wants its blocks at their n-th use."""
-        return bool(self._selective)
+        """Whether some tier gets blocks for their uses."""
+        return bool(self._selective or self._gates)
 
     @property
     def late(self) -> int:
@@ -53,23 +68,30 @@ class PendingWrites:
         tiers = {**self._due, **{tier: {} for tier in self._late}}
         return [(tier, len(self._due[tier]) + len(self._late.get(tier, ()))) for tier in tiers]
 
-    def entered(self, key: BlockKey, source: str) -> None:
-        """Host memory has the block from now on; the tier `source` has it too, or the device when it is empty."""
-        if source:
-            for tier in self.at_once:
-                if tier != source:
-                    self._due[tier][key] = None
-        for tier, blocks in self._late.items():
-            if tier != source:
-                blocks[key] = None
-        for tier in self._selective:
-            if tier != source and self._uses.is_enough(key):
-                self._due[tier][key] = None
+    def entered(self, keys: Sequence[BlockKey], source: str) -> None:
+        """Host memory has the blocks of a request from now on; the tier `source` has them too, or the device when it is
+        empty."""
+        for tier in self._policies:
+            if tier == source:
+                continue
+            wanted = keys
+            if tier in self._selective:
+                wanted = [key for key in keys if self._uses.is_enough(key)]
+            if tier in self._gates and source:
+                # A load ends with a use of all that it has brought: that is the offer, and a second one is not made.
+                self._kept_out[tier].update(wanted)
+            elif source or tier not in self.at_once:
+                self._owe(tier, wanted)
 
-    def used_enough(self, key: BlockKey) -> None:
-        """The block, in host memory, had its n-th use just now."""
+    def used(self, keys: Collection[BlockKey]) -> None:
+        """A request has used these blocks: offers tiers once more what they are kept out of."""
+        for tier, kept_out in self._kept_out.items():
+            self._owe(tier, [key for key in keys if key in kept_out])
+
+    def used_enough(self, keys: Sequence[BlockKey]) -> None:
+        """The blocks, in host memory, had their n-th use just now."""
         for tier in self._selective:
-            self._due[tier][key] = None
+            self._owe(tier, keys)
 
     def refused(self, tier: str, keys: Iterable[BlockKey]) -> None:
         """These blocks, in host memory, were written to the tier, which did not take them."""
@@ -113,11 +135,21 @@ class PendingWrites:
         """Forgets all writes that are owed: host memory was emptied on purpose."""
         for blocks in (*self._due.values(), *self._late.values()):
             blocks.clear()
-        for refused in self._refused.values():
-            refused.clear()
+        for keys in (*self._refused.values(), *self._kept_out.values()):
+            keys.clear()
+
+    def _owe(self, tier: str, keys: Sequence[BlockKey]) -> None:
+        """Notes that the tier is owed these blocks, if they are let in."""
+        if keys and (gate := self._gates.get(tier)) is not None:
+            answers = gate.admits([(key, self._block_bytes) for key in keys], len(keys))
+            kept_out = {key for key, admitted in zip(keys, answers, strict=True) if not admitted}
+            self._kept_out[tier].difference_update(keys)
+            self._kept_out[tier] |= kept_out
+            keys = [key for key in keys if key not in kept_out]
+        (self._late if tier in self._late else self._due)[tier].update(dict.fromkeys(keys))
 
     def _forget(self, key: BlockKey) -> None:
         for owed in (*self._due.values(), *self._late.values()):
             owed.pop(key, None)
-        for refused in self._refused.values():
-            refused.discard(key)
+        for keys in (*self._refused.values(), *self._kept_out.values()):
+            keys.discard(key)

@@ -102,6 +102,7 @@ class Saves:
         if batch.on_device or batch.batch_id not in job.open:
             return
         job.open.remove(batch.batch_id)
+        entered: list[BlockKey] = []
         for index, entry, good in zip(batch.indexes, batch.entries, batch.ok, strict=True):
             if good:
                 job.ok.add(index)
@@ -111,7 +112,8 @@ class Saves:
                 if batch.forget:
                     self._index.slots.discard(entry.key)
                 else:
-                    self._owed.entered(entry.key, source="")
+                    entered.append(entry.key)
+        self._owed.entered(entered, source="")
         if not job.open:
             self._end(job)
 

@@ -5,9 +5,21 @@ from collections.abc import Callable, Mapping
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvtier.errors import ConfigError
-from kvtier.policies.admission import Admission, AllOf, BytesPerDay, Frequency, MinRun, SecondUse, TenantShare
+from kvtier.policies.admission import (
+    Admission,
+    BytesPerDay,
+    Condition,
+    Frequency,
+    MinRun,
+    Offer,
+    PerTenant,
+    SecondUse,
+    TenantShare,
+)
 
 _SIZE = TypeAdapter(ByteSize)
+_MOST_REMEMBERED, _MOST_COUNTERS = 1 << 18, 1 << 20
+"""For each tenant where the text does not say it: 70 MB of keys, or 4 MiB of counters."""
 
 CONDITIONS: Mapping[str, str] = {
     "second-use": "`second-use`: offered before, or `second-use:N` among the last N blocks offered",
@@ -19,18 +31,29 @@ CONDITIONS: Mapping[str, str] = {
 """What can be said, with an example."""
 
 
-def parse_admission(text: str, *, capacity_blocks: int, capacity_bytes: int) -> Admission:
+def parse_admission(text: str, capacity_bytes: int | None) -> Admission:
     """New conditions that remember nothing yet; all of them have to hold. They are separated by commas.
 
-    :param capacity_blocks: of the tier: what is remembered of blocks that it does not have grows with it.
-    :param capacity_bytes: of the tier, in the unit of `Offer.nbytes`.
+    :param capacity_bytes: of the tier, in the unit of `Offer.nbytes`: as many blocks of a tenant are remembered as it
+        would hold of the first one's size, within bounds. None: nobody knows.
     :raises ConfigError: the text says something else.
     """
-    makers: Mapping[str, Callable[[str], Admission]] = {
-        "second-use": lambda value: SecondUse(_number(value) if value else max(1, capacity_blocks)),
-        "frequency": lambda value: Frequency(_number(value, 15), max(1, capacity_blocks)),
+
+    def remembering(make: Callable[[int], Condition], most: int) -> Condition:
+        def make_for(offer: Offer) -> Condition:
+            blocks = most if capacity_bytes is None else capacity_bytes // max(1, offer.nbytes)
+            return make(max(1, min(blocks, most)))
+
+        make(1)  # says now what is wrong with the text
+        return PerTenant(make_for)
+
+    makers: Mapping[str, Callable[[str], Condition]] = {
+        "second-use": lambda value: remembering(
+            lambda blocks: SecondUse(_number(value) if value else blocks), _MOST_REMEMBERED
+        ),
+        "frequency": lambda value: remembering(lambda blocks: Frequency(_number(value, 15), blocks), _MOST_COUNTERS),
         "min-run": lambda value: MinRun(_number(value)),
-        "tenant-share": lambda value: TenantShare(_share(value) * capacity_bytes),
+        "tenant-share": lambda value: TenantShare(_share(value) * _known(capacity_bytes)),
         "bytes-per-day": lambda value: BytesPerDay(_bytes(value)),
     }
     conditions = []
@@ -39,10 +62,10 @@ def parse_admission(text: str, *, capacity_blocks: int, capacity_bytes: int) -> 
         if name not in makers:
             raise ConfigError(f"there is no admission {name!r}: {'; '.join(CONDITIONS.values())}")
         try:
-            conditions.append(makers[name](value.strip()))
+            conditions.append((name, makers[name](value.strip())))
         except ValueError as error:
             raise ConfigError(f"admission {part.strip()!r}: {error}; {CONDITIONS[name]}") from error
-    return conditions[0] if len(conditions) == 1 else AllOf(conditions)
+    return Admission(conditions)
 
 
 def _number(value: str, most: int = 1 << 31) -> int:
@@ -56,6 +79,12 @@ def _share(value: str) -> float:
     if not 0 < share <= 1:
         raise ValueError(f"{value!r} is no share above 0 and up to 1")
     return share
+
+
+def _known(capacity_bytes: int | None) -> int:
+    if capacity_bytes is None:
+        raise ValueError("this tier does not say how much it holds, nor what each tenant has of it; leave it out")
+    return capacity_bytes
 
 
 def _bytes(value: str) -> int:

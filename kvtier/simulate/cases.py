@@ -84,8 +84,7 @@ def open_tiers(case: Case, block_bytes: int) -> list[SimulatedTier]:
     for number, level in enumerate(case.levels):
         admission = None
         if case.admission is not None and (number or len(case.levels) == 1):
-            blocks = level.capacity_blocks
-            admission = parse_admission(case.admission, capacity_blocks=blocks, capacity_bytes=blocks * block_bytes)
+            admission = parse_admission(case.admission, level.capacity_blocks * block_bytes)
         policy = by_name(case.policy, num_blocks=level.capacity_blocks)
         tiers.append(SimulatedTier(level.name, level.capacity_blocks, policy, admission))
     return tiers

@@ -1,7 +1,8 @@
 """One level of a simulated cache: the very policy and admission that a real one would have, and no bytes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from kvtier.policies.admission import Admission, Offer
 from kvtier.policies.base import EvictionPolicy, Use
@@ -21,6 +22,10 @@ class SimulatedTier:
     num_evicted: int = 0
     num_declined: int = 0
     """Blocks that the admission did not let in."""
+    _owners: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
+    """Tenant and bytes of each block that is here. Kept where there is an admission, as the next one is."""
+    _tenant_bytes: Counter[Hashable] = field(default_factory=Counter)
+    """Bytes of each tenant that are here."""
 
     def take(
         self, request: Request, uses: Sequence[Use[int]], order: Sequence[int], above: Sequence[bool] | None
@@ -51,15 +56,19 @@ class SimulatedTier:
         self.policy.remove(key, evicted=True)
         self.num_evicted += 1
         if self.admission is not None:
-            self.admission.left(key)
+            tenant, nbytes = self._owners.pop(key)
+            self._tenant_bytes[tenant] -= nbytes
 
     def _admits(self, request: Request, index: int, nbytes: int, run_blocks: int) -> bool:
         assert self.admission is not None
-        offer = Offer(request.keys[index], request.tenant, nbytes, run_blocks, request.time_s)
-        if not self.admission.admits(offer):
+        key, tenant = request.keys[index], request.tenant
+        offer = Offer(key, tenant, nbytes, run_blocks, request.time_s, self._tenant_bytes[tenant])
+        if self.admission.refusal(offer) is not None:
             self.num_declined += 1
             return False
         self.admission.entered(offer)
+        self._owners[key] = (tenant, nbytes)
+        self._tenant_bytes[tenant] += nbytes
         return True
 
 

@@ -7,10 +7,12 @@ from functools import partial
 
 from kvtier.clock import MONOTONIC
 from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.policies.admission import Admission
 from kvtier.store.cold_reads import Block, ColdReads
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
 from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
 
@@ -21,6 +23,13 @@ class LowerTier:
 
     tier: Tier
     settings: WriteBehindSettings
+    admission: Admission | None = None
+    """Which blocks get there at all; None: all of them. One that does not is kept by nobody, though acknowledged."""
+
+    @property
+    def keeps_acknowledged(self) -> bool:
+        """Whether every acknowledged block is there before memory gives it up."""
+        return self.settings.keeps_acknowledged and self.admission is None
 
 
 class LowerTiers:
@@ -30,7 +39,7 @@ class LowerTiers:
     def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics) -> None:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
         self.tiers = [each.tier for each in lower]
-        self._ways = [WriteBehind(memory, each.tier, metrics, each.settings) for each in lower]
+        self._ways = [WriteBehind(memory, each.tier, metrics, each.settings, _gate_of(each, metrics)) for each in lower]
         self._cold_reads = [ColdReads(memory, tier, partial(self._note_admitted, source=tier)) for tier in self.tiers]
         for tier in self.tiers:
             metrics.prepare_tier(tier.name)
@@ -75,19 +84,25 @@ class LowerTiers:
         made_room = [way.make_room() for way in self._ways]
         return any(made_room)
 
-    def used(self, keys: Collection[StoreKey]) -> None:
-        """These blocks were read from memory. Never waits."""
-        for way in self._ways:
-            way.used(keys)
+    def used(self, keys: Collection[StoreKey], run_blocks: int = 0) -> None:
+        """These blocks were read from memory. Never waits.
 
-    def entered(self, keys: Sequence[StoreKey], source: Tier | None = None) -> list[bool]:
-        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged."""
+        :param run_blocks: how many blocks the request names, if it is more than these.
+        """
+        for way in self._ways:
+            way.used(keys, max(run_blocks, len(keys)))
+
+    def entered(self, keys: Sequence[StoreKey], source: Tier | None = None, run_blocks: int = 0) -> list[bool]:
+        """Memory got blocks: from a client, or from the tier `source`. Which of them may be acknowledged.
+
+        :param run_blocks: as in `used`.
+        """
         kept = [True] * len(keys)
         for tier, way in zip(self.tiers, self._ways, strict=True):
             if tier is source:
                 way.admitted()
             else:
-                held = way.entered(keys, acknowledged=source is None)
+                held = way.entered(keys, acknowledged=source is None, run_blocks=max(run_blocks, len(keys)))
                 kept = [before and now for before, now in zip(kept, held, strict=True)]
         return kept
 
@@ -137,3 +152,12 @@ class LowerTiers:
 
     def _note_admitted(self, keys: Sequence[StoreKey], source: Tier) -> None:
         self.entered(keys, source)
+
+
+def _gate_of(lower: LowerTier, metrics: StoreMetrics) -> AdmissionGate | None:
+    if lower.admission is None:
+        return None
+    gate = partial(AdmissionGate, lower.admission, tier=lower.tier.name, declined=metrics.declined_blocks)
+    if isinstance(disk := lower.tier, DiskTier):
+        return gate(tenant_bytes=lambda tenant: disk.usage_of(tenant).used_bytes)
+    return gate()

@@ -2,7 +2,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned")
+from kvtier.tiers.common.admission_gate import declined_blocks
+
+WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned", "declined")
 
 
 class StoreMetrics:
@@ -33,7 +35,7 @@ class StoreMetrics:
         self.written_down_blocks = Counter(
             "kvtier_pool_written_down_blocks",
             "Blocks on their way from memory to a tier below, by end; dropped: the queue was full or memory needed its "
-            "room.",
+            "room; declined: the tier's admission kept them out.",
             ["tier", "result"],
             registry=registry,
         )
@@ -49,6 +51,7 @@ class StoreMetrics:
             ["tier"],
             registry=registry,
         )
+        self.declined_blocks = declined_blocks(registry)
         for source in ("memory", "miss"):
             self.read_blocks.labels(source)
 

@@ -86,7 +86,7 @@ class Store:
         self._memory = HostTier(
             memory_bytes,
             name="memory",
-            min_residency_s=0.0 if any(lower.settings.keeps_acknowledged for lower in below) else min_residency_s,
+            min_residency_s=0.0 if any(lower.keeps_acknowledged for lower in below) else min_residency_s,
             shared=shared,
             block_overhead_bytes=BLOCK_OVERHEAD_BYTES,
             make_policy=make_policy,
@@ -107,10 +107,11 @@ class Store:
         return self._look_up(keys)
 
     @contextmanager
-    def read(self, keys: Sequence[StoreKey], payload_bytes: int) -> Iterator[list[Block | None]]:
+    def read(self, keys: Sequence[StoreKey], payload_bytes: int, run_blocks: int = 0) -> Iterator[list[Block | None]]:
         """Blocks in the order of `keys`, None for a miss, valid inside the `with` only: copy or send, then leave.
 
         :param payload_bytes: a block of another length is a miss.
+        :param run_blocks: how many blocks the request names of which `keys` are a part, for `min-run`.
         """
         self._record(Kind.READ, keys)
         blocks: dict[StoreKey, Block] = {}
@@ -120,7 +121,7 @@ class Store:
                     self._memory.release([lease])
                 elif lease is not None:
                     blocks[key] = block_of(key, lease, "memory")
-            self._below.used(blocks)
+            self._below.used(blocks, run_blocks)
             self._below.fetch(keys, payload_bytes, blocks)
             found = [blocks.get(key) for key in keys]
             answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
@@ -158,15 +159,19 @@ class Store:
             return self.abort_write(slot)
         return self.commit_all([slot], [header.checksum])[0]
 
-    def commit_all(self, slots: Sequence[WriteSlot], checksums: Sequence[int]) -> list[WriteStatus]:
+    def commit_all(
+        self, slots: Sequence[WriteSlot], checksums: Sequence[int], run_blocks: int = 0
+    ) -> list[WriteStatus]:
         """Makes blocks readable, last to first, so that a batch's head is what was used last: STORED.
 
         Nothing is looked at: payloads were held against their checksums as they came, or a client has written them to
         shared memory. Every reader holds them against the checksum again. THROTTLED what was evicted again in the
         same moment, before a tier that should keep it could have it.
+
+        :param run_blocks: as in `read`.
         """
         self._memory.commit_all(dict(zip(slots, checksums, strict=True)))
-        kept = self._below.entered([slot.key for slot in slots])
+        kept = self._below.entered([slot.key for slot in slots], run_blocks=run_blocks)
         self._record(Kind.WRITE, [slot.key for slot in slots], len(slots[0].view) if slots else 0)
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
         self._count_write(WriteStatus.STORED, num_bytes, sum(kept))

@@ -1,6 +1,6 @@
 """Blocks on their way from memory to one tier below, in the background, as its write policy says."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.store.write_workers import WriteWorkers
 from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
 
@@ -57,11 +59,25 @@ class WriteBehind:
     A block that finds no place in the queue, or that the tier does not take, stays in memory only; it is tried again
     while the writers are idle, when the tier has taken others, every few seconds, and at the end. So a tier that takes
     nothing, a broken disk too, holds nobody up: the pool is one in memory until it is back. A block that memory gives
-    up before the tier has it is counted as `evicted_unwritten`: nobody waits. Any thread may call anything.
+    up before the tier has it is counted as `evicted_unwritten`: nobody waits.
+
+    Where the tier has an admission, a block that is to get on its way is offered first. One that is declined stays in
+    memory only and is owed to nobody; it is offered again at each further use. Any thread may call anything.
     """
 
-    def __init__(self, memory: HostTier, tier: Tier, metrics: StoreMetrics, settings: WriteBehindSettings) -> None:
-        """`start` starts the writers. Memory and tier stay the caller's."""
+    def __init__(
+        self,
+        memory: HostTier,
+        tier: Tier,
+        metrics: StoreMetrics,
+        settings: WriteBehindSettings,
+        gate: AdmissionGate | None = None,
+    ) -> None:
+        """`start` starts the writers. Memory and tier stay the caller's.
+
+        :param gate: the tier's admission; None: every block is let in.
+        """
+        self._gate = gate
         self._memory = memory
         self._tier = tier
         self._metrics = metrics
@@ -92,28 +108,26 @@ class WriteBehind:
         with self._waiting.changed:
             return self._waiting.takes_of(tenant) and self._waiting.pinned_bytes >= self._settings.queue_bytes
 
-    def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool) -> list[bool]:
+    def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool, run_blocks: int) -> list[bool]:
         """Memory has these blocks from now on, and did not get them from this tier. A use. Never waits.
 
         False for a block that memory has lost again before it could be pinned: it must not be acknowledged.
 
         :param acknowledged: they come from a writer, not from another tier.
+        :param run_blocks: how many blocks of one request come together.
         """
         if self._write_back:
-            with self._waiting.changed:
-                for key, status in zip(keys, self._memory.lookup(keys), strict=True):
-                    if status is not Status.MISS and not self._waiting.is_barred(key):
-                        self._note_owed(key)
+            self._owe(keys, run_blocks)
             return [True] * len(keys)
         if self._selective:
             with self._waiting.changed:
                 for key in keys:
                     self._uses.note(key)
                 due = [key for key in keys if self._uses.is_enough(key)]
-            self._queue(due)
+            self._queue(due, run_blocks)
             return [True] * len(keys)
         promised = acknowledged and self._settings.keeps_acknowledged
-        held = self._queue(keys, promised=promised)
+        held = self._queue(keys, run_blocks, promised=promised)
         return held if promised else [True] * len(keys)
 
     def admitted(self) -> None:
@@ -123,12 +137,16 @@ class WriteBehind:
                 self._waiting.entered = True
                 self._waiting.changed.notify()
 
-    def used(self, keys: Iterable[StoreKey]) -> None:
-        """These blocks were read from memory. Never waits."""
-        if self._selective:
-            with self._waiting.changed:
-                enough = [key for key in keys if self._uses.note(key)]
-            self._queue(enough)
+    def used(self, keys: Collection[StoreKey], run_blocks: int) -> None:
+        """These blocks were read from memory, so many of one request together. Never waits."""
+        due: list[StoreKey] = []
+        with self._waiting.changed:
+            if self._gate is not None:
+                due = self._waiting.declined(keys)
+            if self._selective:
+                due += [key for key in keys if self._uses.note(key)]
+        if due:
+            (self._owe if self._write_back else self._queue)(due, run_blocks)
 
     def make_room(self) -> bool:
         """Memory would refuse a write: lets go of what is queued for a tier that keeps nothing. True when it did."""
@@ -163,11 +181,9 @@ class WriteBehind:
         Told late, it may have some of them again by now: those are not lost.
         """
         with self._waiting.changed:
-            tracked = self._waiting.unpinned(keys)
-            there = self._memory.lookup(tracked)
-            lost = [key for key, status in zip(tracked, there, strict=True) if status is Status.MISS]
-            self._waiting.forget(lost)
-        self._metrics.evicted_unwritten.labels(self._tier.name).inc(len(lost))
+            self._forget_gone(self._waiting.declined(keys))
+            num_lost = self._forget_gone(self._waiting.unpinned(keys))
+        self._metrics.evicted_unwritten.labels(self._tier.name).inc(num_lost)
 
     def begin_drain(self) -> None:
         """Starts to write all that is owed, and once more what was put off. What enters memory now is not queued."""
@@ -202,15 +218,21 @@ class WriteBehind:
         self.drain(0.0)
         self._writers.join()
 
-    def _queue(self, keys: Sequence[StoreKey], *, promised: bool = False) -> list[bool]:
-        """Pins and queues what there is room for; all of it when it is `promised`. Says what memory still has."""
+    def _queue(self, keys: Sequence[StoreKey], run_blocks: int, *, promised: bool = False) -> list[bool]:
+        """Pins and queues what is let in and there is room for; all of it when it is `promised`. Says what memory
+        still has."""
         leases = self._memory.acquire(keys)
+        declined = self._declined(keys, leases, run_blocks)
         unused: list[ReadPin] = []
         queued: list[StoreKey] = []
         num_dropped = 0
         with self._waiting.changed:
             for key, lease in zip(keys, leases, strict=True):
                 if lease is None:
+                    continue
+                if key in declined:
+                    unused.append(lease)
+                    self._note_declined(key)
                     continue
                 if self._has_place(key, len(lease.view), promised):
                     self._waiting.push(key, lease)
@@ -220,9 +242,11 @@ class WriteBehind:
                 if not (self._waiting.is_on_its_way(key) or self._waiting.is_barred(key)):
                     (self._waiting.leave_out if self._waiting.closing else self._waiting.put_off)(key)
                     num_dropped += 1
+            self._forget_gone(declined)
             self._waiting.changed.notify(len(queued))
         self._memory.release(unused)
         self._count("dropped", num_dropped)
+        self._count("declined", len(declined))
         self._metrics.evicted_unwritten.labels(self._tier.name).inc(leases.count(None))
         self._take_back_discarded(queued)
         return [lease is not None for lease in leases]
@@ -241,6 +265,47 @@ class WriteBehind:
         if gone := [key for key, status in zip(queued, statuses, strict=True) if status is Status.MISS]:
             with self.without(gone):
                 self._tier.discard(gone)
+
+    def _declined(self, keys: Sequence[StoreKey], leases: Sequence[ReadPin | None], run_blocks: int) -> set[StoreKey]:
+        """Offers the tier what it lacks of these blocks; which of them it is not to get."""
+        if self._gate is None:
+            return set()
+        blocks = [(key, len(lease.view)) for key, lease in zip(keys, leases, strict=True) if lease is not None]
+        if isinstance(self._tier, DiskTier):  # knows at once; to ask another one would take a round trip
+            there = self._tier.lookup([key for key, _ in blocks])
+            blocks = [block for block, status in zip(blocks, there, strict=True) if status is Status.MISS]
+        answers = self._gate.admits(blocks, run_blocks)
+        return {key for (key, _), admitted in zip(blocks, answers, strict=True) if not admitted}
+
+    def _note_declined(self, key: StoreKey) -> None:
+        """Has the block offered again at its next use. Caller holds the queue's lock."""
+        if not (self._waiting.is_on_its_way(key) or self._waiting.is_barred(key)):
+            self._waiting.decline(key)
+
+    def _forget_gone(self, keys: Collection[StoreKey]) -> int:
+        """Forgets those of these blocks that memory has no more; says how many. Caller holds the queue's lock."""
+        tracked = list(keys)
+        there = self._memory.lookup(tracked) if tracked else []
+        gone = [key for key, status in zip(tracked, there, strict=True) if status is Status.MISS]
+        self._waiting.forget(gone)
+        return len(gone)
+
+    def _owe(self, keys: Sequence[StoreKey], run_blocks: int) -> None:
+        """Notes that the tier is owed these blocks, if they are let in."""
+        declined: set[StoreKey] = set()
+        if self._gate is not None:
+            leases = self._memory.acquire(keys, touch=False)
+            declined = self._declined(keys, leases, run_blocks)
+            self._memory.release(leases)
+            self._count("declined", len(declined))
+        with self._waiting.changed:
+            for key, status in zip(keys, self._memory.lookup(keys), strict=True):
+                if status is Status.MISS or self._waiting.is_barred(key):
+                    continue
+                if key in declined:
+                    self._note_declined(key)
+                else:
+                    self._note_owed(key)
 
     def _note_owed(self, key: StoreKey) -> None:
         """Notes that the tier is owed this block. Caller holds the queue's lock."""

@@ -16,8 +16,8 @@ TAKEN = (WriteStatus.STORED, WriteStatus.EXISTS)
 class WriteQueue:
     """Blocks on their way down. Hold `changed` around every use; every method is O(keys it names).
 
-    A block is in one of these places at most: queued or owed, then with a writer; or put off, or left out. Only what
-    is queued or with a writer is pinned in memory.
+    A block is in one of these places at most: queued or owed, then with a writer; or put off, left out, or declined.
+    Only what is queued or with a writer is pinned in memory.
     """
 
     def __init__(self, on_pinned: Callable[[int], None]) -> None:
@@ -46,6 +46,8 @@ class WriteQueue:
         """Blocks in memory only, refused or crowded out, and worth another try. Oldest first."""
         self._left_out: set[StoreKey] = set()
         """Blocks in memory only, for good, since they came too late."""
+        self._declined: set[StoreKey] = set()
+        """Blocks in memory only, since the tier's admission kept them out when they were last used."""
         self._barred: Counter[StoreKey] = Counter()
         """Keys that are being discarded."""
         self.pinned_bytes = 0
@@ -109,6 +111,7 @@ class WriteQueue:
     def push(self, key: StoreKey, lease: ReadPin) -> None:
         """Queues a block that is not on its way; `lease` is the queue's until somebody takes it out."""
         self._put_off.pop(key, None)
+        self._declined.discard(key)
         self._queued[key] = lease
         self._add_pinned(len(lease.view))
 
@@ -118,6 +121,14 @@ class WriteQueue:
 
     def owe(self, key: StoreKey) -> None:
         self._owed[key] = None
+        self._declined.discard(key)
+
+    def decline(self, key: StoreKey) -> None:
+        self._declined.add(key)
+
+    def declined(self, keys: Iterable[StoreKey]) -> list[StoreKey]:
+        """Those of `keys` whose blocks the tier's admission kept out."""
+        return [key for key in keys if key in self._declined]
 
     def put_off(self, key: StoreKey) -> None:
         self._put_off[key] = None
@@ -190,6 +201,7 @@ class WriteQueue:
             self._owed.pop(key, None)
             self._put_off.pop(key, None)
             self._left_out.discard(key)
+            self._declined.discard(key)
 
     def _hand_over(self, keys: Iterator[StoreKey]) -> list[StoreKey]:
         taken = list(keys)

@@ -7,6 +7,8 @@ from kvtier.config import Config
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
+from kvtier.policies.admission import Admission
+from kvtier.policies.admission_text import parse_admission
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
@@ -29,8 +31,8 @@ _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
     """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
-    :raises ConfigError: the disk folder cannot be used, the Redis address is none, or its password cannot be read. A
-        Redis that does not answer is no error: it misses until it does.
+    :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password cannot be read, or it
+        cannot have its admission. A Redis that does not answer is no error: it misses until it does.
     """
     table = config.pool_service
     below: list[LowerTier] = []
@@ -50,10 +52,14 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
             )
             undo.callback(disk.close)
             policy = WritePolicy(table.disk_write_policy)
-            below.append(_lower(disk, policy, table, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH))
+            keeps = policy is WritePolicy.WRITE_THROUGH
+            admission = _admission("disk_admission", table.disk_admission, int(table.disk_bytes))
+            below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
             redis = Metered(_redis_tier(table.redis_url, config, metrics), metrics)
-            below.append(_lower(redis, WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False))
+            undo.callback(redis.close)
+            settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
+            below.append(LowerTier(redis, settings, _admission("redis_admission", table.redis_admission, None)))
         undo.pop_all()
     return below
 
@@ -78,13 +84,20 @@ def _redis_tier(url: str, config: Config, metrics: Metrics) -> Tier:
         raise ConfigError(f"redis_url: {error}") from error
 
 
-def _lower(tier: Tier, policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledged: bool) -> LowerTier:
-    return LowerTier(
-        tier,
-        WriteBehindSettings(
-            policy=policy,
-            keeps_acknowledged=keeps_acknowledged,
-            selective_uses=table.selective_uses,
-            queue_bytes=int(table.memory_bytes * _WRITE_DOWN_SHARE),
-        ),
+def _settings(policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledged: bool) -> WriteBehindSettings:
+    return WriteBehindSettings(
+        policy=policy,
+        keeps_acknowledged=keeps_acknowledged,
+        selective_uses=table.selective_uses,
+        queue_bytes=int(table.memory_bytes * _WRITE_DOWN_SHARE),
     )
+
+
+def _admission(field: str, text: str | None, capacity_bytes: int | None) -> Admission | None:
+    """What the field says of a tier. Raises `ConfigError` for what a tier without `capacity_bytes` cannot have."""
+    if text is None:
+        return None
+    try:
+        return parse_admission(text, capacity_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"pool_service.{field}: {error}") from error

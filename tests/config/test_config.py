@@ -89,6 +89,18 @@ def test_environment_overrides(path: Path) -> None:
         ("[pool_service]\nredis_codec = 'zip'", ["pool_service.redis_codec", "'lz4'", "'planes-zstd'"]),
         ("[pool_service]\nredis_codec = 'auto'", ["pool_service.redis_codec", "'auto' was removed", "'raw'", "'lz4'"]),
         ("[pool_service]\ndisk_codec = 'auto'", ["pool_service.disk_codec", "'auto' was removed", "bench codec"]),
+        (
+            "[pool_service]\ndisk_admission = 'third'",
+            ["pool_service.disk_admission", "no admission 'third'"],
+        ),
+        (
+            "[pool_service]\nredis_admission = 'min-run'",
+            ["redis_admission", "'min-run': '' is no whole", "min-run:4"],
+        ),
+        (
+            "[disk]\nadmission = 'frequency:99'",
+            ["disk.admission", "'99' is no whole number from 1 to 15"],
+        ),
         ("[disk]\ncodec = 'auto'", ["disk.codec", "'auto' was removed", "'planes-zstd'"]),
         ("[pool_service]\nredis_ur = 'redis://x'", ["pool_service.redis_ur", "did you mean 'redis_url'"]),
         ("tenant = ", ["not valid TOML", "end of document"]),

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.policies.admission import (
     Admission,
-    AllOf,
     BytesPerDay,
     Frequency,
     MinRun,
@@ -24,7 +23,8 @@ def offer(key: object = "a", *, tenant: str = "t", nbytes: int = 10, run_blocks:
 
 
 def parsed(text: str) -> Admission:
-    return parse_admission(text, capacity_blocks=100, capacity_bytes=1000)
+    """For a tier of a hundred blocks."""
+    return parse_admission(text, 1000)
 
 
 @given(keys=st.lists(st.integers(0, 30), max_size=200))
@@ -64,13 +64,7 @@ def test_a_run_is_long_enough_or_not() -> None:
 
 def test_a_tenant_has_its_share_and_no_more() -> None:
     condition = TenantShare(25)
-    for key in "ab":
-        assert condition.admits(offer(key))
-        condition.entered(offer(key))
-    assert not condition.admits(offer("c"))
-    assert condition.admits(offer("c", tenant="other"))
-    condition.left("a")
-    assert condition.admits(offer("c"))
+    assert [condition.admits(offer()._replace(tenant_bytes=held)) for held in (0, 15, 16)] == [True, True, False]
 
 
 def test_a_days_budget_comes_in_little_by_little() -> None:
@@ -84,29 +78,81 @@ def test_a_days_budget_comes_in_little_by_little() -> None:
     assert not condition.admits(offer(nbytes=11, time_s=100_000))
 
 
+def offered(condition: Admission | BytesPerDay, each: Offer) -> bool:
+    """Whether the block was let in."""
+    is_in = condition.admits(each) if isinstance(condition, BytesPerDay) else condition.refusal(each) is None
+    if is_in:
+        condition.entered(each)
+    return is_in
+
+
+def test_a_budget_is_kept_and_nobody_takes_another_ones_part_of_it() -> None:
+    """Red would write all that there is, for a day; blue comes in the middle of it and wants a block each minute."""
+    condition = BytesPerDay(86_400)
+    written = {"red": 0, "blue": 0}
+    for second in range(0, 86_400, 10):
+        for _ in range(3):
+            written["red"] += 10 * offered(condition, offer(tenant="red", time_s=float(second)))
+        if second >= 43_200 and not second % 60:
+            written["blue"] += 10 * offered(condition, offer(tenant="blue", time_s=float(second)))
+    assert written["blue"] > 0.99 * 10 * 720, "all that it wanted"
+    assert 86_400 * 0.9 < sum(written.values()) <= 86_400 + 3_600
+
+
+def test_tenants_who_want_all_of_a_budget_have_equal_parts() -> None:
+    condition = BytesPerDay(86_400)
+    written = dict.fromkeys("abc", 0)
+    for second in range(3_600 + 6_000):
+        for tenant in written:
+            is_in = offered(condition, offer(tenant=tenant, time_s=float(second)))
+            written[tenant] += 10 * (is_in and second >= 3_600)
+    assert max(written.values()) < 1.1 * min(written.values())
+
+
+def test_what_idle_tenants_leave_of_a_budget_the_others_may_use() -> None:
+    condition = BytesPerDay(86_400)
+    for second in range(0, 7_200, 600):
+        for tenant in range(20):
+            offered(condition, offer(tenant=f"idle {tenant}", nbytes=1, time_s=float(second)))
+        assert offered(condition, offer(tenant="busy", nbytes=500, time_s=float(second)))
+
+
 def test_all_conditions_have_to_hold_and_all_see_every_offer() -> None:
-    condition = AllOf([MinRun(2), SecondUse(10)])
-    assert not condition.admits(offer(run_blocks=1))
-    assert condition.admits(offer(run_blocks=2))
+    condition = Admission([("min-run", MinRun(2)), ("second-use", SecondUse(10))])
+    assert condition.refusal(offer(run_blocks=1)) == "min-run"
+    assert condition.refusal(offer(run_blocks=2)) is None
+    assert condition.refusal(offer("b", run_blocks=2)) == "second-use"
 
 
-def test_they_are_told_together_what_entered_and_left() -> None:
-    condition = AllOf([TenantShare(10), TenantShare(20)])
-    condition.entered(offer())
-    assert not condition.admits(offer("b"))
-    condition.left("a")
-    assert condition.admits(offer("b"))
+@pytest.mark.parametrize("text", ["second-use:3", "frequency:2"])
+def test_no_tenant_ages_out_what_another_ones_offers_have_shown(text: str) -> None:
+    condition = parsed(text)
+    assert not offered(condition, offer("a", tenant="quiet"))
+    for key in range(5_000):
+        offered(condition, offer(key, tenant="loud"))
+    assert offered(condition, offer("a", tenant="quiet"))
+
+
+def test_what_is_remembered_of_a_tenant_is_what_the_tier_would_hold_of_its_blocks() -> None:
+    condition = parsed("second-use")  # a hundred of ten bytes; two generations of as many
+    for key in range(200):
+        offered(condition, offer(key))
+    assert not offered(condition, offer("b"))
+    assert not offered(condition, offer(99))
+    assert offered(condition, offer(199))
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_each_example_can_be_read(name: str) -> None:
     example = CONDITIONS[name].split("`")[1]
-    assert parsed(example).admits(offer(run_blocks=4)) == (name not in ("second-use", "frequency"))
+    refusal = parsed(example).refusal(offer(run_blocks=4))
+    assert refusal == (name if name in ("second-use", "frequency") else None)
 
 
 def test_conditions_are_separated_by_commas() -> None:
     condition = parsed("frequency:2, min-run:4")
-    assert [condition.admits(offer(run_blocks=length)) for length in (4, 4, 1)] == [False, True, False]
+    refusals = [condition.refusal(offer(run_blocks=length)) for length in (4, 4, 1)]
+    assert refusals == ["frequency", None, "min-run"]
 
 
 @pytest.mark.parametrize(
@@ -129,3 +175,9 @@ def test_conditions_are_separated_by_commas() -> None:
 def test_errors_name_the_remedy(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(text)
+
+
+def test_a_share_of_a_tier_that_does_not_say_what_it_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this tier does not say how much it holds"):
+        parse_admission("tenant-share:0.5", None)
+    assert parse_admission("second-use", None).refusal(offer()) == "second-use"

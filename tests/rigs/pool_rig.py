@@ -23,6 +23,7 @@ from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.net.certificates import TlsFiles
+from kvtier.policies.admission_text import parse_admission
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.metrics import StoreMetrics
@@ -121,6 +122,8 @@ def core_rig(
     shared: bool = False,
     pins: RetentionLimits | None = None,
     clock: Clock = MONOTONIC,
+    admission: str | None = None,
+    min_residency_s: float = 0.0,
 ) -> Iterator[CoreRig]:
     """A core that is checked and closed at the end. Its disk, under `write_through`, keeps what is acknowledged."""
     registry = CollectorRegistry()
@@ -133,14 +136,16 @@ def core_rig(
             disk_dir, 64 * MIB, reserve_bytes=0, on_event=hub.publish, metrics=Metrics(registry), files=files
         )
         files.begin()
-        below.append(LowerTier(disk, replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)))
+        keeps = replace(settings, keeps_acknowledged=policy is WritePolicy.WRITE_THROUGH)
+        below.append(LowerTier(disk, keeps, parse_admission(admission, 64 * MIB) if admission else None))
     if remote is not None:
-        below.append(LowerTier(remote, settings))
+        below.append(LowerTier(remote, settings, parse_admission(admission, None) if admission else None))
     core = Store(
         memory_bytes=memory_bytes,
         below=below,
         hub=hub,
         metrics=StoreMetrics(registry),
+        min_residency_s=min_residency_s,
         shared=shared,
         pins=pins,
         clock=clock,

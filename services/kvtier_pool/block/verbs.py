@@ -71,7 +71,7 @@ class BlockVerbs:
         """Sends the blocks piece by piece, straight from where they lie; the last answer says that this was all."""
         keys, sizes = self._scope.blocks(request.request)
         for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
-            with self._core.read(keys[start:stop], sizes[start]) as found:
+            with self._core.read(keys[start:stop], sizes[start], len(keys)) as found:
                 blocks = [block for block in found if block is not None]
                 fields = {
                     "statuses": bytes(Status.MISS if block is None else Status.HIT for block in found),
@@ -87,16 +87,18 @@ class BlockVerbs:
         statuses: list[WriteStatus] = []
         try:
             for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
-                statuses += self._take(request, headers[start:stop])
+                statuses += self._take(request, headers[start:stop], len(headers))
         finally:
             stored = zip(headers, statuses, strict=False)
             self._core.touch([header.key for header, status in stored if status is WriteStatus.STORED])
         request.answer({"statuses": bytes(statuses)})
 
-    def _take(self, request: RequestContext, headers: Sequence[Header]) -> list[WriteStatus]:
+    def _take(self, request: RequestContext, headers: Sequence[Header], run_blocks: int) -> list[WriteStatus]:
         """Receives these payloads straight into memory's slots; what the pool does not take goes nowhere.
 
         What has come is kept, whatever becomes of the rest.
+
+        :param run_blocks: how many blocks the request brings.
         """
         outcomes: list[WriteSlot | WriteStatus] = []
         arrived: list[int] = []
@@ -118,7 +120,7 @@ class BlockVerbs:
                 elif isinstance(slot, WriteSlot):
                     outcomes[block.tag] = self._core.abort_write(slot)
         finally:
-            self._commit(arrived, headers, outcomes)
+            self._commit(arrived, headers, outcomes, run_blocks)
             statuses = [self._core.abort_write(o) if isinstance(o, WriteSlot) else o for o in outcomes]
         for i, first in first_copies.items():
             if statuses[first] is not WriteStatus.STORED:
@@ -126,11 +128,15 @@ class BlockVerbs:
         return statuses
 
     def _commit(
-        self, arrived: Sequence[int], headers: Sequence[Header], outcomes: list[WriteSlot | WriteStatus]
+        self,
+        arrived: Sequence[int],
+        headers: Sequence[Header],
+        outcomes: list[WriteSlot | WriteStatus],
+        run_blocks: int,
     ) -> None:
         """Puts statuses in place of the slots that stand at the places `arrived`."""
         slots = [slot for i in arrived if isinstance(slot := outcomes[i], WriteSlot)]
-        statuses = self._core.commit_all(slots, [headers[i].checksum for i in arrived])
+        statuses = self._core.commit_all(slots, [headers[i].checksum for i in arrived], run_blocks)
         for i, status in zip(arrived, statuses, strict=True):
             outcomes[i] = status
 
