@@ -267,6 +267,19 @@ def test_a_client_is_told_how_much_it_may_hold(share: Share, expected: int) -> N
             assert greeting.number("max_held_bytes") == expected
 
 
+@pytest.mark.parametrize("verb", ["acquire", "prepare"])
+def test_a_client_is_told_when_it_may_hold_more_or_less(verb: str) -> None:
+    with core_rig(shared=True) as rig, clients_of(rig, 2 * MIB) as clients, session(rig, clients=clients) as client:
+        client.sendall(HELLO)
+        told = [receive_frame(client)[0].number("max_held_bytes")]
+        for share in (Share(), Share(cap_bytes=MIB), Share(cap_bytes=MIB), Share()):
+            rig.core.set_shares(RED, share, Share())
+            client.sendall(request(verb, groups=GROUPS))
+            answer, _ = receive_frame(client)
+            told.append(answer.number("max_held_bytes") if answer.has("max_held_bytes") else 0)
+        assert told == [2 * MIB, 0, MIB // 2, 0, 2 * MIB]
+
+
 def test_a_block_under_a_lease_counts_for_its_tenant_however_small_it_is() -> None:
     with core_rig(shared=True) as rig, clients_of(rig, 8 * MIB) as clients:
         client = clients.open(RED)

@@ -1,14 +1,18 @@
 """Shares of tenants and the policy of memory, from the configuration to a pool that serves, and again on SIGHUP."""
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
+from kvtier.memory import memfd
+from kvtier.metrics import Metrics
 from kvtier.system.processes import Service
-from kvtier.tiers.base import Status
+from kvtier.testing.contract import read_blocks
+from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.service import PoolService
 from pool_rig import BLOCK_BYTES, MIB, TENANTS, connect, items, keys, until
 
@@ -48,6 +52,35 @@ def test_a_cap_holds_and_is_read_again_on_sighup(tmp_path: Path) -> None:
         pool.process.send_signal(signal.SIGHUP)
         until(lambda: "tenants.*.memory.guaranteed_bytes: 1,073,741,824 bytes in all" in log.read_text() or None)
         assert 6 * MIB < kept_bytes(address, 2000) <= 10 * MIB, "what is wrong changes nothing"
+
+
+@pytest.mark.skipif(not memfd.available(), reason="shared memory needs Linux")
+def test_a_client_in_shared_memory_asks_for_less_when_its_share_is_less(tmp_path: Path) -> None:
+    """What is too much at a time is refused as a whole, and goes over the socket, until the client knows its share."""
+    file, log, metrics = tmp_path / "pool.toml", tmp_path / "log", Metrics()
+    unix = f'listen = ["unix:{tmp_path}/socket"]'
+    configuration(file).write_text(file.read_text().replace('listen = ["127.0.0.1:0"]', unix, 1))
+    with Service(["pool", "serve", "--config", str(file)], log=log, environ={}) as pool, ExitStack() as stack:
+        tier = connect(pool.ready()["block"], shared_memory=True, metrics=metrics)
+        stack.callback(tier.close)
+        assert set(tier.write(items(range(20)))) == {WriteStatus.STORED}
+
+        def read_over_socket() -> float:
+            """Bytes of all blocks that come over the socket."""
+            before = moved_bytes(metrics, "unix")
+            assert read_blocks(tier, keys(range(20)), BLOCK_BYTES).count(None) == 0
+            return moved_bytes(metrics, "unix") - before
+
+        assert read_over_socket() == 0
+        file.write_text(file.read_text().replace("[tenants.red.memory]", '[tenants.red.memory]\ncap_bytes = "1MiB"'))
+        pool.process.send_signal(signal.SIGHUP)
+        until(lambda: "SIGHUP: tenants have the shares" in log.read_text() or None)
+        assert read_over_socket() > 0
+        assert read_over_socket() == 0
+
+
+def moved_bytes(metrics: Metrics, path: str) -> float:
+    return metrics.registry.get_sample_value("kvtier_path_bytes_total", {"path": path, "op": "read"}) or 0.0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class PoolConnection:
         self.lease_s = 0.0
         """How long the pool lets us read a block in its memory; 0 when it does not share it here."""
         self.max_held_bytes = 0
-        """Payload bytes that we may hold in its memory at a time, to read and to write."""
+        """Payload bytes that we may hold in its memory at a time, to read and to write, as the pool has said last.
+        Written by the thread that receives, read by any."""
         self.max_pin_s = 0.0
         """The longest time for which the pool pins blocks; 0 when it has no pins."""
         self._deadline = 0.0
@@ -81,7 +82,6 @@ class PoolConnection:
                 )
             if greeting.has("lease_ms"):
                 connection.lease_s = greeting.number("lease_ms") / 1000
-                connection.max_held_bytes = greeting.number("max_held_bytes")
             if greeting.has("max_pin_ms"):
                 connection.max_pin_s = greeting.number("max_pin_ms") / 1000
         except TimeoutError:
@@ -125,6 +125,8 @@ class PoolConnection:
             raise error_for(result, answer.text("message"))
         if answer.number("id") != request_id:
             raise InvalidInputError(f"answer {answer.number('id')} to request {request_id}")
+        if answer.has("max_held_bytes"):
+            self.max_held_bytes = answer.number("max_held_bytes")
         return answer
 
     def require_payload(self, expected: int) -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, KvtierError
@@ -58,6 +59,8 @@ class BlockSession:
         self._clients = clients
         self._memory: ClientMemory | None = None
         """What the peer holds in shared memory, where there is any. Own thread only."""
+        self._told_bytes = 0
+        """How much HELLO has told the peer that it should hold of it at most. Own thread only."""
         self._certificate_names = certificate_names
         self._on_stranger = on_stranger
         self.greeted = False
@@ -132,7 +135,7 @@ class BlockSession:
         offers: dict[str, object] = {}
         if self._clients is not None:
             offers["lease_ms"] = round(self._clients.limits.lease_s * 1000)
-            offers["max_held_bytes"] = self._clients.max_held_bytes(tenant)
+            offers["max_held_bytes"] = self._told_bytes = self._clients.max_held_bytes(tenant)
         if self._core.max_pin_s:
             offers["max_pin_ms"] = round(self._core.max_pin_s * 1000)
         return offers
@@ -143,7 +146,8 @@ class BlockSession:
         if self._clients is None:
             return handlers
         self._memory = self._clients.open(scope.tenant)
-        return handlers | SharedVerbs(self._memory, scope).handlers
+        max_held_bytes = partial(self._clients.max_held_bytes, scope.tenant)
+        return handlers | SharedVerbs(self._memory, scope, max_held_bytes, self._told_bytes).handlers
 
     def _next_request(self) -> bool:
         """Waits for a request to begin; False when there will be none."""

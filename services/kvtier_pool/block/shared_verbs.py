@@ -2,6 +2,7 @@
 
 import os
 import struct
+from collections.abc import Callable
 
 from kvtier.protocol.block import Verb
 from kvtier.protocol.shared_memory import WORD
@@ -14,9 +15,18 @@ from kvtier_pool.block.verbs import Handler
 class SharedVerbs:
     """One connection's verbs for shared memory. Its thread only. Verbs that give something back are not answered."""
 
-    def __init__(self, memory: ClientMemory, scope: ClientScope) -> None:
+    def __init__(
+        self, memory: ClientMemory, scope: ClientScope, max_held_bytes: Callable[[], int], told_bytes: int
+    ) -> None:
+        """
+        :param max_held_bytes: what the client should hold at most, as shares are now.
+        :param told_bytes: what HELLO has told it of that.
+        """
         self._memory = memory
         self._scope = scope
+        self._max_held_bytes = max_held_bytes
+        self._told_bytes = told_bytes
+        """What the client was told last. Own thread only."""
         self.handlers: dict[str, Handler] = {
             Verb.ACQUIRE: self._acquire,
             Verb.RELEASE: self._release,
@@ -29,14 +39,15 @@ class SharedVerbs:
 
     def _acquire(self, request: RequestContext) -> None:
         lease, statuses, places = self._memory.acquire(*self._scope.blocks(request.request))
-        request.answer({"lease": lease, "statuses": statuses, "places": places})
+        request.answer({"lease": lease, "statuses": statuses, "places": places, **self._news()})
 
     def _release(self, request: RequestContext) -> None:
         self._memory.release(request.request.number("lease"))
 
     def _prepare(self, request: RequestContext) -> None:
         write, statuses, slots = self._memory.prepare(*self._scope.blocks(request.request))
-        request.answer({"write": write, "statuses": statuses, "slots": struct.pack(f"<{len(slots)}Q", *slots)})
+        packed = struct.pack(f"<{len(slots)}Q", *slots)
+        request.answer({"write": write, "statuses": statuses, "slots": packed, **self._news()})
 
     def _commit(self, request: RequestContext) -> None:
         checksums = [checksum for (checksum,) in request.request.records("checksums", WORD)]
@@ -56,3 +67,12 @@ class SharedVerbs:
             request.answer(fields, descriptors=[slab.descriptor])
         finally:
             os.close(slab.descriptor)
+
+    def _news(self) -> dict[str, int]:
+        """How much the client should hold, when that is no longer what it was told: tenants come and go, and their
+        shares change."""
+        max_held_bytes = self._max_held_bytes()
+        if max_held_bytes == self._told_bytes:
+            return {}
+        self._told_bytes = max_held_bytes
+        return {"max_held_bytes": max_held_bytes}
