@@ -81,7 +81,8 @@ class Store:
         """
         self._hub = hub
         self._metrics = metrics
-        self._recorder = recorder
+        self.recorder = recorder
+        """May be changed at any time, by one thread; calls under way may still tell the one before."""
         self._num_mapped_reads = metrics.read_blocks.labels("memory")
         self._memory = HostTier(
             memory_bytes,
@@ -304,8 +305,9 @@ class Store:
 
     def _record(self, kind: Kind, keys: Sequence[StoreKey], nbytes: int = 0) -> None:
         """Blocks of one tenant, as all verbs take them."""
-        if self._recorder is not None and keys:
-            self._recorder.record(kind, keys[0][:TENANT_ID_BYTES], keys, nbytes)
+        recorder = self.recorder
+        if recorder is not None and keys:
+            recorder.record(kind, keys[0][:TENANT_ID_BYTES], keys, nbytes)
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)

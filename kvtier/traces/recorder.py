@@ -71,12 +71,29 @@ class TraceRecorder:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-trace", daemon=True)
         self._num_bytes = 0
-        """Size of the file. The recorder's thread only, as `_file` from its start on."""
+        """Size of the file. Written by the recorder's thread only, as the next two; read by any."""
+        self._num_recorded = 0
+        self._problem: str | None = None
 
     @property
     def num_dropped(self) -> int:
         """Keys that were not recorded. Any thread."""
         return self._num_dropped
+
+    @property
+    def num_recorded(self) -> int:
+        """Keys that are in the file. Any thread."""
+        return self._num_recorded
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file. Any thread."""
+        return self._num_bytes
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing is written any more, before `close`; None while it is. Any thread."""
+        return self._problem
 
     def start(self) -> None:
         """Opens the file and starts the thread; once. Raises `ConfigError` when the file cannot be written."""
@@ -129,6 +146,7 @@ class TraceRecorder:
                     self._flush()
                 self._flush()
         except OSError as error:
+            self._problem = str(error)
             _log.warning("trace %s: recording ends: %s", self._path, error)
         finally:
             self._give_up()
@@ -138,8 +156,10 @@ class TraceRecorder:
     def _flush(self) -> None:
         while calls := self._take():
             self._write(b"".join(self._disguise.record(*call) for call in calls))
+            num_keys = sum(len(call.keys) for call in calls)
+            self._num_recorded += num_keys
             with self._lock:
-                self._num_queued_keys -= sum(len(call.keys) for call in calls)
+                self._num_queued_keys -= num_keys
         with self._lock:
             num_new = self._num_dropped - self._num_dropped_noted
             self._num_dropped_noted = self._num_dropped

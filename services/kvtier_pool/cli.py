@@ -16,6 +16,7 @@ from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
+from kvtier_pool.recording import RecordingServer
 from kvtier_pool.service import PoolService
 
 _log = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
     addresses = service.start()
+    operators = RecordingServer(service.recording)
+    operators.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
     # The kernel may give the signal to another thread, and Python runs the handler in this one, when it wakes. So that
@@ -124,6 +127,7 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
             came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
             _give_shares(service, read_again)
         os.read(signals, 1)
+    operators.stop()
     service.stop()
 
 

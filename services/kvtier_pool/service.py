@@ -1,9 +1,11 @@
 """A whole cache pool in one object: tiers, core, block protocol, gRPC, HTTP; what `kvtier pool serve` runs."""
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -135,6 +137,24 @@ class PoolService:
             {tenant_id(name): _share(tenant.disk) for name, tenant in tenants.items()},
         )
 
+    @contextmanager
+    def recording(self, path: Path, max_bytes: int) -> Iterator[TraceRecorder]:
+        """Records what is asked of the pool in this file until the context is left. One thread at a time, between
+        `start` and `stop`.
+
+        :raises ConfigError: the configuration has it record for as long as it runs, or the file cannot be written.
+        """
+        if self._recorder is not None:
+            raise ConfigError("pool_service.record_trace is set: this pool records all the time, to that file")
+        recorder = TraceRecorder(path, _described(self._config.pool_service), max_bytes=max_bytes)
+        recorder.start()
+        try:
+            self._core.recorder = recorder
+            yield recorder
+        finally:
+            self._core.recorder = None
+            recorder.close()
+
     def stop(self) -> list[DrainReport]:
         """Ends calls, writes down what waits, within `shutdown_grace_s`; logs what stayed behind. A report per tier."""
         grace_s = self._config.pool_service.shutdown_grace_s
@@ -220,13 +240,13 @@ def _recorder_of(config: Config, registry: CollectorRegistry) -> TraceRecorder |
     table = config.pool_service
     if table.record_trace is None:
         return None
-    described: dict[str, str | int] = {
-        "source": "pool",
-        "policy": table.memory_policy,
-        "capacity_bytes": int(table.memory_bytes),
-    }
     path = config.resolve_path(table.record_trace)
-    recorder = TraceRecorder(path, described, max_bytes=int(table.record_trace_bytes))
+    recorder = TraceRecorder(path, _described(table), max_bytes=int(table.record_trace_bytes))
     num_dropped = Gauge("kvtier_pool_trace_dropped_keys", "Keys that the recorded trace lacks.", registry=registry)
     num_dropped.set_function(lambda: recorder.num_dropped)
     return recorder
+
+
+def _described(table: PoolServiceConfig) -> dict[str, str | int]:
+    """What a trace says of the memory that was there."""
+    return {"source": "pool", "policy": table.memory_policy, "capacity_bytes": int(table.memory_bytes)}
