@@ -37,8 +37,7 @@ class DiskTier:
     ends; what a loss of power may take is what `DiskOptions.sync` says. Discards outlive the process in the same way.
 
     Eviction takes the oldest segment of the tenant that has most beyond what it is owed (`set_shares`), and writes
-    blocks that were read since they were written, or came back, once more, the most read first, within
-    `write_amplification`.
+    blocks that were read since they were written once more, the most read first, within `write_amplification`.
 
     Failures of the disk are answers (MISS, FULL, FAILED), counted in `Metrics.io_errors` and `corrupt_blocks`, and
     logged at most twice a minute. A corrupt block is dropped. When one write after another fails, the tier is read-only

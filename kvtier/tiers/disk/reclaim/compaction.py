@@ -94,7 +94,6 @@ class Compactor:
                 if keep:
                     kept = self._worth_keeping(segment, records, rows)
                 going = np.setdiff1d(np.flatnonzero(rows >= 0), kept)
-                self._state.evicted.note(tags[going], len(self._state.index))
                 self._state.take_out(rows[going])
                 self._events.post(EventKind.REMOVED, keys_of(records[going]))
                 self._evicted.inc(len(going))
@@ -129,7 +128,6 @@ class Compactor:
         with self._state.lock:
             rows = self._state.rows_at(segment.number, records, tags)
             lost = np.flatnonzero(rows >= 0)
-            self._state.evicted.note(tags[lost], len(self._state.index))
             self._state.take_out(rows[lost])
             self._events.post(EventKind.REMOVED, [keys[index] for index in lost])
             self._evicted.inc(len(lost))

@@ -12,7 +12,6 @@ from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.log.format import Entries, Kind, keys_of
 from kvtier.tiers.disk.log.segments import NO_EPOCH, Extent, Segment
-from kvtier.tiers.disk.state.evicted import EvictedTags
 from kvtier.tiers.disk.state.index import RECORD, RecordIndex, Records, tags_of
 from kvtier.tiers.disk.state.segment_set import SegmentSet
 from kvtier.tiers.disk.state.tag_table import Rows, Tags
@@ -43,7 +42,6 @@ class LogState:
         """Never held across I/O."""
         self.seed = secrets.randbits(64)
         self.index = RecordIndex()
-        self.evicted = EvictedTags()
         self.segments = SegmentSet()
         self.pending: dict[StoreKey, Claim] = {}
         """Keys being written, by their visible claims."""
@@ -131,9 +129,7 @@ class LogState:
 
     def publish(self, segment: Segment, entries: Entries, tags: Tags) -> None:
         """Records that are on disk now are found from now on. Their keys are not there."""
-        records = records_of(entries, tags, segment.number)
-        records["uses"] = self.evicted.have(tags)
-        self.index.insert(records)
+        self.index.insert(records_of(entries, tags, segment.number))
         self.segments.count(segment, len(entries))
 
     def settle(self, extent: Extent, landed: Entries | None) -> Segment | None:
