@@ -100,7 +100,7 @@ def simulate(trace: Trace, case: Case, options: ReplayOptions) -> Result:
     results = [
         TierResult(
             name=tier.name,
-            capacity_blocks=tier.capacity_blocks,
+            capacity_blocks=tier.capacity,
             hit_rate=num_hits / counts.num_blocks if counts.num_blocks else None,
             writes=tier.num_writes,
             evictions=tier.num_evicted,

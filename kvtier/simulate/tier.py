@@ -11,13 +11,18 @@ from kvtier.traces.form import Request
 
 @dataclass(slots=True)
 class SimulatedTier:
-    """Holds at most `capacity_blocks` keys, and counts. One thread. About 1 us a block with LRU."""
+    """Holds keys as far as its capacity goes, and counts. One thread. About 1 us a block with LRU."""
 
     name: str
-    capacity_blocks: int
+    capacity: int
+    """Blocks, or bytes where `costs` has bytes."""
     policy: EvictionPolicy[int]
     admission: Admission | None = None
     """None: every block is taken."""
+    costs: Sequence[int] | None = None
+    """What each block takes of the capacity, by key. None: each takes 1."""
+    used: int = 0
+    """What the blocks that are here take of the capacity."""
     num_writes: int = 0
     num_evicted: int = 0
     num_declined: int = 0
@@ -46,14 +51,17 @@ class SimulatedTier:
                 continue
             if runs is not None and not self._admits(request, index, uses[index].nbytes, runs[index]):
                 continue
-            if len(policy) >= self.capacity_blocks:
+            cost = self.costs[key] if self.costs is not None else 1
+            while self.used + cost > self.capacity:
                 self._evict()
             policy.insert(key, uses[index])
+            self.used += cost
             self.num_writes += 1
 
     def _evict(self) -> None:
         key = self.policy.coldest(1)[0]
         self.policy.remove(key, evicted=True)
+        self.used -= self.costs[key] if self.costs is not None else 1
         self.num_evicted += 1
         if self.admission is not None:
             tenant, nbytes = self._owners.pop(key)

@@ -6,22 +6,17 @@
 `{"nbytes": ..., "seconds": ...}`.
 """
 
-import contextlib
 import json
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
 
-from kvtier.errors import KvtierError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier_bench.measuring.blocks import Rotation
+from kvtier_bench.processes.json_process import JsonProcess
 from kvtier_bench.processes.pool_process import PoolProcess
-
-_STOP_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +34,23 @@ class ClientProcess:
     """A client, started; a context manager: leaving it ends the process. One thread."""
 
     def __init__(self, pool: PoolProcess, settings: ClientSettings) -> None:
-        command = [sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = JsonProcess(__name__, {"pool": asdict(pool), "settings": asdict(settings)})
         self.pid = self._process.pid
-        self._tell({"pool": asdict(pool), "settings": asdict(settings)})
 
     def prepare(self, path: str, op: str, seconds: float) -> None:
         """Does not wait: `ready` does."""
-        self._tell({"path": path, "op": op, "seconds": seconds})
+        self._process.tell({"path": path, "op": op, "seconds": seconds})
 
     def ready(self) -> None:
-        self._answer()
+        self._process.answer()
 
     def go(self) -> None:
         """Starts what was prepared. Does not wait: `result` does."""
-        self._tell(None)
+        self._process.tell(None)
 
     def result(self) -> tuple[int, float]:
         """Bytes moved, and the seconds it took."""
-        answer = self._answer()
+        answer = self._process.answer()
         return int(answer["nbytes"]), float(answer["seconds"])
 
     def __enter__(self) -> "ClientProcess":
@@ -66,31 +59,7 @@ class ClientProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if kind is not None:
-            self._process.kill()  # it looks at its input only when it has read or written for its seconds
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def _tell(self, what: dict[str, Any] | None) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(("" if what is None else json.dumps(what)) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise KvtierError("a client process has ended; its reason stands above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self._process.__exit__(kind, error, trace)
 
 
 def _serve() -> None:

@@ -1,7 +1,7 @@
 """A cache pool as a process of its own, and every way to it."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,11 @@ class PoolProcess:
         socket = SocketTransport(self.unix, self.token, tenant_id(TENANT), metrics=metrics)
         return LocalTransport(socket, metrics=metrics)
 
-    def tier(self, path: str, stack: ExitStack) -> PoolTier:
-        """A tier over one of them, closed when `stack` is, which raises when bytes went another way."""
+    def tier(self, path: str, stack: ExitStack, *, only: bool = True) -> PoolTier:
+        """A tier over one of them, closed when `stack` is.
+
+        :param only: leaving the stack raises when bytes went another way.
+        """
         metrics = Metrics()
         tier = PoolTier(
             self._transport(path, metrics),
@@ -64,7 +67,8 @@ class PoolProcess:
             if error is None and (other := _other_paths(metrics, path)):
                 raise KvtierError(f"bytes for {path} went over {other}: the figures would mean nothing")
 
-        stack.push(require_path)
+        if only:
+            stack.push(require_path)
         return tier
 
     def tiers(self, stack: ExitStack) -> dict[str, PoolTier]:
@@ -101,17 +105,19 @@ def _shares_memory(unix: str, token: str) -> bool:
 
 
 @contextmanager
-def pool_process(folder: Path, memory_bytes: int) -> Iterator[PoolProcess]:
+def pool_process(folder: Path, memory_bytes: int, settings: Sequence[str] = ()) -> Iterator[PoolProcess]:
     """Starts a pool with one tenant; leaving the context stops it.
 
     :param folder: for its configuration, its log and its socket: keep the path short.
+    :param settings: lines of its table `pool_service`, beside those that are always there.
     """
     token = secrets.token_urlsafe(32)
     config = folder / "pool.toml"
     config.write_text(
         f'[pool_service]\nlisten = ["127.0.0.1:0", "unix:{folder}/pool.sock"]\n'
         f'grpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\nmemory_bytes = {memory_bytes}\n'
-        f'[tenants.{TENANT}]\ntoken_sha256 = ["{token_sha256(token)}"]\n'
+        + "".join(f"{line}\n" for line in settings)
+        + f'[tenants.{TENANT}]\ntoken_sha256 = ["{token_sha256(token)}"]\n'
     )
     with Service(["pool", "serve", "--config", str(config)], log=folder / "pool.log", environ={}) as service:
         ready = service.ready()
