@@ -1,7 +1,7 @@
 """Frames over a connected stream: few system calls, no copy of payloads in Python, a deadline on each call."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError
@@ -72,8 +72,17 @@ class FrameSocket:
             self._note_delay()
         return self._start < self._stop
 
-    def receive_head(self, *, deadline: float, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Fields, int]:
-        """The header of the next frame, and how many bytes of payload follow it: the caller's to receive."""
+    def receive_head(
+        self,
+        *,
+        deadline: float,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        on_large: Callable[[int], object] = lambda header_bytes: None,
+    ) -> tuple[Fields, int]:
+        """The header of the next frame, and how many bytes of payload follow it: the caller's to receive.
+
+        :param on_large: called before memory is taken for a header above 16 KiB, with its length.
+        """
         if self._start == self._stop and not self._look():
             self._need(PRELUDE_BYTES, deadline)
             self._note_delay()
@@ -84,6 +93,7 @@ class FrameSocket:
             if self._stop - self._start < header_bytes:
                 self._need(header_bytes, deadline)
             return decode_header(self._take(header_bytes)), payload_bytes
+        on_large(header_bytes)
         packed = bytearray()
         while len(packed) < header_bytes:
             part = bytearray(min(_HEADER_STEP_BYTES, header_bytes - len(packed)))

@@ -13,6 +13,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.store.lending import read_lent
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
@@ -59,6 +60,10 @@ class ColdReads:
         """
         statuses = self._tier.lookup(keys)
         wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
+        if isinstance(self._tier, DiskTier):
+            # No memory for a length that a client has only claimed, nor blocks evicted for it.
+            lengths = self._tier.payload_bytes(list(wanted))
+            wanted = dict.fromkeys(key for key, length in zip(wanted, lengths, strict=True) if length == nbytes)
         done = threading.Event()
         with self._lock:
             others = {key: self._flights[key] for key in wanted if key in self._flights}

@@ -14,3 +14,9 @@ def raise_open_files_limit() -> int:
         return _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def open_files_limit() -> int:
+    """How many the process may have open as it is."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft

@@ -16,6 +16,10 @@ class PoolLimits:
     """Payload bytes of one read or write. Bounds how long a call may keep a thread."""
     max_block_bytes: int = 64 << 20
     """Payload bytes of one block."""
+    max_large_bytes: int = 8 << 20
+    """Block protocol: headers of requests, of those above 16 KiB, that all connections of a tenant have under way. As
+    large as one header may be; each takes up to four times its length of the pool's memory. Small lets large requests
+    wait for each other, large lets a tenant take as much memory beside `memory_bytes`."""
     max_call_s: float = 60.0
     """Longest deadline of a read or write: bounds how long a stalled client may keep a thread and a slot."""
     max_stall_s: float = 10.0

@@ -142,6 +142,19 @@ def test_readers_of_one_cold_block_read_it_once(tmp_path: Path) -> None:
         assert rig.files.read_bytes == 2 * BLOCK_BYTES
 
 
+def test_a_length_that_the_disk_does_not_have_takes_no_memory(tmp_path: Path) -> None:
+    """Whoever names one would have others' blocks evicted for it."""
+    with core_rig(tmp_path) as rig:
+        rig.store("a")
+        rig.core.drain(WAIT_S)
+    with core_rig(tmp_path) as rig:
+        for nbytes in (BLOCK_BYTES - 64, 4 * MIB):
+            with rig.core.read([KEY], nbytes) as found:
+                assert found == [None]
+        assert rig.core._memory.taken_bytes() == 0
+        assert rig.load([KEY]) == [PAYLOAD]
+
+
 def test_a_cold_block_is_served_when_memory_has_no_slot_to_spare(tmp_path: Path) -> None:
     cold(tmp_path, ["a"])
     with core_rig(tmp_path, memory_bytes=MIB) as rig:

@@ -154,6 +154,14 @@ class DiskTier:
         with self._guard, self._parts.state.lock:
             return self._parts.state.statuses(keys, tags)
 
+    def payload_bytes(self, keys: Sequence[StoreKey]) -> list[int]:
+        """Answers from memory how long the payload of each is that a read would copy; 0 of one that is not there."""
+        if self._parts.watch.hangs():
+            return [0] * len(keys)
+        tags = self._parts.state.tags(keys)
+        with self._guard, self._parts.state.lock:
+            return self._parts.state.payload_bytes(tags)
+
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory | None = None
     ) -> list[Status]:

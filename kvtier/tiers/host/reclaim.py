@@ -145,7 +145,8 @@ class Reclaim:
             if self._memory.is_overdrawn:
                 self._memory.forget_if_empty(tenant, lane)
                 return None
-            growth = self._memory.charge(tenant, lane, slab.num_held, overdraw=True)
+            # With room for those of other such slabs, or each of them would have one of its own again.
+            growth = self._memory.charge(tenant, lane, max(slab.num_held, slab.num_slots // 2), overdraw=True)
         relocation = Relocation(slab, tenant, lane, growth)
         relocation.begin()
         return relocation

@@ -2,6 +2,7 @@
 
 from kvtier.memory.pages import PAGE_BYTES
 from kvtier.memory.slab_layout import WORD_BYTES, slab_bytes
+from kvtier.system.open_files import open_files_limit
 from kvtier.tiers.host.slab import OWN_PROCESS, SlabKind
 
 _LEAST_PART = 1024
@@ -20,6 +21,10 @@ _MOST_SLOTS = 4096
 _FEW_SLABS = 2048
 """The most slabs, and so descriptors, or twice as many slabs of `most_bytes` as fill the capacity, if that is more."""
 
+_PART_OF_OPEN_FILES = 4
+"""Slabs that clients map are at most this fraction of the files that the process may have open. Each has two, as a map
+of Python's has one of its own: half of all is left for connections, however many writers a tenant has slabs for."""
+
 
 class SlabSizes:
     """The arithmetic of a tier's capacity. Immutable."""
@@ -31,7 +36,8 @@ class SlabSizes:
         :param block_overhead_bytes: what a slot costs besides its memory.
         """
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        self.most_slabs = max(_FEW_SLABS, 2 * self.capacity_bytes // max(1, most_bytes))
+        most_slabs = max(_FEW_SLABS, 2 * self.capacity_bytes // max(1, most_bytes))
+        self.most_slabs = min(most_slabs, open_files_limit() // _PART_OF_OPEN_FILES) if shared else most_slabs
         """The most slabs that there may be."""
         self._most_bytes = most_bytes
         self._shared = shared

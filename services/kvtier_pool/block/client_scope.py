@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable
 
-from kvtier.codec.stored_form import HEADER_BYTES, Header, parse_header
-from kvtier.errors import CorruptBlockError, InvalidInputError
-from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.errors import InvalidInputError
+from kvtier.identity.keys import NAMESPACE_ID_BYTES, StoreKey, TenantId
 from kvtier.protocol.block import Fields
+from kvtier_pool.block.announced import AnnouncedBlocks
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.requests import add_keys, require_blocks, require_bytes, require_room
-
-_NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
-"""The bytes of a store key that name its namespace."""
 
 
 class ClientScope:
@@ -44,16 +41,17 @@ class ClientScope:
         require_room(sizes, self._limits)
         return keys, sizes
 
-    def headers(self, request: Fields, payload_bytes: int) -> list[Header]:
+    def announced(self, request: Fields, payload_bytes: int) -> AnnouncedBlocks:
         """Stored-form headers of the blocks in a payload of so many bytes. Their tenant is as it was sent."""
-        headers = _parse_headers(request.data("headers"))
-        self._require_named(header.key[_NAMESPACE] for header in headers)
-        require_blocks(len(headers), self._limits)
+        blocks = AnnouncedBlocks(request.data("headers"))
+        if self._namespaces is not None:
+            self._require_named(blocks.namespaces())
+        require_blocks(len(blocks.sizes), self._limits)
         require_bytes(payload_bytes, self._limits)
-        announced = sum(header.stored_length for header in headers)
+        announced = sum(blocks.sizes)
         if announced != payload_bytes:
             raise InvalidInputError(f"headers of {announced} payload bytes before a payload of {payload_bytes}")
-        return headers
+        return blocks
 
     def _add_keys(self, keys: list[StoreKey], group: Fields) -> None:
         namespace = group.data("namespace")
@@ -75,13 +73,3 @@ def _namespaces_of(hello: Fields) -> frozenset[bytes] | None:
     if any(len(namespace) != NAMESPACE_ID_BYTES for namespace in named):
         raise InvalidInputError(f"header: namespaces must hold ids of {NAMESPACE_ID_BYTES} bytes")
     return frozenset(named)
-
-
-def _parse_headers(data: bytes) -> list[Header]:
-    """Concatenated stored-form headers. Without all of them nobody knows where a payload ends."""
-    if len(data) % HEADER_BYTES:
-        raise InvalidInputError(f"headers of {len(data)} bytes: need a multiple of {HEADER_BYTES}")
-    try:
-        return [parse_header(data[at : at + HEADER_BYTES]) for at in range(0, len(data), HEADER_BYTES)]
-    except CorruptBlockError as error:
-        raise InvalidInputError(f"a block's header: {error}") from error

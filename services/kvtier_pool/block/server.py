@@ -14,6 +14,7 @@ from kvtier.protocol.block import VERSIONS, Result, encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.strangers import StrangerLog, name_of
@@ -57,6 +58,7 @@ class BlockServer:
         self._accepting: list[threading.Thread] = []
         """Complete after `start`; changed by the owner only."""
         self._strangers = StrangerLog()
+        self._large = LargeRequests(limits.max_large_bytes)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -128,6 +130,7 @@ class BlockServer:
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
             partial(self._strangers.note, peer),
+            self._large,
         )
         if not self._take_in(session):
             self._refuse(stream)

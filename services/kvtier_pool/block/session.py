@@ -16,6 +16,7 @@ from kvtier.store.store import Store
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
+from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
@@ -44,12 +45,14 @@ class BlockSession:
         clients: SharedClients | None = None,
         certificate_names: Callable[[], frozenset[str]] = frozenset,
         on_stranger: Callable[[Exception], None] = lambda _: None,
+        large: LargeRequests | None = None,
     ) -> None:
         """
         :param connection: owned from now on.
         :param clients: where the peer may share memory with the pool.
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
         :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
+        :param large: the large requests of all connections; None: there is no other one.
         """
         self._connection = connection
         self._core = core
@@ -63,6 +66,9 @@ class BlockSession:
         """How much HELLO has told the peer that it should hold of it at most. Own thread only."""
         self._certificate_names = certificate_names
         self._on_stranger = on_stranger
+        self._large = large if large is not None else LargeRequests(limits.max_large_bytes)
+        self._large_bytes = 0
+        """What the request being served has of `_large`. Own thread only."""
         self.greeted = False
         """Whether the peer has shown which tenant it acts for. Written by the own thread only."""
         self._request_id = 0
@@ -80,7 +86,10 @@ class BlockSession:
             if scope is not None:
                 handlers = self._handlers(scope)
                 while self._next_request():
-                    self._serve(handlers)
+                    try:
+                        self._serve(scope.tenant, handlers)
+                    finally:
+                        self._end_large(scope.tenant)
         except WrongProtocolError as error:
             self._on_stranger(error)
             self._end_with(Result.INVALID, str(error), stranger=None if self.greeted else answer_for(error.first))
@@ -159,18 +168,33 @@ class BlockSession:
             self._idle = False
         return True
 
-    def _receive(self, seconds: float, max_header_bytes: int = MAX_HEADER_BYTES) -> RequestContext:
+    def _receive(
+        self,
+        seconds: float,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        on_large: Callable[[int], object] = lambda header_bytes: None,
+    ) -> RequestContext:
         """The next request: it and its answers may take so long."""
         now = MONOTONIC()
         stall_s = self._limits.max_stall_s
         request, payload_bytes = self._connection.receive_head(
-            deadline=now + min(seconds, stall_s), max_header_bytes=max_header_bytes
+            deadline=now + min(seconds, stall_s), max_header_bytes=max_header_bytes, on_large=on_large
         )
         self._request_id = request.number("id")
         return RequestContext(self._connection, request, payload_bytes, deadline=now + seconds, max_stall_s=stall_s)
 
-    def _serve(self, handlers: Mapping[str, Handler]) -> None:
-        request = self._receive(self._limits.max_call_s)
+    def _begin_large(self, tenant: TenantId, header_bytes: int) -> None:
+        """Waits for half of the time that the header may take, so that there is some left to receive it."""
+        self._large.take(tenant, header_bytes, self._limits.max_stall_s / 2)
+        self._large_bytes = header_bytes
+
+    def _end_large(self, tenant: TenantId) -> None:
+        if self._large_bytes:
+            self._large.give_back(tenant, self._large_bytes)
+            self._large_bytes = 0
+
+    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler]) -> None:
+        request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
         verb = request.request.text("verb")
         handler = handlers.get(verb)
         if handler is None:

@@ -82,15 +82,14 @@ class BlockVerbs:
         request.answer({"statuses": b"", "headers": b""})
 
     def _write(self, request: RequestContext) -> None:
-        headers = self._scope.headers(request.request, request.payload_bytes)
-        sizes = [header.stored_length for header in headers]
+        blocks = self._scope.announced(request.request, request.payload_bytes)
         statuses: list[WriteStatus] = []
         try:
-            for start, stop in windows(sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
-                statuses += self._take(request, headers[start:stop], len(headers))
+            for start, stop in windows(blocks.sizes, MAX_FRAME_PAYLOAD_BYTES, MAX_FRAME_BLOCKS):
+                statuses += self._take(request, blocks.headers(start, stop), len(blocks.sizes))
         finally:
-            stored = zip(headers, statuses, strict=False)
-            self._core.touch([header.key for header, status in stored if status is WriteStatus.STORED])
+            stored = [place for place, status in enumerate(statuses) if status is WriteStatus.STORED]
+            self._core.touch([blocks.key(place) for place in stored])
         request.answer({"statuses": bytes(statuses)})
 
     def _take(self, request: RequestContext, headers: Sequence[Header], run_blocks: int) -> list[WriteStatus]:

@@ -274,6 +274,20 @@ def test_what_dead_writers_left_is_moved_to_slabs_that_nobody_maps(interrupted: 
 
 
 @shared_memory
+def test_writers_that_come_and_go_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaves a block in a slab of its own."""
+    monkeypatch.setattr("kvtier.tiers.host.slab_sizes.open_files_limit", lambda: 100)
+    tier = HostTier(64 * MIB, shared=True, prefault=False)
+    for writer in range(1, 200):
+        assert put(tier, make_key(writer), 64, writer=writer) is WriteStatus.STORED
+        tier.retire_writer(writer)
+    assert sum(1 for tenant in tier._slots.memory.tenants() for _ in tenant.slabs()) <= 26
+    assert tier.lookup([make_key(writer) for writer in range(100, 200)]).count(Status.HIT) > 90
+    tier.check()
+    tier.close()
+
+
+@shared_memory
 def test_slots_that_are_abandoned_are_nobodys_again() -> None:
     tier = HostTier(4 * MIB, shared=True)
     assert put(tier, make_key("kept"), 64 * KIB, writer=1) is WriteStatus.STORED

@@ -88,6 +88,14 @@ class LogState:
             for key, hit in zip(keys, hits, strict=True)
         ]
 
+    def payload_bytes(self, tags: Tags) -> list[int]:
+        """How long the payload of each is, as it was written; 0 of one that is not there."""
+        rows = self._found(tags)
+        there = rows >= 0
+        lengths = np.zeros(len(rows), np.int64)
+        lengths[there] = self.index.records(rows[there])["raw_length"]
+        return lengths.tolist()
+
     def use(self, tags: Tags) -> tuple[Rows, Records]:
         """Rows of these keys, and what is known of those that are there; counts as a use."""
         rows = self._found(tags)
