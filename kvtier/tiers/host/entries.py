@@ -1,6 +1,7 @@
 """The blocks of one owner of slots: which key has which slot, who holds it, and in which order blocks are evicted."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -8,6 +9,12 @@ from kvtier.errors import InvalidInputError, InvariantError
 from kvtier.policies.base import UNKNOWN_USE, EvictionPolicy, Use
 
 K = TypeVar("K", bound=bytes)
+
+_FIRST_LOOK = 16
+"""Blocks that are looked at for an old one when the first to go is too young."""
+_MOST_PASSED = 1024
+"""Blocks that are looked at before writers hear that there is no room, which takes 0.1 ms, or 2 ms with policies that
+sort. A tenant that commits as many within the time that its blocks have to stay may have to wait for them."""
 
 
 class Entry(Generic[K]):
@@ -83,6 +90,9 @@ class Entries(Generic[K]):
         """
         self._policy = policy
         """Exactly the entries that are visible, ready and not parked."""
+        self._old: OrderedDict[K, None] = OrderedDict()
+        """Keys that the policy would evict next, but for young ones and pinned ones before them: those that were looked
+        at, and were not used since. All are in the policy; some may be pinned."""
         self._free = free
         self._visible: dict[K, Entry[K]] = {} if visible is None else visible
         """The visible entries by key, those of others too where it is shared."""
@@ -175,6 +185,7 @@ class Entries(Generic[K]):
         """`touch` of an entry that was found."""
         if entry.ready and not entry._parked:
             self._policy.touch(entry.key, use)
+            self._old.pop(entry.key, None)
 
     def coldest(self, most: int) -> list[K]:
         """Ready keys that would be evicted first, pinned ones among them, at most so many. O(most)."""
@@ -191,27 +202,27 @@ class Entries(Generic[K]):
     def forget(self, entry: Entry[K], *, evicted: bool = False) -> None:
         """`discard` of a visible entry. `evicted`: its room was needed."""
         if entry.ready and not entry._parked:
-            self._policy.remove(entry.key, evicted=evicted)
+            self._take_out(entry.key, evicted=evicted)
         self._hide(entry)
 
     def evict(self, young_s: float = math.inf) -> Entry[K] | None:
-        """Forgets the policy's first unpinned victim and returns it; its slot is free, or will be when it has moved.
+        """Forgets the policy's first victim that may go and returns it; its slot is free, or will be when it has moved.
 
-        None when all are pinned or being written, or the victim was committed after `young_s`. Amortised O(1): a
-        pinned one is met once per pin.
+        Pinned ones may not, nor may those that were committed after `young_s`. None when nothing may go, or nothing
+        among the first 1024. Amortised O(1) where fewer than 768 young ones are in the way: a pinned one is met once
+        per pin, and young ones stay in their places while those behind them are evicted.
         """
         while coldest := self._policy.coldest(1):
             (key,) = coldest
             entry = self._visible[key]
             if entry.pins:
-                self._policy.remove(key, evicted=False)
+                self._take_out(key, evicted=False)
                 entry._parked = True
                 continue
-            if entry.since_s > young_s:
-                return None
-            self._policy.remove(key, evicted=True)
-            self._hide(entry)
-            return entry
+            victim = entry if entry.since_s <= young_s else (self._next_old() or self._look_for_old(young_s))
+            if victim is not None:
+                self.forget(victim, evicted=True)
+            return victim
         return None
 
     def end_move(self, entry: Entry[K]) -> bool:
@@ -247,10 +258,38 @@ class Entries(Generic[K]):
             if entry._visible:
                 visible.append(entry)
         _require(len(visible) == self._num_visible, "a key has no slot")
+        _require(all(key in self._policy for key in self._old), "a block is to be evicted that is gone")
         evictable_count = sum(entry.ready and not entry._parked for entry in visible)
         _require(evictable_count == len(self._policy), "the policy knows a key too many")
         _require(self._num_ready == sum(e.ready for e in visible), "ready entries are miscounted")
         _require(self._ready_bytes == sum(e.nbytes for e in visible if e.ready), "ready bytes are off")
+
+    def _next_old(self) -> Entry[K] | None:
+        """The first victim behind young ones, among those that were looked at."""
+        while self._old:
+            key, _ = self._old.popitem(last=False)
+            entry = self._visible[key]
+            if not entry.pins:
+                return entry
+        return None
+
+    def _look_for_old(self, young_s: float) -> Entry[K] | None:
+        """`_next_old` after a look at more and more of the coldest, until a quarter may go: so each look pays off."""
+        most = _FIRST_LOOK
+        while True:
+            keys = self._policy.coldest(most)
+            entries = [self._visible[key] for key in keys]
+            old = [entry.key for entry in entries if entry.since_s <= young_s and not entry.pins]
+            is_all = most >= _MOST_PASSED or len(keys) == len(self._policy)
+            if is_all or (old and 4 * len(old) >= len(keys)):
+                self._old = OrderedDict.fromkeys(old)
+                return self._next_old()
+            most = min(4 * most, _MOST_PASSED)
+
+    def _take_out(self, key: K, *, evicted: bool) -> None:
+        """The policy no longer has this key."""
+        self._policy.remove(key, evicted=evicted)
+        self._old.pop(key, None)
 
     def _hide(self, entry: Entry[K]) -> None:
         """Makes a visible entry invisible; the policy has lost it already."""

@@ -97,7 +97,7 @@ class Reclaim:
         if lender.idle_bytes * _MOST_IDLE <= lender.cost_bytes:
             if self._evict(lender, young_s):
                 return False
-            if lender.entries.coldest(1):  # which is too young
+            if lender.entries.coldest(1):  # which is too young, as all behind it are
                 return None
         slab = lender.slab_to_drop(spare_bytes, young_s)
         if slab is not None:
@@ -125,9 +125,8 @@ class Reclaim:
         """Evicts a lane's coldest block, if it is among the coldest of its tenant and may go. O(blocks looked at)."""
         for key in tenant.entries.coldest(_MOST_STEPS):
             entry = self._memory.blocks[key]
-            if entry.since_s > young_s:
-                return False
-            if entry.is_at_rest and self._memory.slab_of(entry).number in lane.slabs:
+            may_go = entry.is_at_rest and entry.since_s <= young_s
+            if may_go and self._memory.slab_of(entry).number in lane.slabs:
                 self._evicted.append(key)
                 entry.owner.forget(entry, evicted=True)
                 return True
