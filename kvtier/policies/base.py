@@ -43,7 +43,9 @@ class EvictionPolicy(Protocol[K]):
     def remove(self, key: K, *, evicted: bool) -> None:
         """Takes out a key that is there.
 
-        `evicted`: it was chosen by the policy, which may remember the key for the case that it comes back.
+        `evicted`: its room was needed, and the policy may remember the key for the case that it comes back. So does a
+        key leave that is only parked, as it is in use when its turn comes: it is inserted again after that, as one that
+        came back, and counts as part of the capacity meanwhile. A policy that remembers nothing takes it for new.
         Otherwise the key was discarded, and nothing of it is remembered.
         """
 

@@ -201,7 +201,9 @@ class Entries(Generic[K]):
 
     def forget(self, entry: Entry[K], *, evicted: bool = False) -> None:
         """`discard` of a visible entry. `evicted`: its room was needed."""
-        if entry.ready and not entry._parked:
+        if entry._parked:  # the policy may remember it, as one that was evicted
+            self._policy.insert(entry.key, UNKNOWN_USE)
+        if entry.ready:
             self._take_out(entry.key, evicted=evicted)
         self._hide(entry)
 
@@ -216,7 +218,7 @@ class Entries(Generic[K]):
             (key,) = coldest
             entry = self._visible[key]
             if entry.pins:
-                self._take_out(key, evicted=False)
+                self._take_out(key, evicted=True)
                 entry._parked = True
                 continue
             victim = entry if entry.since_s <= young_s else (self._next_old() or self._look_for_old(young_s))

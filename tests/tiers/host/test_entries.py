@@ -4,14 +4,28 @@ from typing import Any
 
 import pytest
 
+from kvtier.policies.base import K
 from kvtier.policies.lru import LRU
 from kvtier.policies.registry import POLICIES, by_name
+from kvtier.policies.s3fifo import S3FIFO
 from kvtier.testing.contract import make_key, make_payload, summed
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.host.entries import Entries, Entry
 from kvtier.tiers.host.tier import HostTier
 
 KIB = 1024
+
+
+class Spy(LRU[K]):
+    """An LRU that notes what it is told of removals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removals: list[tuple[K, bool]] = []
+
+    def remove(self, key: K, *, evicted: bool) -> None:
+        super().remove(key, evicted=evicted)
+        self.removals.append((key, evicted))
 
 
 def make_entries(policy: Any) -> Entries[bytes]:
@@ -91,3 +105,46 @@ def test_what_is_used_or_pinned_or_gone_since_it_was_looked_at_is_not_the_next_v
     assert pinned is not None
     entries.unpin(pinned)
     assert evict_all(entries, 0.5) == [b"c"]
+
+
+def test_a_pinned_victim_is_parked_as_if_it_were_evicted_and_comes_back_at_its_last_unpin() -> None:
+    policy: Spy[bytes] = Spy()
+    entries = make_entries(policy)
+    store(entries, b"a")
+    pinned = entries.pin(b"a")
+    assert pinned is not None
+    assert entries.evict() is None
+    assert policy.removals == [(b"a", True)]
+    entries.unpin(pinned)
+    assert policy.coldest(1) == [b"a"]
+
+
+def test_a_parked_block_that_is_discarded_leaves_no_trace() -> None:
+    policy: S3FIFO[bytes] = S3FIFO()
+    entries = make_entries(policy)
+    store(entries, b"a")
+    store(entries, b"b")
+    pinned = entries.pin(b"a")
+    assert pinned is not None
+    assert entries.evict() is not None, "b goes, as a is pinned"
+    entries.discard(b"a")
+    entries.unpin(pinned)
+    store(entries, b"a")
+    store(entries, b"c")
+    assert policy.coldest(2) == [b"a", b"c"], "a is new, and so before c"
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_a_block_that_was_parked_is_one_that_came_back(name: str) -> None:
+    """Not one that is new: blocks that were used once go before it."""
+    policy: Any = by_name(name)
+    entries = make_entries(policy)
+    store(entries, b"a")
+    store(entries, b"b")
+    pinned = entries.pin(b"a")
+    assert pinned is not None
+    assert entries.evict() is not None, "b goes, as a is pinned"
+    entries.unpin(pinned)
+    store(entries, b"c")
+    store(entries, b"d")
+    assert policy.coldest(1) == [b"c"]

@@ -3,10 +3,11 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from kvtier.identity.keys import StoreKey, TenantId, tenant_id
 from kvtier.memory import memfd
+from kvtier.policies.registry import by_name
 from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.shares import Share
@@ -40,7 +41,7 @@ class Memory(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("kvtier.tiers.host.slab_sizes._LEAST_PART", 8)
         self.shares: dict[TenantId, Share] = {}
-        self.tier = HostTier(128 * KIB, shared=True, prefault=False, block_overhead_bytes=64)
+        self.now_s = 0.0
         self.meanwhile: list[StoreKey] = []
         """Discarded while the next slab is emptied."""
         copy = Relocation.copy
@@ -52,6 +53,22 @@ class Memory(RuleBasedStateMachine):
             self.tier.check()
 
         self.patch.setattr(Relocation, "copy", copy_late)
+
+    @initialize(policy=st.sampled_from(["lru", "default", "slru", "s3fifo", "arc"]), young_s=st.sampled_from([0, 3]))
+    def open(self, policy: str, young_s: int) -> None:
+        self.tier = HostTier(
+            128 * KIB,
+            shared=True,
+            prefault=False,
+            block_overhead_bytes=64,
+            make_policy=lambda: by_name(policy),
+            min_residency_s=young_s,
+            clock=lambda: self.now_s,
+        )
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 9.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
 
     @rule(key=keys, nbytes=st.sampled_from(SIZES), writer=st.integers(0, 3))
     def store(self, key: StoreKey, nbytes: int, writer: int) -> None:
