@@ -93,6 +93,8 @@ class Entries(Generic[K]):
         self._old: OrderedDict[K, None] = OrderedDict()
         """Keys that the policy would evict next, but for young ones and pinned ones before them: those that were looked
         at, and were not used since. All are in the policy; some may be pinned."""
+        self._young_from_s = -math.inf
+        """What was committed before that may not go, or is behind too many that may not: a look has found nothing."""
         self._free = free
         self._visible: dict[K, Entry[K]] = {} if visible is None else visible
         """The visible entries by key, those of others too where it is shared."""
@@ -168,6 +170,7 @@ class Entries(Generic[K]):
         entry.pins -= 1
         if entry.pins:
             return
+        self._young_from_s = min(self._young_from_s, entry.since_s)
         if not entry._visible:
             if not entry.moving:
                 self._free(entry)
@@ -207,12 +210,17 @@ class Entries(Generic[K]):
             self._take_out(entry.key, evicted=evicted)
         self._hide(entry)
 
+    def are_all_young(self, young_s: float) -> bool:
+        """Whether `evict` has found nothing that was committed until `young_s`, and would find nothing now."""
+        return young_s < self._young_from_s
+
     def evict(self, young_s: float = math.inf) -> Entry[K] | None:
         """Forgets the policy's first victim that may go and returns it; its slot is free, or will be when it has moved.
 
         Pinned ones may not, nor may those that were committed after `young_s`. None when nothing may go, or nothing
         among the first 1024. Amortised O(1) where fewer than 768 young ones are in the way: a pinned one is met once
-        per pin, and young ones stay in their places while those behind them are evicted.
+        per pin, and young ones stay in their places while those behind them are evicted. A look that found nothing
+        is not repeated until the oldest of what was looked at may go.
         """
         while coldest := self._policy.coldest(1):
             (key,) = coldest
@@ -221,7 +229,9 @@ class Entries(Generic[K]):
                 self._take_out(key, evicted=True)
                 entry._parked = True
                 continue
-            victim = entry if entry.since_s <= young_s else (self._next_old() or self._look_for_old(young_s))
+            victim: Entry[K] | None = entry
+            if entry.since_s > young_s:
+                victim = self._next_old() or (None if self.are_all_young(young_s) else self._look_for_old(young_s))
             if victim is not None:
                 self.forget(victim, evicted=True)
             return victim
@@ -285,6 +295,8 @@ class Entries(Generic[K]):
             is_all = most >= _MOST_PASSED or len(keys) == len(self._policy)
             if is_all or (old and 4 * len(old) >= len(keys)):
                 self._old = OrderedDict.fromkeys(old)
+                if not old:
+                    self._young_from_s = min((e.since_s for e in entries if not e.pins), default=-math.inf)
                 return self._next_old()
             most = min(4 * most, _MOST_PASSED)
 

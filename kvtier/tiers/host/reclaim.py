@@ -123,6 +123,8 @@ class Reclaim:
 
     def _evict_of(self, tenant: TenantMemory, lane: Lane, young_s: float) -> bool:
         """Evicts a lane's coldest block, if it is among the coldest of its tenant and may go. O(blocks looked at)."""
+        if tenant.entries.are_all_young(young_s):
+            return False
         for key in tenant.entries.coldest(_MOST_STEPS):
             entry = self._memory.blocks[key]
             may_go = entry.is_at_rest and entry.since_s <= young_s

@@ -17,15 +17,20 @@ KIB = 1024
 
 
 class Spy(LRU[K]):
-    """An LRU that notes what it is told of removals."""
+    """An LRU that notes what it is told of removals, and counts how often it is asked for more than the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.removals: list[tuple[K, bool]] = []
+        self.num_looks = 0
 
     def remove(self, key: K, *, evicted: bool) -> None:
         super().remove(key, evicted=evicted)
         self.removals.append((key, evicted))
+
+    def coldest(self, most: int) -> list[K]:
+        self.num_looks += most > 1
+        return super().coldest(most)
 
 
 def make_entries(policy: Any) -> Entries[bytes]:
@@ -87,6 +92,25 @@ def test_so_many_young_blocks_are_passed_over_and_no_more(monkeypatch: pytest.Mo
     store(entries, b"young 63", now_s=1.0)
     store(entries, b"old")
     assert evict_all(entries, 0.5) == []
+
+
+def test_a_look_that_found_nothing_is_not_repeated_before_something_may_go() -> None:
+    policy: Spy[bytes] = Spy()
+    entries = make_entries(policy)
+    for i in range(100):
+        store(entries, b"%d" % i, now_s=1.0 + i)
+    store(entries, b"old")
+    pinned = entries.pin(b"old")
+    assert pinned is not None
+    assert entries.evict(0.5) is None
+    num_looks = policy.num_looks
+    assert entries.evict(0.5) is entries.evict(0.9) is None
+    assert policy.num_looks == num_looks
+    assert entries.are_all_young(0.9)
+    entries.unpin(pinned)
+    assert not entries.are_all_young(0.9)
+    assert evict_all(entries, 0.9) == [b"old"]
+    assert evict_all(entries, 2.0) == [b"0", b"1"]
 
 
 def test_what_is_used_or_pinned_or_gone_since_it_was_looked_at_is_not_the_next_victim() -> None:
