@@ -1,6 +1,7 @@
 """The memory of a host tier: its slabs, what they cost, and which tenant has them."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from kvtier.errors import InvariantError
@@ -36,6 +37,12 @@ class SlabMemory:
         """The tenants that have memory, or want some."""
         self._shares: dict[TenantId, Share] = {}
         """What was said of tenants, whether they have memory or not."""
+        self._said_bytes = 0
+        """The sum of the guarantees in `_shares`."""
+        self._said_weight = 0.0
+        """The sum of the weights in `_shares`."""
+        self._num_unsaid = 0
+        """Those of `_tenants` that are not in `_shares`."""
         self._cost_bytes = 0
         """What all slabs cost, those being made included."""
         self._overdrawn_bytes = 0
@@ -53,15 +60,18 @@ class SlabMemory:
         more is guaranteed than there is. O(lanes)."""
         require_room(shares.values(), self.sizes.capacity_bytes)
         self._shares = dict(shares)
+        self._said_bytes = sum(share.guaranteed_bytes for share in shares.values())
+        self._said_weight = math.fsum(share.weight for share in shares.values())
+        self._num_unsaid = len(self._tenants.keys() - shares.keys())
         for there in self._tenants.values():
             there.set_share(self._shares.get(there.tenant, EQUAL_SHARE))
 
     def owed_bytes(self, tenant: TenantId) -> int:
-        """What the tenant could have now though all others who have memory took what they are owed. O(tenants)."""
-        shares = {t.tenant: t.share for t in self._tenants.values()} | self._shares
-        own = shares.setdefault(tenant, EQUAL_SHARE)
-        rest = self.sizes.capacity_bytes - sum(share.guaranteed_bytes for share in shares.values())
-        weights = sum(share.weight for share in shares.values())
+        """What the tenant could have now though all others who have memory took what they are owed."""
+        own = self._shares.get(tenant, EQUAL_SHARE)
+        is_new = tenant not in self._shares and tenant not in self._tenants
+        rest = self.sizes.capacity_bytes - self._said_bytes
+        weights = self._said_weight + (self._num_unsaid + is_new) * EQUAL_SHARE.weight
         owed = own.guaranteed_bytes + (int(rest * own.weight / weights) if weights else 0)
         return owed if own.cap_bytes is None else min(owed, own.cap_bytes)
 
@@ -72,6 +82,7 @@ class SlabMemory:
             entries = Entries(self._make_policy(), self._free_slot, self.blocks)
             there = self._tenants[tenant] = TenantMemory(tenant, entries, self.sizes)
             there.set_share(self._shares.get(tenant, EQUAL_SHARE))
+            self._num_unsaid += tenant not in self._shares
         return there
 
     def tenants(self, tenant: TenantId | None = None) -> Iterator[TenantMemory]:
@@ -209,6 +220,7 @@ class SlabMemory:
         self._dropped.clear()
         self._being_made.clear()
         self._tenants.clear()
+        self._num_unsaid = 0
         self.blocks.clear()
         self._cost_bytes = 0
 
@@ -225,6 +237,8 @@ class SlabMemory:
             raise InvariantError("slab memory is miscounted")
         if self._cost_bytes > self.sizes.capacity_bytes + self._overdrawn_bytes:
             raise InvariantError(f"slabs of {self._cost_bytes} bytes exceed the capacity")
+        if self._num_unsaid != len(self._tenants.keys() - self._shares.keys()):
+            raise InvariantError("tenants without a share of their own are miscounted")
         if sum(len(tenant.entries) for tenant in self._tenants.values()) != len(self.blocks):
             raise InvariantError("a block is nobody's")
 
@@ -236,6 +250,7 @@ class SlabMemory:
     def _forget_if_idle(self, tenant: TenantMemory) -> None:
         if not (tenant.cost_bytes or tenant.lanes or tenant.changing) and self._tenants.get(tenant.tenant) is tenant:
             del self._tenants[tenant.tenant]
+            self._num_unsaid -= tenant.tenant not in self._shares
 
     def _room_bytes(self) -> int:
         """What is left of the capacity; nothing when there are as many slabs as there may be."""

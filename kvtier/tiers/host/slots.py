@@ -212,7 +212,7 @@ class HostSlots:
             self.memory.set_shares(shares)
 
     def owed_bytes(self, tenant: TenantId) -> int:
-        """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""
+        """Memory that the tenant can have, whatever those want who have memory now."""
         with self.lock:
             return self.memory.owed_bytes(tenant)
 

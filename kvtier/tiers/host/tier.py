@@ -268,7 +268,7 @@ class HostTier:
         self._slots.set_shares(shares)
 
     def owed_bytes(self, tenant: TenantId) -> int:
-        """Memory that the tenant can have, whatever those want who have memory now. O(tenants)."""
+        """Memory that the tenant can have, whatever those want who have memory now."""
         return self._slots.owed_bytes(tenant)
 
     def open_slab(self, tenant: TenantId, number: int, writer: int) -> SharedSlab | None:

@@ -130,6 +130,29 @@ def test_what_a_tenant_is_owed() -> None:
     assert tier.owed_bytes(BLUE) == 2 * MIB
 
 
+def test_what_is_owed_follows_tenants_that_come_and_go_and_shares_that_change() -> None:
+    tier = make_tier()
+    others = [tenant_id(str(i)) for i in range(6)]
+    for i, tenant in enumerate(others):
+        put(tier, tenant, "a", writer=1 + i)
+    assert (tier.owed_bytes(others[0]), tier.owed_bytes(RED)) == (16 * MIB // 6, 16 * MIB // 7)
+    tier.set_shares({others[0]: Share(weight=0.5), RED: Share(guaranteed_bytes=MIB, weight=2.5)})
+    assert tier.owed_bytes(others[1]) == 15 * MIB // 8
+    assert tier.owed_bytes(RED) == MIB + int(15 * MIB * 2.5 / 8)
+    put(tier, RED, "a")
+    assert tier.owed_bytes(RED) == MIB + int(15 * MIB * 2.5 / 8)
+    for writer in (1, 2, 3):
+        tier.discard([make_key("a", tenant=others[writer - 1])])
+        tier.retire_writer(writer)
+    tier.check()
+    assert tier.owed_bytes(others[5]) == 15 * MIB // 6, "two have gone of whom nothing was said"
+    tier.set_shares({})
+    tier.check()
+    assert tier.owed_bytes(others[0]) == 16 * MIB // 5
+    tier.close()
+    assert tier.owed_bytes(RED) == 16 * MIB
+
+
 def test_shares_that_make_no_sense_are_refused() -> None:
     tier = make_tier()
     tier.set_shares({RED: Share(guaranteed_bytes=10 * MIB)})
