@@ -6,8 +6,12 @@ import pytest
 
 from block_rig import GOLDEN, HEADER, KEY, PAYLOAD, receive_frame, session
 from kvtier.codec.stored_form import encode_header, header_from_checksum
+from kvtier.errors import ClosedError
+from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.protocol.block import encode_head
+from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.host.slots import WriteSlot
 from kvtier_pool.block.client_memory import ClientLimits, ClientMemory
 from kvtier_pool.block.holdings import Holdings
 from pool_rig import MIB, RED, CoreRig, core_rig
@@ -59,4 +63,29 @@ def test_a_block_of_no_bytes_cannot_be_prepared_either() -> None:
         limits = ClientLimits(lease_s=10.0, max_held_bytes=MIB, max_prepared_s=60.0)
         memory = ClientMemory(rig.core, RED, 1, Holdings(lambda: None), limits, lambda: 0.0)
         assert memory.prepare([KEY], [0]) == (0, bytes([FAILED]), [])
+        memory.close()
+
+
+def test_a_prepare_that_fails_half_way_leaves_no_slots_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with core_rig(shared=True) as rig:
+        holdings = Holdings(lambda: None)
+        limits = ClientLimits(lease_s=10.0, max_held_bytes=MIB, max_prepared_s=60.0)
+        memory = ClientMemory(rig.core, RED, 1, holdings, limits, lambda: 0.0)
+        keys = [make_key(i, tenant=RED) for i in range(3)]
+        begin_write = rig.core.begin_write
+
+        def end_at_the_last(tenant: TenantId, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
+            if key == keys[-1]:
+                raise ClosedError("closed meanwhile")
+            return begin_write(tenant, key, nbytes, writer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.core, "begin_write", end_at_the_last)
+            with pytest.raises(ClosedError):
+                memory.prepare(keys, [4096] * 3)
+        assert rig.core.lookup(keys) == [Status.MISS] * 3
+        assert (memory.held_bytes, holdings.is_empty) == (0, True)
+        write_id, statuses, _ = memory.prepare(keys, [4096] * 3)
+        assert statuses == bytes([STORED] * 3)
+        memory.abort(write_id)
         memory.close()

@@ -145,8 +145,12 @@ class HostSlots:
                 return WriteStatus.FULL
 
     def finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
-        """Commits the slots that have a checksum, last to first, and aborts the others."""
+        """Commits the slots that have a checksum, last to first, and aborts the others.
+
+        `InvalidInputError`, after that: some were committed or aborted before.
+        """
         stored: list[StoreKey] = []
+        num_ended = 0
         now_s = self._clock()
         with self.lock:
             for i in range(len(slots) - 1, -1, -1):
@@ -156,7 +160,8 @@ class HostSlots:
                     continue
                 entry, slot._entry = slot._entry, None
                 if entry is None:
-                    raise InvalidInputError("write slot was committed or aborted before")
+                    num_ended += 1
+                    continue
                 nbytes = len(slot.view)
                 use = Use(slots[i - 1].key if i else None, i, len(slots), -1, 0, nbytes)
                 if entry.owner.commit(entry, nbytes=nbytes, checksum=checksums[slot], now_s=now_s, use=use):
@@ -165,6 +170,8 @@ class HostSlots:
             self._events.post(EventKind.STORED, stored)
             dropped = self.memory.take_dropped()
         give_back(dropped)
+        if num_ended:
+            raise InvalidInputError(f"{num_ended} of {len(slots)} write slots were committed or aborted before")
 
     def abort(self, slots: Iterable[WriteSlot]) -> None:
         """Gives slots back unwritten; ignores those that were committed or aborted before."""

@@ -207,7 +207,10 @@ class HostTier:
             self._finish([slot], {slot: checksum})
 
     def commit_all(self, checksums: Mapping[WriteSlot, int]) -> None:
-        """`commit` of a batch; its last block becomes the coldest of it, as tails should."""
+        """`commit` of a batch; its last block becomes the coldest of it, as tails should.
+
+        Raises `InvalidInputError` when a slot was committed or aborted before; all others are committed.
+        """
         with self._guard:
             self._finish(list(checksums), checksums)
 
@@ -280,8 +283,10 @@ class HostTier:
             return self._slots.open_slab(tenant, number, writer)
 
     def _finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
-        self._slots.finish(slots, checksums)
-        self._events.flush()
+        try:
+            self._slots.finish(slots, checksums)
+        finally:
+            self._events.flush()
 
 
 def _copy_out(lease: ReadPin | None, into: memoryview) -> Status:

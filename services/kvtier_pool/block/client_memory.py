@@ -142,16 +142,21 @@ class ClientMemory:
         """Id of the write, a `WriteStatus` per key (STORED: prepared), and the slot ids of those that were prepared."""
         slots: list[WriteSlot] = []
         statuses = bytearray()
-        for key, size in zip(keys, sizes, strict=True):
-            outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
-            if self.held_bytes + size <= self._limits.max_held_bytes:
-                outcome = self._core.begin_write(self.tenant, key, size, self._writer)
-            if isinstance(outcome, WriteSlot) and not self._charge(outcome):
-                outcome = self._core.abort_write(outcome)
-            if isinstance(outcome, WriteSlot):
-                slots.append(outcome)
-                outcome = WriteStatus.STORED
-            statuses.append(outcome)
+        try:
+            for key, size in zip(keys, sizes, strict=True):
+                outcome: WriteSlot | WriteStatus = WriteStatus.FAILED
+                if self.held_bytes + size <= self._limits.max_held_bytes:
+                    outcome = self._core.begin_write(self.tenant, key, size, self._writer)
+                if isinstance(outcome, WriteSlot) and not self._charge(outcome):
+                    outcome = self._core.abort_write(outcome)
+                if isinstance(outcome, WriteSlot):
+                    slots.append(outcome)
+                    outcome = WriteStatus.STORED
+                statuses.append(outcome)
+        except BaseException:
+            self._discharge(slots)
+            self._abort(slots)
+            raise
         if not slots:
             return NOTHING_HELD, bytes(statuses), []
         write_id = next(self._ids)
@@ -220,7 +225,6 @@ class ClientMemory:
 
     def _forget(self, write_id: int, *, overdue: bool = False) -> list[WriteSlot]:
         """The slots of a write that is there, which are the caller's to end now."""
-        freed_bytes = 0
         with self._lock:
             write = self._writes.pop(write_id, None)
             if write is None:
@@ -229,7 +233,14 @@ class ClientMemory:
                 self._overdue[write_id] = None
                 if len(self._overdue) > _MOST_OVERDUE:
                     del self._overdue[next(iter(self._overdue))]
-            for slot in write.slots:
+        self._discharge(write.slots)
+        return write.slots
+
+    def _discharge(self, slots: Sequence[WriteSlot]) -> None:
+        """Undoes `_charge` of slots that end now."""
+        freed_bytes = 0
+        with self._lock:
+            for slot in slots:
                 number = slot.slot // SLAB_STRIDE
                 self._slots_in[number] -= 1
                 if not self._slots_in[number]:
@@ -237,4 +248,3 @@ class ClientMemory:
                     freed_bytes += slot.slab_bytes
             self._prepared_bytes -= freed_bytes
         self._holdings.give_back(freed_bytes)
-        return write.slots

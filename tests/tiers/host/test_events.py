@@ -5,12 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvtier.errors import InvalidInputError
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
 from kvtier.testing.blocks import summed
 from kvtier.testing.contract import make_key, make_payload
 from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
+from kvtier.tiers.host.slots import WriteSlot
 from kvtier.tiers.host.tier import HostTier
 
 KIB = 1024
@@ -52,6 +54,21 @@ def test_events_follow_the_changes() -> None:
         Event(EventKind.REMOVED, "host", (a,)),
         Event(EventKind.CLEARED, "host"),
     ]
+
+
+def test_a_batch_with_a_slot_that_was_committed_before_stores_all_others_with_an_event() -> None:
+    events: list[Event] = []
+    tier = HostTier(64 * KIB, on_event=events.append)
+    slots = [tier.prepare(make_key(label), 4 * KIB) for label in "abc"]
+    checksums = {slot: 0 for slot in slots if isinstance(slot, WriteSlot)}
+    before = next(slot for slot in checksums if slot.key == make_key("b"))
+    tier.commit(before, 0)
+    with pytest.raises(InvalidInputError, match="1 of 3 write slots"):
+        tier.commit_all(checksums)
+    a, b, c = (make_key(label) for label in "abc")
+    assert tier.lookup([a, b, c]) == [Status.HIT] * 3
+    assert events == [Event(EventKind.STORED, "host", (b,)), Event(EventKind.STORED, "host", (a, c))]
+    tier.check()
 
 
 def test_events_replay_to_the_content_whatever_the_threads_do() -> None:
