@@ -1,9 +1,8 @@
-"""All that depends on vLLM's version, and what its configuration must be for this connector."""
+"""All that depends on vLLM's version but its hashes, and what its configuration must be for this connector."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import vllm
@@ -12,13 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    ExternalBlockHash,
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -157,50 +149,6 @@ def require_safe_hashes(config: VllmConfig) -> None:
             f"gateway_tenants with --prefix-caching-hash-algo {algorithm}: tenants could make others' blocks hit; "
             "use sha256"
         )
-
-
-def salt_device_cache(request: Request, salt: str) -> None:
-    """Tells the request's blocks in vLLM's own prefix cache apart by this. For a request that is not scheduled yet."""
-    request.cache_salt = salt
-    _hash_again(request)
-
-
-def name_adapter(request: Request, name: str) -> None:
-    """Tells the request's blocks in vLLM's own prefix cache apart by this, too. For one that is not scheduled yet.
-
-    Only hashes differ. A `cache_salt` would also be in KV events, and routers would find nothing: they look for the one
-    that the client gave.
-    """
-    hashes: Callable[[Request], list[BlockHash]] | None = request._block_hasher
-    if hashes is None:
-        return
-    given = request.cache_salt
-    salt = name if given is None else f"{name}/{given}"
-
-    def hash_with_name(request: Request) -> list[BlockHash]:
-        request.cache_salt = salt
-        try:
-            return hashes(request)
-        finally:
-            request.cache_salt = given
-
-    request._block_hasher = hash_with_name
-    _hash_again(request)
-
-
-def name_media(request: Request, names: Sequence[str]) -> None:
-    """What vLLM tells the request's media apart by, in its caches of KV and of what encoders made.
-
-    For a request that is not scheduled yet.
-    """
-    features = zip(request.mm_features, names, strict=True)
-    request.mm_features = [replace(feature, identifier=name) for feature, name in features]
-    _hash_again(request)
-
-
-def _hash_again(request: Request) -> None:
-    request.block_hashes.clear()
-    request.update_block_hashes()
 
 
 def use_of_adapters(config: VllmConfig) -> str:
@@ -378,22 +326,9 @@ def attention_kinds(kv_cache_config: KVCacheConfig) -> list[tuple[str, int | Non
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
-def event_hashes(request: Request, kv: KVCacheManager, span: range, tokens_per_block: int) -> list[ExternalBlockHash]:
-    """What vLLM's events call these blocks of the request, as far as they are known."""
-    hashes = resolve_block_hashes(request.block_hashes, kv.block_pool.hash_block_size, tokens_per_block)
-    return [maybe_convert_block_hash(hashes[position]) for position in span if position < len(hashes)]
-
-
 def device_cache(kv: KVCacheManager) -> object:
     """What vLLM knows of its own prefix cache: another object after each reset."""
     return kv.block_pool.cached_block_hash_to_block
-
-
-def hash_inputs(request: Request, position: int, tokens_per_block: int) -> tuple[Any, ...] | None:
-    """What vLLM hashes of a block beside its tokens."""
-    start = position * tokens_per_block
-    inputs: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, start, start + tokens_per_block, 0)[0]
-    return inputs
 
 
 def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:

@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
-from kvtier_vllm.compat import hash_inputs, name_adapter
 from kvtier_vllm.content.media import Medium
+from kvtier_vllm.request_hashes import hash_inputs, name_adapter
 from kvtier_vllm.requests.keys import RequestKeys
 
 SIZE = 4

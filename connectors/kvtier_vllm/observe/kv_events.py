@@ -17,7 +17,7 @@ from kvtier.build.tiers import DISK
 from kvtier.identity.keys import BlockKey
 from kvtier.offload import ContentChanges, Directory
 from kvtier.offload.messages import HOST
-from kvtier_vllm import compat
+from kvtier_vllm import compat, request_hashes
 from kvtier_vllm.kv.groups import KVGroups
 
 
@@ -107,7 +107,7 @@ class KVEvents:
             return
         assert self._kv is not None
         before = max(span.start - 1, 0)
-        hashes = compat.event_hashes(request, self._kv, range(before, span.stop), self._size)
+        hashes = request_hashes.event_hashes(request, self._kv, range(before, span.stop), self._size)
         lora = request.lora_request
         origin = _Origin(lora and lora.adapter_id, lora and lora.name, request.session_id)
         for number in fresh:
@@ -123,7 +123,7 @@ class KVEvents:
                 group=number % self._groups.num_groups,
                 position=position,
                 tokens=array("I", request.all_token_ids[position * self._size : (position + 1) * self._size]),
-                inputs=compat.hash_inputs(request, position, self._size),
+                inputs=request_hashes.hash_inputs(request, position, self._size),
                 origin=origin,
             )
         for tier in self._changes.tiers:

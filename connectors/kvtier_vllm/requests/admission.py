@@ -8,8 +8,8 @@ from vllm.v1.request import Request
 from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.identity.keys import BlockHasher
-from kvtier_vllm.compat import name_adapter
 from kvtier_vllm.content.contents import Contents
+from kvtier_vllm.request_hashes import name_adapter
 from kvtier_vllm.requests.keys import RequestKeys
 from kvtier_vllm.requests.known_requests import KnownRequest
 from kvtier_vllm.requests.media import RequestMedia

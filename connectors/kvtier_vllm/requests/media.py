@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.v1.request import Request
 
 from kvtier.clock import Clock
-from kvtier_vllm import compat
+from kvtier_vllm import request_hashes
 from kvtier_vllm.content.media import AwaitedMedia, Media
 from kvtier_vllm.requests.known_requests import KnownRequest
 
@@ -73,5 +73,5 @@ class RequestMedia:
         """
         told = self._media.take(media)
         if told:
-            compat.name_media(known.request, known.keys.depend_on(told))
+            request_hashes.name_media(known.request, known.keys.depend_on(told))
         return told is not None

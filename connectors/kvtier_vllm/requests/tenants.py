@@ -9,7 +9,7 @@ import secrets
 from vllm.v1.request import Request
 
 from kvtier.config import Config
-from kvtier_vllm import compat
+from kvtier_vllm import request_hashes
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ class Tenants:
         tenant = self._own if named is None and not self._named else named
         if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
             self._warn(named)
-            compat.salt_device_cache(request, secrets.token_hex(16))
+            request_hashes.salt_device_cache(request, secrets.token_hex(16))
             return None, salt
         if self._named:
-            compat.salt_device_cache(request, tenant if salt is None else f"{tenant}/{salt}")
+            request_hashes.salt_device_cache(request, tenant if salt is None else f"{tenant}/{salt}")
         return tenant, salt
 
     def _warn(self, named: object) -> None:
