@@ -22,8 +22,9 @@ from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.slab_sizes import SlabSizes
 from kvtier.tiers.host.slots import HostSlots, WriteSlot
 
-BLOCK_OVERHEAD_BYTES = 640
-"""What a block takes of this process besides its slot: its key, its entry, its place in the order of eviction."""
+BLOCK_OVERHEAD_BYTES = 768
+"""What a block takes of this process besides its slot: its key, its entry, its place in the order of eviction, when
+their tables have just grown."""
 
 
 class HostTier:
