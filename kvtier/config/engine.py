@@ -24,6 +24,7 @@ from kvtier.config.fields import (
     Section,
     SegmentBytes,
     SyncName,
+    TierBytes,
     WritePolicyName,
     as_list,
 )
@@ -53,6 +54,15 @@ class ShareConfig(Section):
         return self
 
 
+class RedisShareConfig(Section):
+    """What one tenant may have of the Redis below the pools of a site. Nothing is guaranteed there."""
+
+    cap_bytes: TierBytes | None = None
+    """The most that the tenant may have in all servers together, 1 MiB or more: its oldest blocks go first. Bytes of
+    payloads before a codec, each rounded up to 4 KiB with its head. An eighth of it should hold many blocks, and more
+    than the tenant writes in two seconds. All pools of the Redis need the same. Left out: no such bound."""
+
+
 class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
@@ -71,6 +81,8 @@ class TenantConfig(Section):
     """Pool only: what the tenant is owed of its memory. Read again on SIGHUP."""
     disk: ShareConfig = ShareConfig()
     """Pool only: what the tenant is owed of its disk. Read again on SIGHUP."""
+    redis: RedisShareConfig = RedisShareConfig()
+    """Pool only: what the tenant may have of its Redis. Read again on SIGHUP."""
 
 
 class EngineConfig(Section):

@@ -19,7 +19,7 @@ OVERRIDE_PREFIX = "KVTIER__"
 
 Bytes = Annotated[ByteSize, Field(ge=0, le=2**60)]
 TierBytes = Annotated[ByteSize, Field(ge=2**20, le=2**60)]
-"""The size of a tier of the pool."""
+"""The size of a tier of the pool, or of a tenant's part of one."""
 SegmentBytes = Annotated[ByteSize, Field(ge=2**20, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Count = Annotated[int, Field(ge=1)]

@@ -1,6 +1,6 @@
 """All tiers below the pool's memory as one: where its blocks go down to, and come up from."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ class LowerTier:
     settings: WriteBehindSettings
     admission: Admission | None = None
     """Which blocks get there at all; None: all of them. One that does not is kept by nobody, though acknowledged."""
+    set_caps: Callable[[Mapping[TenantId, int]], None] | None = None
+    """Says how many bytes tenants may have there, all others being without a cap; None: such caps do not exist."""
 
     @property
     def keeps_acknowledged(self) -> bool:
@@ -39,6 +41,7 @@ class LowerTiers:
     def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics) -> None:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
         self.tiers = [each.tier for each in lower]
+        self._set_caps = [each.set_caps for each in lower if each.set_caps is not None]
         self._ways = [WriteBehind(memory, each.tier, metrics, each.settings, _gate_of(each, metrics)) for each in lower]
         self._cold_reads = [ColdReads(memory, tier, partial(self._note_admitted, source=tier)) for tier in self.tiers]
         for tier in self.tiers:
@@ -48,6 +51,11 @@ class LowerTiers:
         """Starts the background writers. Once, before the first write."""
         for way in self._ways:
             way.start()
+
+    def set_caps(self, caps: Mapping[TenantId, int]) -> None:
+        """The most bytes that these tenants may have in tiers elsewhere; all others have no cap there."""
+        for set_caps in self._set_caps:
+            set_caps(caps)
 
     def problem(self) -> str | None:
         """What keeps blocks from getting here, None when nothing does."""

@@ -200,6 +200,10 @@ class Store:
             if isinstance(tier, DiskTier):
                 tier.set_shares(disk)
 
+    def set_remote_caps(self, caps: Mapping[TenantId, int]) -> None:
+        """The most bytes that these tenants may have in a Redis, from now on; all others have no cap there."""
+        self._below.set_caps(caps)
+
     def owed_bytes(self, tenant: TenantId) -> int:
         """Memory that the tenant can have, whatever those want who have memory now."""
         return self._memory.owed_bytes(tenant)

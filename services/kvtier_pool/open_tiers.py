@@ -1,6 +1,7 @@
 """The tiers below the pool's memory, as configured."""
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from kvtier.codec.stored_form import Codec
 from kvtier.config import Config
@@ -12,13 +13,15 @@ from kvtier.policies.admission_text import parse_admission
 from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
-from kvtier.tiers.base import Tier
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
+
+if TYPE_CHECKING:
+    from kvtier.tiers.redis import RedisTier
 
 _WRITE_DOWN_SHARE = 1 / 4
 """The share of memory that may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk
@@ -56,15 +59,17 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
             admission = _admission("disk_admission", table.disk_admission, int(table.disk_bytes))
             below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
-            redis = Metered(_redis_tier(table.redis_url, config, metrics), metrics)
+            inner = _redis_tier(table.redis_url, config, metrics)
+            redis = Metered(inner, metrics)
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
-            below.append(LowerTier(redis, settings, _admission("redis_admission", table.redis_admission, None)))
+            admission = _admission("redis_admission", table.redis_admission, None)
+            below.append(LowerTier(redis, settings, admission, inner.set_caps))
         undo.pop_all()
     return below
 
 
-def _redis_tier(url: str, config: Config, metrics: Metrics) -> Tier:
+def _redis_tier(url: str, config: Config, metrics: Metrics) -> "RedisTier":
     # Imported here: a pool without Redis starts a tenth of a second sooner.
     from kvtier.tiers.redis import RedisSettings, RedisTier
 

@@ -119,7 +119,8 @@ class PoolService:
         return addresses
 
     def set_shares(self, config: Config) -> None:
-        """Gives the tenants of this configuration their shares of memory and disk, from now on; all others, equal ones.
+        """Gives the tenants of this configuration their shares of memory and disk, and their caps in Redis, from now
+        on; all others, equal ones and none.
 
         Raises `ConfigError`, and changes nothing, when more is guaranteed than this pool has.
         """
@@ -136,6 +137,8 @@ class PoolService:
             {tenant_id(name): _share(tenant.memory) for name, tenant in tenants.items()},
             {tenant_id(name): _share(tenant.disk) for name, tenant in tenants.items()},
         )
+        caps = {tenant_id(name): tenant.redis.cap_bytes for name, tenant in tenants.items()}
+        self._core.set_remote_caps({tenant: int(cap) for tenant, cap in caps.items() if cap is not None})
 
     @contextmanager
     def recording(self, path: Path, max_bytes: int) -> Iterator[TraceRecorder]:

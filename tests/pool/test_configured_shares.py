@@ -5,16 +5,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import redis
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import TenantId
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
 from kvtier.system.processes import Service
 from kvtier.testing.contract import read_blocks
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.service import PoolService
-from pool_rig import BLOCK_BYTES, MIB, TENANTS, connect, items, keys, until
+from pool_rig import BLOCK_BYTES, BLUE, MIB, RED, TENANTS, connect, items, keys, until
+from redis_rig import running_redis
 
 NUM_BLOCKS = 240
 """Of `BLOCK_BYTES`: 15 MiB."""
@@ -124,3 +127,49 @@ def test_a_configuration_that_python_cannot_parse_ends_nothing(tmp_path: Path) -
         pool.process.send_signal(signal.SIGHUP)
         until(lambda: "SIGHUP: the shares of tenants stay as they are" in log.read_text() or None)
         assert kept_bytes(address, 0) > MIB
+
+
+def redis_configuration(path: Path, url: str, red: str) -> Path:
+    tables = [f'[tenants.{name}]\ntoken_sha256 = ["{digest}"]\n' for digest, name in TENANTS.items()]
+    path.write_text(
+        '[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\n'
+        f'memory_bytes = "64MiB"\nredis_url = "{url}"\n{"".join(tables)}[tenants.red.redis]\n{red}\n'
+    )
+    return path
+
+
+def test_a_cap_in_redis_holds_for_two_pools_together_and_is_read_again_on_sighup(tmp_path: Path) -> None:
+    with running_redis(tmp_path) as server, server.client() as client, ExitStack() as stack:
+        file = redis_configuration(tmp_path / "pool.toml", server.url, 'cap_bytes = "8MiB"')
+        command = ["pool", "serve", "--config", str(file)]
+        logs = [tmp_path / "log0", tmp_path / "log1"]
+        pools = [stack.enter_context(Service(command, log=log, environ={})) for log in logs]
+        addresses = [pool.ready()["block"] for pool in pools]
+        tiers = [connect(address) for address in addresses]
+        blue = connect(addresses[0], "blue")
+        try:
+            assert blue.write(items(range(20), BLUE)) == [WriteStatus.STORED] * 20
+            for number, tier in enumerate(tiers):
+                tier.write(items(range(1000 * number, 1000 * number + NUM_BLOCKS)))
+            until(lambda: num_in_redis(client, RED) * BLOCK_BYTES > 6 * MIB)
+            assert num_in_redis(client, RED) * BLOCK_BYTES <= 8 * MIB
+            redis_configuration(file, server.url, "")
+            for pool, log in zip(pools, logs, strict=True):
+                pool.process.send_signal(signal.SIGHUP)
+                until(lambda log=log: "SIGHUP: tenants have the shares" in log.read_text())
+            for number, tier in enumerate(tiers):
+                tier.write(items(range(2000 + 1000 * number, 2000 + 1000 * number + NUM_BLOCKS)))
+            until(lambda: num_in_redis(client, RED) * BLOCK_BYTES > 24 * MIB)
+            assert num_in_redis(client, BLUE) == 20
+        finally:
+            for tier in (*tiers, blue):
+                tier.close()
+
+
+def num_in_redis(client: redis.Redis, tenant: TenantId) -> int:
+    return len(list(client.scan_iter(f"kvt1:{tenant.hex()}:*", count=1000)))
+
+
+def test_what_redis_does_not_do_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.red\.redis\.guaranteed_bytes"):
+        load_config(redis_configuration(tmp_path / "pool.toml", "", 'guaranteed_bytes = "1MiB"'))

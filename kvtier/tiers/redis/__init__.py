@@ -3,6 +3,7 @@
 tier             the verbs, and what is done before and after each                    RedisTier
 reader, writer   blocks, whole or in parts, between the caller's memory and servers
 discards, undone blocks to be forgotten, and those whose server has not heard of it
+caps, cap_script how much tenants may have: books in the servers, kept by whoever writes
 settings         logins, deadlines and sizes                                          RedisSettings
 servers          one call to all servers that have its keys, each on its own thread
 exchange         one server's part of it, cut off at the deadline

@@ -14,13 +14,13 @@ block.
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
 from kvtier.system.quiet_log import QuietLog
@@ -30,6 +30,7 @@ from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.blocks import BlockFormat
+from kvtier.tiers.redis.caps import TenantCaps
 from kvtier.tiers.redis.clients import RedisClients
 from kvtier.tiers.redis.commands import key_name
 from kvtier.tiers.redis.discards import Discards
@@ -46,6 +47,7 @@ from kvtier.tiers.redis.writer import BlockWriter
 _log = logging.getLogger(__name__)
 
 _DISCARDS_AT_ONCE = 1024
+_THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
 
 
 class RedisTier:
@@ -96,6 +98,8 @@ class RedisTier:
         self._lookup_timeout_s = min(settings.lookup_timeout_s, settings.call_timeout_s)
         self._name = name
         self._undone = UndoneDiscards()
+        self._caps = TenantCaps(self._servers, settings.max_value_bytes, self._evict, self._note_no_books)
+        self._evicted = metrics.evicted_blocks.labels(name)
         self._guard = CallGuard(f"tier {name}")
         self._dropped, self._refused = QuietLog(_log), QuietLog(_log)
         self._lock = threading.Lock()
@@ -137,6 +141,7 @@ class RedisTier:
             self._unlink("read", reader.to_drop, deadline)
         for place in reader.hits:
             statuses[place] = Status.HIT
+        self._caps.note_reads([keys[place] for place in reader.hits])
         for reason in reader.corrupt:
             self._metrics.corrupt_blocks.labels(self._name).inc()
             self._dropped.warning(f"tier {self._name}: block dropped: {reason}")
@@ -144,21 +149,29 @@ class RedisTier:
 
     def write(self, items: Sequence[Item[ReadableBuffer]]) -> list[WriteStatus]:
         """Stores payloads; a status per block, in order. FAILED also when the server stored the block and its answer
-        was lost."""
-        writer = BlockWriter(items, [key_name(key) for key, _, _ in items], self._form)
+        was lost. FULL also where its tenant's cap leaves no room for it."""
+        keys = [key for key, _, _ in items]
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
-            self._each("write", writer.names, [len(payload) for _, payload, _ in items], writer.write_small, deadline)
-            self._count_moved("write", writer.write_large(self._servers, deadline))
-            self._unlink("write", writer.to_drop, deadline)
-        if writer.refusal:
-            self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
-        statuses = writer.statuses
+            kept_out = self._caps.make_room(keys, [len(payload) for _, payload, _ in items], deadline)
+            wanted = [place for place in range(len(items)) if place not in kept_out]
+            written = self._write([items[place] for place in wanted], deadline)
+            answers = kept_out | dict(zip(wanted, written, strict=True))
+            statuses = [answers[place] for place in range(len(items))]
+            self._caps.forget([keys[place] for place in wanted if answers[place] not in _THERE], deadline)
         if self._undone:  # more than are told at once; what was written anew is wanted again
             self._undone.done(key for (key, _, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
             for place in self._undone.among([key for key, _, _ in items]):  # what is there is hidden, and will go
                 statuses[place] = WriteStatus.FAILED
         return statuses
+
+    def set_caps(self, caps: Mapping[TenantId, int]) -> None:
+        """The most bytes that these tenants may have in all servers together; all others may have what they can get.
+
+        Bytes are those of payloads before a codec, and of heads, rounded up. All pools that share the servers should
+        have the same caps. Never waits: what is too much goes, oldest first, as its tenant writes.
+        """
+        self._caps.set(caps)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets these keys; returns how many were there. What a server that cannot be reached keeps is hidden here
@@ -170,6 +183,7 @@ class RedisTier:
         discards = Discards(keys, self._form, self._undone)
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
+            self._caps.forget(keys, deadline)  # first: what counts may be gone, what is there has to count
             moved = self._servers.each("discard", discards.names, [0] * len(keys), discards.work, deadline)
             self._count_moved("discard", moved)
             self._unlink("discard", discards.parts, deadline)
@@ -201,6 +215,29 @@ class RedisTier:
         """Waits for calls in flight, at most until their deadline, and closes the connections. Idempotent."""
         if self._guard.close():
             self._topology.close()
+
+    def _write(self, items: Sequence[Item[ReadableBuffer]], deadline: float) -> list[WriteStatus]:
+        """Writes blocks that their tenants may have."""
+        writer = BlockWriter(items, [key_name(key) for key, _, _ in items], self._form)
+        self._each("write", writer.names, [len(payload) for _, payload, _ in items], writer.write_small, deadline)
+        self._count_moved("write", writer.write_large(self._servers, deadline))
+        self._unlink("write", writer.to_drop, deadline)
+        if writer.refusal:
+            self._refused.warning(f"tier {self._name}: is full: {writer.refusal}")
+        return writer.statuses
+
+    def _evict(self, small: Sequence[StoreKey], others: Sequence[StoreKey], deadline: float) -> None:
+        """Removes blocks for others of their tenants: those of one value, and those that may have more."""
+        self._unlink("write", [key_name(key) for key in small], deadline)
+        victims = Discards(others, self._form, self._undone)
+        self._servers.each("write", victims.names, [0] * len(others), victims.work, deadline)
+        self._unlink("write", victims.parts, deadline)
+        self._evicted.inc(len(small) + victims.num_removed)
+
+    def _note_no_books(self, refusal: Exception) -> None:
+        error = self._clients.translated(refusal)
+        self._metrics.io_errors.labels(self._name, "write", type(error).__name__).inc()
+        self._refused.warning(f"tier {self._name}: nothing is written for tenants with a cap: {error}")
 
     def _each(self, op: str, names: Sequence[bytes], sizes: Sequence[int], work: Work, deadline: float) -> None:
         """`Servers.each`, after each server was told of discards that it has not heard of.

@@ -19,6 +19,7 @@ from kvtier.testing.contract import (
     tier_state_machine,
 )
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
+from kvtier.tiers.redis.cap_script import NUM_BOOKS
 from kvtier.tiers.redis.commands import key_name
 from redis_rig import (
     BLOCK_BYTES,
@@ -46,24 +47,38 @@ class OverRedis(TierContract):
     max_value_bytes = 4 * MIB
     room = 3
     """Times the capacity: values take more than their payload, and so do buffers."""
+    cap_bytes: int | None = None
+    """Of each tenant."""
 
     @pytest.fixture
     def make_tier(self, server: RedisServer) -> MakeTier:
         def make(capacity_bytes: int) -> Tier:
             server.limit(self.room * capacity_bytes)
-            return connect(
+            tier = connect(
                 server.url,
                 ttl_s=1000.0,
                 codec=self.codec,
                 max_value_bytes=self.max_value_bytes,
                 max_batch_bytes=256 * 1024,  # what a server holds for readers counts against its limit
             )
+            tier.set_caps(dict.fromkeys(self.tenants, self.cap_bytes) if self.cap_bytes is not None else {})
+            return tier
 
         return make
 
 
 class TestRaw(OverRedis):
     pass
+
+
+class TestCapped(OverRedis):
+    """Books are keys as well, and take memory of the server: they are evicted as blocks are."""
+
+    cap_bytes = 1 << 40
+
+    def test_usage_counts_blocks_and_stays_in_bounds(self, tier: Tier) -> None:
+        self.store(tier, range(8))
+        assert 8 < tier.usage().num_blocks <= 8 + NUM_BOOKS
 
 
 class TestPacked(OverRedis):
