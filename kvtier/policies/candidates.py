@@ -91,6 +91,20 @@ class Candidates:
         else:
             segment.last = before
 
+    def replace(self, slot: int, other: int) -> None:
+        """Another slot of the segment, which is in no list, goes when this one would have gone."""
+        segment = self.segments[slot]
+        before = self._previous[other] = self._previous[slot]
+        after = self._next[other] = self._next[slot]
+        if before >= 0:
+            self._next[before] = other
+        else:
+            segment.first = other
+        if after >= 0:
+            self._previous[after] = other
+        else:
+            segment.last = other
+
     def relist(self, slot: int) -> None:
         """Undoes `unlist`, where everything since is undone."""
         before, after = self._previous[slot], self._next[slot]

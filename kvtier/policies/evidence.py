@@ -13,8 +13,6 @@ BUCKET = tuple(bisect_right(_STARTS, age) - 1 for age in range(OLDEST + 1))
 _WIDTH = (*(_STARTS[i + 1] - _STARTS[i] for i in range(LAST)), OLDEST)
 _PRIOR = tuple(0.3 / (start + width / 2) for start, width in zip(_STARTS, _WIDTH, strict=True))
 """Uses per epoch that are assumed before anything is known: the older the fewer, as LRU does."""
-_PRIOR_WEIGHT = tuple(20.0 * width for width in _WIDTH)
-"""What the assumption for a class weighs: the time of twenty blocks."""
 _DECAY = 0.98
 """What is left of a class's evidence when it is learned again."""
 LEVELS_PER_DOUBLING = 32
@@ -38,10 +36,10 @@ class BlockClass:
 
     __slots__ = ("_censored", "_cohorts", "_falls", "_group", "_shown", "hits", "kind", "levels")
 
-    def __init__(self, kind: int, group: "ClassGroup", now: int, *, falls: bool = False) -> None:
-        """
+    def __init__(self, kind: int, group: "ClassGroup", *, falls: bool = False) -> None:
+        """`learn` has to be called before it is used.
+
         :param group: what is assumed of the class while little is known of it.
-        :param now: the epoch.
         :param falls: a block is never worth more than a younger one.
         """
         self.kind = kind
@@ -57,7 +55,6 @@ class BlockClass:
         """The uses and the time that the group's sums hold of this class."""
         self.levels: list[int] = []
         """What a block is worth by the bucket of its age, as `LEVELS_PER_DOUBLING` times a logarithm."""
-        self.learn(now)
 
     def cohort(self, epoch: int) -> Cohort:
         """The one of an epoch, new where there is none."""
@@ -66,7 +63,7 @@ class BlockClass:
             cohort = self._cohorts[epoch] = Cohort(epoch)
         return cohort
 
-    def end(self, epoch: int, now: int, *, is_hit: bool) -> None:
+    def end(self, epoch: int, now: int, is_hit: bool) -> None:
         """A block that is remembered was used again, or is forgotten. Does nothing where none waits."""
         cohort = self._cohorts.get(epoch)
         if cohort is not None and cohort.num_waiting:
@@ -74,16 +71,20 @@ class BlockClass:
             age = now - epoch
             (self.hits if is_hit else self._censored)[BUCKET[age] if age < OLDEST else LAST] += 1.0
 
-    def learn(self, now: int) -> None:
-        """Works out the levels, then lets the evidence fade. About 25 us."""
+    def learn(self, now: int, num_assumed: float) -> None:
+        """Works out the levels, then lets the evidence fade. About 25 us.
+
+        :param num_assumed: what is assumed of the class weighs as much as the time of so many blocks.
+        """
         waiting = self._waiting(now)
-        group_hits, group_times, rates = self._group.hits, self._group.times, self._group.rates()
+        group_hits, group_times, rates = self._group.hits, self._group.times, self._group.rates(num_assumed)
         hits, censored, shown = self.hits, self._censored, self._shown
         beyond = 0.0
         levels = [0] * len(_STARTS)
         ahead: list[tuple[float, float, float]] = []
         for i in range(LAST, -1, -1):
-            num_hits, width, weight = hits[i], _WIDTH[i], _PRIOR_WEIGHT[i]
+            num_hits, width = hits[i], _WIDTH[i]
+            weight = num_assumed * width
             ended = num_hits + censored[i] + waiting[i]
             time = width * (beyond + ended / 2)
             beyond += ended
@@ -137,14 +138,15 @@ class ClassGroup:
         self._until_stale = 0
         """Calls of `rates` until they are worked out again."""
 
-    def rates(self) -> list[float]:
+    def rates(self, num_assumed: float) -> list[float]:
         """Uses per block and epoch, by the bucket of the age. 30 us at every eighth call."""
         if self._until_stale:
             self._until_stale -= 1
             return self._rates
         self._until_stale = _STALE_AFTER - 1
         self._rates = []
-        for i, weight in enumerate(_PRIOR_WEIGHT):
+        for i, width in enumerate(_WIDTH):
+            weight = num_assumed * width
             all_hits = sum(group.hits[i] for group in self._all)
             all_times = sum(group.times[i] for group in self._all)
             assumed = (max(all_hits, 0.0) + _PRIOR[i] * weight) / (max(all_times, 0.0) + weight)

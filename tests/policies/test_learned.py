@@ -1,7 +1,9 @@
 """The learned policy: that it learns where there is something to learn, and is LRU where there is not."""
 
+import itertools
 import os
 import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,11 +70,11 @@ def prompts_and_scans() -> Chains:
     ]
 
 
-def sessions() -> Chains:
+def sessions(seed: int = 2, count: int = 2000) -> Chains:
     """Conversations that take turns at random, each of which repeats what was said and adds to it."""
-    choice, keys, chains = random.Random(2), Keys(), []
+    choice, keys, chains = random.Random(seed), Keys(), []
     live: Chains = []
-    while len(chains) < 2000:
+    while len(chains) < count:
         while len(live) < 60:
             live.append(keys.chain(choice.randint(4, 20)))
         number = choice.randrange(len(live))
@@ -83,12 +85,12 @@ def sessions() -> Chains:
     return chains
 
 
-def recency() -> Chains:
+def recency(seed: int = 3, count: int = 2000) -> Chains:
     """The longer a prompt was not used, the less likely it is used: nobody knows better than LRU."""
-    choice, keys = random.Random(3), Keys()
+    choice, keys = random.Random(seed), Keys()
     stack: Chains = []
     chains: Chains = []
-    for _ in range(3000):
+    for _ in range(count):
         if not stack or choice.random() < 0.15:
             chain = keys.chain(choice.randint(2, 20))
         else:
@@ -98,11 +100,63 @@ def recency() -> Chains:
     return chains
 
 
-def uniform() -> Chains:
+def uniform(seed: int = 4, count: int = 2000) -> Chains:
     """Nothing can be learned."""
-    choice, keys = random.Random(4), Keys()
+    choice, keys = random.Random(seed), Keys()
     prompts = [keys.chain(choice.randint(3, 20)) for _ in range(150)]
-    return [choice.choice(prompts) for _ in range(2500)]
+    return [choice.choice(prompts) for _ in range(count)]
+
+
+def chats(seed: int, count: int = 2000) -> Chains:
+    """Conversations of some turns about documents, of which some are much liked."""
+    choice, keys, chains = random.Random(seed), Keys(), []
+    documents = [keys.chain(choice.randint(5, 40)) for _ in range(count // 8)]
+    weights = list(itertools.accumulate(1 / (place + 1) for place in range(len(documents))))
+    live: Chains = []
+    while len(chains) < count:
+        if len(live) < 25:
+            live.append(choice.choices(documents, cum_weights=weights)[0] + keys.chain(1))
+        number = choice.randrange(len(live))
+        chains.append(live[number])
+        live[number] = live[number] + keys.chain(choice.randint(1, 3))
+        if choice.random() < 0.25:
+            del live[number]
+    return chains
+
+
+def bursts(seed: int, count: int = 2000) -> Chains:
+    """A prompt is asked some times shortly after one another, then hardly ever."""
+    choice, keys = random.Random(seed), Keys()
+    live: Chains = []
+    gone: Chains = []
+    chains: Chains = []
+    while len(chains) < count:
+        if len(live) < 5 or choice.random() < 0.15:
+            live.append(keys.chain(choice.randint(3, 25)))
+        if gone and choice.random() < 0.05:
+            chains.append(choice.choice(gone))
+            continue
+        number = choice.randrange(len(live))
+        chains.append(live[number] + keys.chain(choice.randint(0, 2)))
+        if choice.random() < 0.2:
+            gone.append(live.pop(number))
+    return chains
+
+
+def phases(seed: int, count: int = 2000) -> Chains:
+    """What was learned of one kind of traffic is wrong for the next."""
+    return [
+        [kind * 1_000_000 + key for key in chain]
+        for kind, make in enumerate((sessions, uniform, recency, bursts))
+        for chain in make(seed, count // 4)
+    ]
+
+
+def loop() -> Chains:
+    """Prompts one after another, round and round: 60 of 10 blocks."""
+    keys = Keys()
+    prompts = [keys.chain(10) for _ in range(60)]
+    return prompts * 25
 
 
 @pytest.mark.parametrize("capacity", [200, 500, 1000])
@@ -114,12 +168,30 @@ def test_it_is_clearly_better_where_much_never_comes_again(capacity: int) -> Non
 
 
 @pytest.mark.parametrize("told", [all_told, places_told])
-@pytest.mark.parametrize("make", [sessions, recency, uniform])
+@pytest.mark.parametrize("make", [sessions, recency, uniform, chats, bursts, phases])
 @pytest.mark.parametrize("capacity", [150, 700])
-def test_it_is_not_much_below_lru_elsewhere(make: Callable[[], Chains], capacity: int, told: ToldOfUse) -> None:
-    """It loses up to 0.025 while it learns from as little as here."""
-    chains = make()
-    assert prefix_hit_rate(Learned(capacity), chains, capacity, told) > prefix_hit_rate(LRU(), chains, capacity) - 0.03
+def test_it_is_not_below_lru_elsewhere(make: Callable[..., Chains], capacity: int, told: ToldOfUse) -> None:
+    """The mean over three traces, as each is short: by what is evicted first, it differs by 0.01 from the next one."""
+    differences = []
+    for seed in (21, 22, 23):
+        chains = make(seed)
+        best = prefix_hit_rate(LRU(), chains, capacity)
+        differences.append(prefix_hit_rate(Learned(capacity), chains, capacity, told) - best)
+    assert statistics.mean(differences) > -0.006
+    assert min(differences) > -0.015
+
+
+@pytest.mark.parametrize("make", [sessions, recency, uniform, chats, bursts, phases])
+def test_it_is_not_below_lru_where_nobody_says_how_much_fits(make: Callable[..., Chains]) -> None:
+    chains = make(24)
+    assert prefix_hit_rate(Learned(), chains, 400) > prefix_hit_rate(LRU(), chains, 400) - 0.006
+
+
+@pytest.mark.parametrize("capacity", [300, 580])
+def test_it_keeps_a_part_of_a_loop_that_does_not_fit(capacity: int) -> None:
+    chains = loop()
+    assert prefix_hit_rate(LRU(), chains, capacity) == 0
+    assert prefix_hit_rate(Learned(capacity), chains, capacity) > 0.5 * capacity / 600
 
 
 @pytest.mark.parametrize("make", [prompts_and_scans, sessions, recency, uniform])
@@ -163,11 +235,12 @@ def test_what_it_remembers_is_bounded() -> None:
     policy, chains = Learned[int](), prompts_and_scans() + sessions()
     prefix_hit_rate(policy, chains, capacity)
     assert policy._ghosts is not None
-    assert policy._ghosts._num_places == 6 * capacity
+    assert policy._ghosts._num_pairs == 3 * capacity
+    assert len(policy._shadow._num_by_tick) <= capacity
     assert len(policy._keys) <= capacity + 1
     assert len(policy._candidates._turns) <= 2 * capacity
     assert len(policy._candidates._heap) <= 4 * capacity + 64
-    assert all(len(known._cohorts) < 1000 for known in policy._classes if known is not None)
+    assert all(len(known._cohorts) < 1000 for known in policy._classes._classes if known is not None)
 
 
 def test_a_capacity_that_changes_is_noticed() -> None:
