@@ -52,8 +52,10 @@ class PoolServiceConfig(Section):
     """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
     max_connections: Count = 256
     """Connections of the block protocol, one thread each, and as many of gRPC per address. An engine needs
-    `load_threads` and two or three more. Connections whose clients have not said who they are make way, and of gRPC
-    those without a call for a minute."""
+    `load_threads` and two or three more. Half of them is divided among the tenants and kept for each (at least one, so
+    that there are more if there must be), the rest goes to whoever comes first: of two tenants each has 64 for sure and
+    192 at most, one alone has all. Connections whose clients have not said who they are make way, and of gRPC those
+    without a call for a minute."""
     memory_bytes: TierBytes = ByteSize(2**30)
     """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
     memory_policy: PolicyName = "lru"
@@ -126,7 +128,8 @@ class PoolServiceConfig(Section):
     64 MiB or an eighth of memory: with several tenants and less than 512 MiB, less than 0.25 may leave no room for a
     single one. Large leaves little for what is not pinned: writers hear FULL. 0: there are no pins."""
     num_threads: Annotated[int, Field(ge=5, le=1024)] = 16
-    """gRPC calls served at a time; more wait or are refused. Streams of events may keep four of them. More than 16
-    gain nothing below 10 Gbit/s."""
+    """gRPC calls served at a time; three times as many wait, up to 10 s, and more are refused. Divided among tenants as
+    `max_connections` are, with at least two for each. Streams of events do not count: there are four, at least one for
+    each tenant. More than 16 gain nothing below 10 Gbit/s."""
     shutdown_grace_s: Seconds = 30.0
     """How long a stop may take to write to disk what is queued. Keep the container's grace period above it."""

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import sys
 import weakref
 
@@ -15,6 +16,9 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: the size is final for all that map it, so a read cannot end in SIGBUS."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PART_OF_DESCRIPTORS = 0.75
+"""The part of a process's descriptors that its memory and all else may take before there is no new memory: with none
+left, a server could not take a connection."""
 _PUNCH = 0x1 | 0x2
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 
@@ -27,13 +31,15 @@ def available() -> bool:
 def create(name: str, nbytes: int) -> int:
     """A descriptor of `nbytes` of zeroed memory, sealed against resizing. The caller closes it.
 
-    Raises `ConfigError` where there are no memfds, `OSError` when there is no memory or no descriptor.
+    Raises `ConfigError` where there are no memfds, `OSError` when there is no memory, or no descriptor but those that
+    are left to connections and files: a quarter of what the process may have.
     Nobody but root may open it for writing by its path in /proc: writers get the descriptor itself.
     """
     if not available():
         raise ConfigError("shared memory needs Linux; use the socket alone")
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        _require_others(descriptor)
         os.ftruncate(descriptor, nbytes)
         os.fchmod(descriptor, 0o400)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
@@ -97,6 +103,13 @@ def punch(descriptor: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EOPNOTSUPP:
             raise OSError(code, os.strerror(code))
+
+
+def _require_others(newest: int) -> None:
+    """Raises `OSError` unless enough descriptors are left. The kernel gives the lowest number that is free."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and newest >= most * _PART_OF_DESCRIPTORS:
+        raise OSError(errno.EMFILE, f"{newest} descriptors are open, of {most}; raise the limit (`ulimit -n`)")
 
 
 def _libc() -> ctypes.CDLL:

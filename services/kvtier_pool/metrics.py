@@ -29,6 +29,13 @@ class PoolMetrics:
             "Connections turned away because max_connections were open.",
             registry=registry,
         )
+        self.tenant_refusals = Counter(
+            "kvtier_pool_tenant_refusals",
+            "Connections, calls and streams turned away because their tenant had its part of a limit.",
+            ["tenant", "limit"],
+            registry=registry,
+        )
+        """There are no samples of tenants that were never refused."""
         self.shared_bytes = Gauge(
             "kvtier_pool_shared_held_bytes",
             "Payload bytes that clients hold in shared memory: leases and write slots.",

@@ -31,12 +31,14 @@ from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
+from kvtier_pool.places import TenantPlaces
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
@@ -80,9 +82,13 @@ class PoolService:
         registry = CollectorRegistry()
         metrics = PoolMetrics(registry)
         shares_memory = _shares_memory(table)
-        pins = retention_limits(table, num_tenants=len({*tokens.values(), *names.values()}))
+        tenants = {tenant_id(name): name for name in (*tokens.values(), *names.values())}
+        calls = CallPlaces(table.num_threads, limits, tenants, metrics)
+        connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
+        pins = retention_limits(table, num_tenants=len(tenants))
         self._recorder = _recorder_of(config, registry)
-        self._core = _open_store(config, limits, pins, registry, shared=shares_memory, recorder=self._recorder)
+        hub = EventHub(max_streams=calls.num_streams, buffer=limits.event_buffer)
+        self._core = _open_store(config, hub, pins, registry, shared=shares_memory, recorder=self._recorder)
         TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
         if shares_memory:
@@ -95,7 +101,7 @@ class PoolService:
                     max_prepared_s=limits.max_prepared_s,
                 ),
             )
-        servicer = PoolServicer(self._core, authenticator, limits, metrics)
+        servicer = PoolServicer(self._core, authenticator, limits, metrics, calls)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self.set_shares(config)
@@ -109,9 +115,9 @@ class PoolService:
             self._http = StatusServer(table.http_listen, registry, self._problem, self._core.degraded, tls)
             self._http.start()
             undo.callback(self._http.stop)
-            self._grpc = PoolServer(servicer, authenticator, config)
+            self._grpc = PoolServer(servicer, authenticator, config, calls)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, authenticator, config, limits, metrics, self._clients)
+            self._block = BlockServer(self._core, authenticator, config, limits, metrics, connections, self._clients)
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
@@ -194,7 +200,7 @@ class PoolService:
 
 def _open_store(
     config: Config,
-    limits: PoolLimits,
+    hub: EventHub,
     pins: RetentionLimits,
     registry: CollectorRegistry,
     *,
@@ -203,7 +209,6 @@ def _open_store(
 ) -> Store:
     """The tiers as one, not started yet; the caller closes it. Raises as `open_lower_tiers` does."""
     table, tier_metrics = config.pool_service, Metrics(registry)
-    hub = EventHub(max_streams=limits.max_event_streams, buffer=limits.event_buffer)
     return Store(
         memory_bytes=int(table.memory_bytes),
         min_residency_s=table.min_residency_s,

@@ -72,7 +72,7 @@ def test_a_token_that_cannot_be_one(token: str) -> None:
 
 def test_connections_beyond_the_limit_are_refused_and_places_come_back() -> None:
     with running_pool(max_connections=2) as pool:
-        first, second = dial(pool.block[0]), dial(pool.block[0])
+        first, second = dial(pool.block[0]), dial(pool.block[0], "blue")
         with pytest.raises(UnavailableError, match="max_connections: 2 are open"):
             dial(pool.block[0])
         first.close()

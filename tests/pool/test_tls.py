@@ -262,9 +262,14 @@ def test_connections_beyond_the_limit_are_told_so(site: Site) -> None:
     with site.pool(max_connections=1) as pool:
         first = transport(pool.block[0], site.client())
         first.lookup([make_key("x")], WAIT_S)
-        with pytest.raises(UnavailableError, match="max_connections"):
+        with pytest.raises(UnavailableError, match="max_connections: 1 of 2 are this tenant's"):
+            ask(transport(pool.block[0], site.client()))
+        second = transport(pool.block[0], site.client(), tenant="blue", token=TOKENS["blue"])
+        second.lookup([make_key("x")], WAIT_S)
+        with pytest.raises(UnavailableError, match="takes no more connections; see its max_connections"):
             ask(transport(pool.block[0], site.client()))
         first.close()
+        second.close()
 
 
 def test_a_stop_waits_for_nobody_who_is_idle(site: Site) -> None:

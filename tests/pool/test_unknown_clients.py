@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import grpc
@@ -47,11 +48,11 @@ def is_cut(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def engines(address: str, site: Site | None, count: int) -> Iterator[list[PoolTransport]]:
-    """With a connection each, over which they have said who they are."""
+    """With a connection each, over which they have said who they are; of two tenants in turn."""
     with contextlib.ExitStack() as stack:
         opened = []
-        for _ in range(count):
-            engine = transport(address, site.client() if site else None, token=TOKENS["red"])
+        for tenant in islice(cycle(TOKENS), count):
+            engine = transport(address, site.client() if site else None, tenant=tenant, token=TOKENS[tenant])
             stack.callback(engine.close)
             assert engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
             opened.append(engine)

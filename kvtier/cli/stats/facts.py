@@ -17,6 +17,7 @@ _TROUBLE = (
     ("kvtier_engine_preemptions_total", "", "requests that lost their blocks and started again"),
     ("kvtier_pool_evicted_unwritten_total", "tier", "blocks that memory lost before {} had them"),
     ("kvtier_pool_block_connections_refused_total", "", "connections refused: max_connections were open"),
+    ("kvtier_pool_tenant_refusals_total", "limit", "refusals: a tenant had its part of {}"),
     ("kvtier_pool_expired_leases_total", "", "leases that ended by their deadline"),
 )
 """Counter, the label that its words need, and those words."""

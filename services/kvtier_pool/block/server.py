@@ -7,6 +7,8 @@ import threading
 from functools import partial
 
 from kvtier.config import Config
+from kvtier.errors import LimitExceededError, UnavailableError
+from kvtier.identity.keys import TenantId
 from kvtier.net.address import Address
 from kvtier.net.stream import PlainStream
 from kvtier.net.tls import ServerTls, TlsStream
@@ -21,6 +23,7 @@ from kvtier_pool.block.strangers import StrangerLog, name_of
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.places import TenantPlaces
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -32,17 +35,19 @@ _LAST_WAIT_S = 5.0
 class BlockServer:
     """Binds, serves and stops. One thread calls it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         core: Store,
         authenticator: Authenticator,
         config: Config,
         limits: PoolLimits,
         metrics: PoolMetrics,
+        places: TenantPlaces,
         clients: SharedClients | None = None,
     ) -> None:
         """Binds nothing yet: see `start`.
 
+        :param places: of connections.
         :param clients: lets those on a Unix socket share memory with the pool.
         """
         self._core = core
@@ -50,6 +55,7 @@ class BlockServer:
         self._table = config.pool_service
         self._limits = limits
         self._metrics = metrics
+        self._places = places
         self._clients = clients
         tls = config.pool_service_tls()
         self._tls = None if tls is None else ServerTls(tls)
@@ -67,6 +73,8 @@ class BlockServer:
         """Oldest first, those in `_cut` not. Guarded by _lock."""
         self._cut: set[BlockSession] = set()
         """Made way for another one and are about to end; never more than `max_connections`. Guarded by _lock."""
+        self._tenants: dict[BlockSession, TenantId] = {}
+        """Whose place each session has that was greeted. Guarded by _lock."""
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports.
@@ -131,6 +139,7 @@ class BlockServer:
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
             partial(self._strangers.note, peer),
             self._large,
+            lambda tenant: self._log_in(session, tenant),
         )
         if not self._take_in(session):
             self._refuse(stream)
@@ -147,7 +156,7 @@ class BlockServer:
 
         A session that has not said who it is makes way first: a stranger must not keep out those that can.
         """
-        most = self._table.max_connections
+        most = self._places.num_places
         nameless = None
         with self._lock:
             if len(self._sessions) >= most:
@@ -162,6 +171,16 @@ class BlockServer:
             self._metrics.block_connections_refused.inc()
             nameless.cut()
         return True
+
+    def _log_in(self, session: BlockSession, tenant: TenantId) -> None:
+        """Takes one of the tenant's places for a session that has said who it is."""
+        try:
+            self._places.take(tenant)
+        except LimitExceededError as error:
+            self._metrics.block_connections_refused.inc()
+            raise UnavailableError(str(error)) from error
+        with self._lock:
+            self._tenants[session] = tenant
 
     def _stream(self, connection: socket.socket) -> PlainStream | TlsStream:
         """Does not block: a handshake is the session's."""
@@ -181,12 +200,15 @@ class BlockServer:
         with self._changed:
             self._sessions.pop(session, None)
             self._cut.discard(session)
+            tenant = self._tenants.pop(session, None)
             self._changed.notify_all()
+        if tenant is not None:
+            self._places.give_back(tenant)
 
     def _refuse(self, stream: PlainStream | TlsStream) -> None:
         """Says why and closes, without waiting for a peer that may never speak."""
         self._metrics.block_connections_refused.inc()
-        message = f"max_connections: {self._table.max_connections} are open, and the pool takes no more"
+        message = f"max_connections: {self._places.num_places} are open, and the pool takes no more"
         answer = {"id": 0, "result": Result.UNAVAILABLE, "message": message, "versions": list(VERSIONS)}
         with contextlib.closing(stream):
             if isinstance(stream, TlsStream):

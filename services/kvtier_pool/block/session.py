@@ -46,6 +46,7 @@ class BlockSession:
         certificate_names: Callable[[], frozenset[str]] = frozenset,
         on_stranger: Callable[[Exception], None] = lambda _: None,
         large: LargeRequests | None = None,
+        log_in: Callable[[TenantId], None] = lambda _: None,
     ) -> None:
         """
         :param connection: owned from now on.
@@ -53,6 +54,7 @@ class BlockSession:
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
         :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
         :param large: the large requests of all connections; None: there is no other one.
+        :param log_in: told who the peer is; raises `UnavailableError` where that tenant has enough connections.
         """
         self._connection = connection
         self._core = core
@@ -69,6 +71,7 @@ class BlockSession:
         self._large = large if large is not None else LargeRequests(limits.max_large_bytes)
         self._large_bytes = 0
         """What the request being served has of `_large`. Own thread only."""
+        self._log_in = log_in
         self.greeted = False
         """Whether the peer has shown which tenant it acts for. Written by the own thread only."""
         self._request_id = 0
@@ -133,6 +136,7 @@ class BlockSession:
             return None
         token = hello.text("token") if hello.has("token") else None
         tenant = self._authenticator.tenant_of(token, self._certificate_names())
+        self._log_in(tenant)
         self.greeted = True  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])

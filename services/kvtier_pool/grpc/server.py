@@ -13,6 +13,7 @@ from kvtier.net.address import UNIX_PREFIX
 from kvtier.net.certificates import Renewed, TlsFiles, read_pem, server_context
 from kvtier.protocol.status import code_for
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.health import SERVICE as HEALTH_SERVICE
 from kvtier_pool.grpc.health import HealthServicer
 from kvtier_pool.grpc.servicer import SERVICE, PoolServicer, certificate_names_of
@@ -38,12 +39,15 @@ _KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_lis
 class PoolServer:
     """Binds, serves and stops. One thread calls it."""
 
-    def __init__(self, servicer: PoolServicer, authenticator: Authenticator, config: Config) -> None:
+    def __init__(
+        self, servicer: PoolServicer, authenticator: Authenticator, config: Config, places: CallPlaces
+    ) -> None:
         """Binds nothing yet: see `start`."""
         table = config.pool_service
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(table.num_threads, thread_name_prefix="kvtier-grpc"),
-            interceptors=[_ReflectionGuard(authenticator)],
+            # A thread is made when it is needed, so that most of them never are.
+            futures.ThreadPoolExecutor(places.num_threads, thread_name_prefix="kvtier-grpc"),
+            interceptors=[_ReflectionGuard(authenticator, places)],
             options=(
                 *_OPTIONS,
                 # Each costs a descriptor, and nobody needs a token to open one.
@@ -51,7 +55,8 @@ class PoolServer:
                 ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
             ),
-            maximum_concurrent_rpcs=4 * table.num_threads,
+            # Of these, calls beyond the threads are those that nobody has asked yet whose they are.
+            maximum_concurrent_rpcs=2 * places.num_threads,
             compression=grpc.Compression.NoCompression,
         )
         reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
@@ -88,10 +93,11 @@ class PoolServer:
 
 
 class _ReflectionGuard(grpc.ServerInterceptor):
-    """Reflection streams keep a thread each, so they are for clients that have credentials."""
+    """Reflection streams keep a thread each, so they are for clients that have credentials, and a call of theirs."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, places: CallPlaces) -> None:
         self._authenticator = authenticator
+        self._places = places
 
     def intercept_service(
         self,
@@ -106,10 +112,11 @@ class _ReflectionGuard(grpc.ServerInterceptor):
 
         def guarded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+                tenant = self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+                with self._places.of_call(tenant):
+                    yield from serve(requests, context)
             except KvtierError as error:
                 context.abort(code_for(error), str(error))
-            return serve(requests, context)
 
         return grpc.stream_stream_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)
 

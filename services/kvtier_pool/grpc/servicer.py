@@ -1,8 +1,8 @@
 """gRPC adapter of the pool: decodes, calls `Store`, encodes. The API is `kvtier/protocol/pool.proto`."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from kvtier.store.cold_reads import Block
 from kvtier.store.store import Store
 from kvtier.tiers.base import Status
 from kvtier_pool.auth import Authenticator
+from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.upload import Upload
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
@@ -45,6 +46,7 @@ _TIER_STATES = {
     TierState.OFF: pool_pb2.TierUsage.OFF,
 }
 _M = TypeVar("_M", bound=Message)
+_Place = Callable[[TenantId], AbstractContextManager[None]]
 
 
 class PoolServicer:
@@ -54,11 +56,19 @@ class PoolServicer:
     message, however long, before anybody asks who is calling.
     """
 
-    def __init__(self, core: Store, authenticator: Authenticator, limits: PoolLimits, metrics: PoolMetrics) -> None:
+    def __init__(
+        self,
+        core: Store,
+        authenticator: Authenticator,
+        limits: PoolLimits,
+        metrics: PoolMetrics,
+        places: CallPlaces,
+    ) -> None:
         self._core = core
         self._authenticator = authenticator
         self._limits = limits
         self._metrics = metrics
+        self._places = places
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
@@ -137,7 +147,7 @@ class PoolServicer:
             return pool_pb2.UsageResponse(tiers=tiers).SerializeToString()
 
     def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self._call("Events", context) as tenant:
+        with self._call("Events", context, self._places.of_stream) as tenant:
             _parse(pool_pb2.EventsRequest, requests)
             with closing(self._core.subscribe(tenant)) as subscription:
                 if not context.add_callback(subscription.close):
@@ -148,11 +158,16 @@ class PoolServicer:
             raise UnavailableError("the pool is shutting down")
 
     @contextmanager
-    def _call(self, verb: str, context: grpc.ServicerContext) -> Iterator[TenantId]:
-        """Gives the caller's tenant, turns exceptions into status codes, counts."""
+    def _call(self, verb: str, context: grpc.ServicerContext, place: _Place | None = None) -> Iterator[TenantId]:
+        """Gives the caller's tenant, takes a place for the call, turns exceptions into status codes, counts.
+
+        :param place: that of a call if there is none.
+        """
         code = grpc.StatusCode.CANCELLED
         try:
-            yield self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+            tenant = self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+            with (place or self._places.of_call)(tenant):
+                yield tenant
             code = grpc.StatusCode.OK
         except KvtierError as error:
             code = code_for(error)
