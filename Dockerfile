@@ -32,7 +32,7 @@ ENV PATH=/opt/kvtier/bin:$PATH \
     PYTHONPYCACHEPREFIX=/opt/kvtier/bytecode \
     PYTHONDONTWRITEBYTECODE=1 \
     OPENBLAS_NUM_THREADS=1
-# A number: an orchestrator can see that it is not root, and engines that share the Unix socket take the same.
+# A number: an orchestrator can see that it is not root. Engines that share the Unix socket are in the same group.
 USER 10001:10001
 EXPOSE 7600 7601 7602
 VOLUME /var/lib/kvtier

@@ -1,5 +1,6 @@
 """The whole configuration, and the secrets and paths that it names."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
 from kvtier.net.certificates import TlsFiles
 
+_DIGESTS_OF_NOTHING = frozenset(hashlib.sha256(nothing).hexdigest() for nothing in (b"", b"\n"))
+"""What a recipe makes of a token that it failed to make."""
 _HOST_BYTES, _STAGING_BYTES = 1 << 30, 512 << 20
 
 
@@ -135,6 +138,8 @@ class Config(Section):
                 digest = self._resolve(key, value) if value.startswith(("env:", "file:")) else value
                 if not re.fullmatch("[0-9a-f]{64}", digest):
                     raise self._error(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
+                if digest in _DIGESTS_OF_NOTHING:
+                    raise self._error(key, "the digest of an empty token; make a token with: openssl rand -hex 32")
                 if accepted.setdefault(digest, name) != name:
                     raise self._error(key, f"the same token as tenant {accepted[digest]!r}: tenants must differ")
         if not accepted and not any(tenant.certificate_names for tenant in self.tenants.values()):

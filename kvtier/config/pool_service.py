@@ -49,7 +49,14 @@ class PoolServiceConfig(Section):
     shared_memory: bool = True
     """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
     socket_mode: SocketMode = 0o600
-    """Permissions of a Unix socket in `listen`; `0o660` lets a group in. Clients need a token besides."""
+    """Permissions of Unix sockets in `listen` and `grpc_listen`; `0o660` lets a group in. Clients need a token, too."""
+    socket_group: str | int | None = None
+    """Group of these sockets, by name or number: with `socket_mode = 0o660`, clients need not run as the pool's user,
+    who has all tenants' blocks. The pool's user must be a member of it, or root. Without: the pool's own group."""
+    insecure: bool = False
+    """Whether other machines may connect without TLS, so that tokens and blocks travel in the clear. A pool that
+    listens on another address than a loopback one does not start without TLS unless this is true: for networks that
+    you trust, and containers whose ports are published on one."""
     max_connections: Count = 256
     """Connections of the block protocol, one thread each, and as many of gRPC per address. An engine needs
     `load_threads` and two or three more. Half of them is divided among the tenants and kept for each (at least one, so

@@ -33,7 +33,8 @@ def create(name: str, nbytes: int) -> int:
 
     Raises `ConfigError` where there are no memfds, `OSError` when there is no memory, or no descriptor but those that
     are left to connections and files: a quarter of what the process may have.
-    Nobody but root may open it for writing by its path in /proc: writers get the descriptor itself.
+    Nobody but this user and root may open it by its path in /proc: others get a descriptor. That this user's other
+    processes may not either is for `kvtier.system.private_process`.
     """
     if not available():
         raise ConfigError("shared memory needs Linux; use the socket alone")

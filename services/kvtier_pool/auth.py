@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from kvtier.errors import UnauthenticatedError
 from kvtier.identity.keys import TenantId, tenant_id
 
-MAX_TOKEN_BYTES = 1024
+MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 1024
 _SCHEME = "bearer "
 _Metadata = Iterable[tuple[str, str | bytes]]
 _NOBODY: frozenset[str] = frozenset()
@@ -61,6 +61,11 @@ class Authenticator:
         """The time taken does not depend on how much of a token is right: all digests are compared, each in constant
         time."""
         token = text.encode()
+        if len(token) < MIN_TOKEN_BYTES:  # whether it is known or not: a digest does not tell how long its token is
+            raise UnauthenticatedError(
+                f"the bearer token is shorter than {MIN_TOKEN_BYTES} bytes, which can be guessed; make one with: "
+                "openssl rand -hex 32"
+            )
         if len(token) > MAX_TOKEN_BYTES:
             raise UnauthenticatedError(f"the bearer token is longer than {MAX_TOKEN_BYTES} bytes")
         digest = hashlib.sha256(token).digest()

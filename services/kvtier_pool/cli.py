@@ -16,6 +16,7 @@ from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
+from kvtier.system.private_process import make_process_private
 from kvtier_pool.recording import RecordingServer
 from kvtier_pool.service import PoolService
 
@@ -50,6 +51,10 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="CAs in PEM: only clients with a certificate of theirs may connect.")
     ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Let other machines connect without TLS: tokens travel in the clear."),
+    ] = None,
     memory_bytes: Annotated[str | None, typer.Option(help="Memory tier, e.g. 4GiB.")] = None,
     disk_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier; without: memory only.")] = None,
     disk_bytes: Annotated[str | None, typer.Option(help="Disk tier, e.g. 100GiB.")] = None,
@@ -77,6 +82,7 @@ def serve(
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "tls_client_ca": tls_client_ca,
+        "insecure": insecure,
         "memory_bytes": memory_bytes,
         "disk_dir": disk_dir,
         "disk_bytes": disk_bytes,
@@ -96,6 +102,7 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     :param read_again: the configuration as it is now: SIGHUP gives the tenants their shares by it. The rest of it, and
         what is wrong with it, changes nothing.
     """
+    make_process_private()  # engines of all tenants may run as this user
     keep_freed_memory()
     gc.set_threshold(*_GC_THRESHOLDS)
     came: set[int] = set()

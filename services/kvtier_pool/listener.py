@@ -1,9 +1,11 @@
 """A listening socket, TCP or Unix."""
 
 import contextlib
+import grp
 import os
 import socket
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -13,17 +15,40 @@ _BACKLOG = 128
 _NEW_SUFFIX = ".new"
 
 
+@dataclass(frozen=True, slots=True)
+class SocketAccess:
+    """Who may connect to a Unix socket."""
+
+    mode: int
+    """Permissions."""
+    group: str | int | None = None
+    """Name or number; None: the process's own."""
+
+    def give(self, path: str) -> None:
+        """Sets it on the socket at `path`.
+
+        :raises OSError: there is no such group, or this user may not give it.
+        """
+        if self.group is not None:
+            try:
+                os.chown(path, -1, self.group if isinstance(self.group, int) else grp.getgrnam(self.group).gr_gid)
+            except (KeyError, PermissionError) as error:
+                reason = "there is no such group" if isinstance(error, KeyError) else "this user is no member of it"
+                raise OSError(f"socket_group {self.group!r}: {reason}") from error
+        os.chmod(path, self.mode)
+
+
 class Listener:
     """Bound and listening from the start until `close`. One thread accepts, another may close."""
 
-    def __init__(self, address: Address, socket_mode: int) -> None:
+    def __init__(self, address: Address, access: SocketAccess) -> None:
         """
         :param address: port 0 takes a free one. A Unix socket that a dead server left behind is replaced.
-        :param socket_mode: permissions of a Unix socket, there before the first connection is.
+        :param access: of a Unix socket, there before the first connection is.
         :raises ConfigError: the address cannot be had, a server that lives on it included.
         """
         try:
-            self._socket = _listen_unix(address.path, socket_mode) if address.path else _listen_tcp(address)
+            self._socket = _listen_unix(address.path, access) if address.path else _listen_tcp(address)
             self._inode = os.stat(address.path).st_ino if address.path else 0
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {address}: {error}; is it in use, or not of this machine?") from error
@@ -54,7 +79,7 @@ def _listen_tcp(address: Address) -> socket.socket:
     return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
 
 
-def _listen_unix(path: str, mode: int) -> socket.socket:
+def _listen_unix(path: str, access: SocketAccess) -> socket.socket:
     """Listens under another name first, so that the name shows up only when all is set."""
     require_nobody_there(path)
     new = path + _NEW_SUFFIX
@@ -62,7 +87,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(new)
-        os.chmod(new, mode)
+        access.give(new)
         listening.listen(_BACKLOG)
         os.rename(new, path)
     except OSError:

@@ -31,6 +31,7 @@ from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
+from kvtier_pool.exposure import require_protected
 from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
@@ -72,11 +73,12 @@ class PoolService:
     def start(self) -> Addresses:
         """Opens the tiers, listens, serves.
 
-        :raises ConfigError: no client could be let in, files for TLS or secrets are no good, or an address or the
-            folder cannot be had.
+        :raises ConfigError: no client could be let in, or others could read what they send; files for TLS or secrets
+            are no good; an address or the folder cannot be had.
         """
         config, table, limits = self._config, self._config.pool_service, self._limits
         tokens, names = config.accepted_tokens(), config.accepted_certificates()
+        require_protected(config)
         authenticator = Authenticator(tokens, names)
         tls = config.pool_service_tls()
         registry = CollectorRegistry()

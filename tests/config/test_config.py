@@ -151,6 +151,13 @@ def test_a_secret_that_is_missing_or_empty(
     assert "plain-secret" not in str(error.value), "errors never show what may be a secret"
 
 
+@pytest.mark.parametrize("nothing", ["", "\n"])
+def test_the_digest_of_no_token_is_refused(nothing: str) -> None:
+    table = {"red": {"token_sha256": [token_sha256(nothing)]}}
+    with pytest.raises(ConfigError, match=r"tenants\.red\.token_sha256: the digest of an empty token"):
+        parse_config({"tenants": table}, source="x", environ={}).accepted_tokens()
+
+
 def test_tenants_must_not_share_a_token() -> None:
     digest = token_sha256("same")
     tenants = {"red": {"token_sha256": [digest]}, "blue": {"token_sha256": [digest]}}

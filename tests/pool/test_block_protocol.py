@@ -105,7 +105,8 @@ def prelude(header_bytes: int, payload_bytes: int = 0) -> bytes:
     [
         (hello(versions=[2, 99]), "incompatible", r"speaks versions \[1\]"),
         (hello(versions=[True]), "invalid", "versions must hold integers"),
-        (hello(token="wrong"), "unauthenticated", "not known"),
+        (hello(token="wrong-token-for-tests"), "unauthenticated", "not known"),
+        (hello(token="wrong"), "unauthenticated", "shorter than 16 bytes"),
         (hello(token=None), "invalid", "token must be str"),
         (hello(token="x" * 2000), "unauthenticated", "longer than"),
         (hello(client="x" * MAX_HELLO_BYTES), "invalid", f"at most {MAX_HELLO_BYTES}"),

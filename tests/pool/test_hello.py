@@ -102,7 +102,7 @@ def test_malformed_lists_are_refused(rig: CoreRig, namespaces: object, message: 
     ("changes", "result", "message"),
     [
         ({"token": ...}, "unauthenticated", "no credentials"),
-        ({"token": ""}, "unauthenticated", "not known"),
+        ({"token": ""}, "unauthenticated", "shorter than 16 bytes"),
         ({"token": None}, "invalid", "token must be str"),
     ],
 )

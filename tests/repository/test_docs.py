@@ -1,7 +1,9 @@
 """What the documentation names is there: files, links, commands, public names."""
 
 import importlib
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,23 @@ def test_recipes_name_files_that_are_there() -> None:
     named = {path for path in re.findall(r"`([\w./-]+/[\w./-]+)`", text) if "NAME" not in path}
     assert len(named) > 30
     assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+@pytest.mark.parametrize("missing", ["openssl", "sha256sum"])
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
+def test_recipes_of_secrets_make_no_empty_ones(page: str, missing: str, tmp_path: Path) -> None:
+    """They stop, and leave no file, where a command that they need fails."""
+    blocks = (block.partition("```")[0] for block in (ROOT / page).read_text().split("```sh\n")[1:])
+    recipe = next(block for block in blocks if "KVTIER_TOKEN_SHA256" in block).replace("docker-compose", "true")
+    broken, folder = tmp_path / "bin", tmp_path / "site"
+    broken.mkdir()
+    folder.mkdir()
+    (broken / missing).write_text("#!/bin/sh\nexit 127\n")
+    (broken / missing).chmod(0o755)
+    environ = {"PATH": f"{broken}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", f"set -e\n{recipe}"], cwd=folder, env=environ, capture_output=True, timeout=60)
+    assert done.returncode
+    assert not list(folder.iterdir())
 
 
 def test_public_names_are_there() -> None:

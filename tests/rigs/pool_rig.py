@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,12 @@ class PoolProcess:
     block: str = field(init=False)
     grpc: str = field(init=False)
     http: str = field(init=False)
+    launcher: Sequence[str] = ()
+    """A command that starts it, such as one that makes it another user's."""
 
     def start(self) -> None:
         """Returns when it is ready."""
-        command = [sys.executable, "-m", "kvtier.cli.main", "pool", "serve", *self.arguments]
+        command = [*self.launcher, sys.executable, "-m", "kvtier.cli.main", "pool", "serve", *self.arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -243,14 +245,14 @@ def running_pool(
 
 @contextlib.contextmanager
 def pool_process(
-    *arguments: str, listen: str = "", grpc_listen: str = "", memory: str = "64MiB"
+    *arguments: str, listen: str = "", grpc_listen: str = "", memory: str = "64MiB", launcher: Sequence[str] = ()
 ) -> Iterator[PoolProcess]:
     """A running pool with tenants red and blue; gone at the end. Without addresses, it has ports that it may have
     `again`."""
     listen, grpc_listen = (address or f"127.0.0.1:{free_port()}" for address in (listen, grpc_listen))
     tenants = [f"--tenant={name}={digest}" for digest, name in TENANTS.items()]
     addresses = [f"--listen={listen}", f"--grpc-listen={grpc_listen}", "--http-listen=127.0.0.1:0"]
-    pool = PoolProcess([*addresses, f"--memory-bytes={memory}", *tenants, *arguments])
+    pool = PoolProcess([*addresses, f"--memory-bytes={memory}", *tenants, *arguments], launcher=launcher)
     pool.start()
     try:
         yield pool

@@ -21,7 +21,7 @@ from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.strangers import StrangerLog, name_of
 from kvtier_pool.limits import PoolLimits
-from kvtier_pool.listener import Listener
+from kvtier_pool.listener import Listener, SocketAccess
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
 
@@ -84,7 +84,8 @@ class BlockServer:
         if self._tls is not None:
             self._tls.check()
         for text in self._table.listen:
-            self._listeners.append(Listener(Address.parse(text), self._table.socket_mode))
+            access = SocketAccess(self._table.socket_mode, self._table.socket_group)
+            self._listeners.append(Listener(Address.parse(text), access))
         for listener in self._listeners:
             thread = threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True)
             self._accepting.append(thread)

@@ -17,7 +17,7 @@ from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.health import SERVICE as HEALTH_SERVICE
 from kvtier_pool.grpc.health import HealthServicer
 from kvtier_pool.grpc.servicer import SERVICE, PoolServicer, certificate_names_of
-from kvtier_pool.listener import require_nobody_there
+from kvtier_pool.listener import SocketAccess, require_nobody_there
 
 _MAX_MESSAGE_BYTES = 4 << 20
 _OPTIONS = (
@@ -62,6 +62,7 @@ class PoolServer:
         reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
         self._server.add_generic_rpc_handlers((servicer.handler(), HealthServicer(SERVICE).handler()))
         self._listen = table.grpc_listen
+        self._access = SocketAccess(table.socket_mode, table.socket_group)
         self._tls = config.pool_service_tls()
 
     def start(self) -> tuple[str, ...]:
@@ -81,6 +82,8 @@ class PoolServer:
                 require_nobody_there(address.removeprefix(UNIX_PREFIX))  # gRPC would take the name from whoever has it
             if tls is None:
                 port = self._server.add_insecure_port(address)
+                if address.startswith(UNIX_PREFIX):  # made as the umask has it; nobody is answered before `start`
+                    self._access.give(address.removeprefix(UNIX_PREFIX))
             else:
                 port = self._server.add_secure_port(address, _credentials(tls))
         except OSError as error:
