@@ -121,8 +121,7 @@ def test_tiny_blocks_are_charged_what_they_cost() -> None:
     tier = HostTier(MIB, prefault=False, block_overhead_bytes=BLOCK_OVERHEAD_BYTES)
     for i in range(4000):
         assert put(tier, make_key(i), 1) is WriteStatus.STORED
-    assert tier.usage().num_blocks * (64 + BLOCK_OVERHEAD_BYTES) <= MIB
-    assert tier.usage().num_blocks > 1000
+    assert 0.67 * MIB < tier.usage().num_blocks * (64 + BLOCK_OVERHEAD_BYTES) <= MIB
     tier.check()
 
 
