@@ -75,7 +75,7 @@ class PerTenant:
         """:param make: makes the condition of one tenant when its first block is offered."""
         self._make = make
         self._of_tenant: dict[Hashable, Condition] = {}
-        """As many as there are tenants. Guarded by the owner's lock."""
+        """There are as many as tenants. Guarded by the owner's lock."""
 
     def admits(self, offer: Offer) -> bool:
         condition = self._of_tenant.get(offer.tenant)
@@ -165,7 +165,7 @@ class BytesPerDay:
         self._income_bytes = 0.0
         """What a tenant has got that was there from the start."""
         self._parts: OrderedDict[Hashable, _Part] = OrderedDict()
-        """By tenant; who offered something last is last."""
+        """The parts by tenant; the tenant that offered something last is last."""
 
     def admits(self, offer: Offer) -> bool:
         part = self._settled(offer)

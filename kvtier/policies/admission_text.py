@@ -19,7 +19,7 @@ from kvtier.policies.admission import (
 
 _SIZE = TypeAdapter(ByteSize)
 _MOST_REMEMBERED, _MOST_COUNTERS = 1 << 18, 1 << 20
-"""For each tenant where the text does not say it: 70 MB of keys, or 4 MiB of counters."""
+"""The memory for each tenant where the text does not say it: 70 MB of keys, or 4 MiB of counters."""
 
 CONDITIONS: Mapping[str, str] = {
     "second-use": "`second-use`: offered before, or `second-use:N` among the last N blocks offered",

@@ -16,7 +16,7 @@ UNKNOWN = 3 * _PLACES
 _FROM_START = tuple(8 * min((position + 1).bit_length() >> 1, 3) for position in range(32))
 _FROM_END = tuple(max(left.bit_length() - 1, 0) for left in range(256))
 NEXT_USE = (*(min(kind // _PLACES + 1, 2) * _PLACES for kind in range(UNKNOWN)), UNKNOWN)
-"""By class: the first class of blocks that have one use more."""
+"""The first class of blocks that have one use more, by class."""
 _ASSUMED = 20.0
 """What is assumed of a class weighs as much as so many blocks, and one request more: its blocks are used together, so
 that many of them tell no more than a few."""
@@ -44,7 +44,7 @@ class BlockClasses:
         self._to_learn: deque[BlockClass] = deque()
         """Every class, the next first."""
         self._mean_length = 0.0
-        """Of requests, the later ones above all."""
+        """The mean over requests, in which later ones weigh more."""
 
     def begin_epoch(self) -> None:
         self.epoch += 1

@@ -57,7 +57,7 @@ class Learned(Generic[K]):
         self._ticks: list[int] = []
         """The time of its last use."""
         self._hashes: list[int] = []
-        """By which it is remembered."""
+        """The number by which it is remembered."""
         self._parents: list[int] = []
         """The slot of the block before it, as far as it is known."""
         self._num_children: list[int] = []

@@ -14,13 +14,13 @@ _MOST_CREDIT = 8.0
 class LRUShadow:
     """Counts hits of LRU by the ages of blocks, and holds them against the hits that there were.
 
-    LRU has the blocks that were used most recently, as many as fit. So a use would have been a hit of LRU where the
-    block's use before is not older than that of the last block that fits. Time is counted in ticks, of which each
+    LRU has the blocks that were used most recently, as many as fit. A use would have been a hit of LRU where the block's
+    use before is not older than that of the last block that fits. Time is counted in ticks, of which each
     takes as many uses as 1/128 of the capacity. The order that is compared must remember what it has evicted.
 
     The other order has a credit: it pays each hit that only LRU would have had, and earns each that LRU would not have
-    had, and a grant for each use. Who has used up the credit is not trusted until the grants have made up for it. So
-    no traffic loses much more than the grant and the first credit, whatever the other order does.
+    had, and a grant for each use. An order that has used up the credit is not trusted until the grants have made up
+    for it. No traffic loses much more than the grant and the first credit, whatever the other order does.
 
     Not thread-safe: the policy owner's lock guards all of it. 0.2 us a use.
     """
@@ -35,7 +35,7 @@ class LRUShadow:
         self.is_trusted = num_blocks is not None
         """Whether the other order may evict. It changes at the end of ticks only."""
         self._capacity = num_blocks or 0
-        """In blocks; 0 until it is known."""
+        """The capacity in blocks; 0 until it is known."""
         self._cut = 0
         """Blocks that were last used before this tick would not be in the cache of LRU any more."""
         self._cut_of_run = 0
@@ -113,5 +113,5 @@ class LRUShadow:
 
 
 def uses_per_tick(num_blocks: int) -> int:
-    """Of a cache of that capacity. At least 1."""
+    """The uses per tick of a cache of that capacity, at least 1."""
     return max(num_blocks // _TICKS_PER_CAPACITY, 1)

@@ -127,7 +127,7 @@ class WriteQueue:
         self._declined.add(key)
 
     def declined(self, keys: Iterable[StoreKey]) -> list[StoreKey]:
-        """Those of `keys` whose blocks the tier's admission kept out."""
+        """The keys among `keys` whose blocks the tier's admission kept out."""
         return [key for key in keys if key in self._declined]
 
     def put_off(self, key: StoreKey) -> None:

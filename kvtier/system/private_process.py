@@ -10,9 +10,9 @@ _PR_SET_DUMPABLE = 4
 def make_process_private() -> None:
     """Lets other processes of this user no longer attach to this one, nor open its memory and descriptors in /proc.
 
-    Who opens a descriptor there reads, and as the owner changes, memory that this process shares with nobody but whom
-    it chose. Root still may. There are no core dumps either. The process itself opens all of that as before, through
-    /proc/self. Linux only; elsewhere nothing happens.
+    A process that opens a descriptor there reads memory that this one shares only with chosen clients, and as the
+    owner changes it. Root still may. There are no core dumps either. The process itself opens all of that as
+    before, through /proc/self. Linux only; elsewhere nothing happens.
 
     :raises OSError: the system refuses.
     """

@@ -36,6 +36,6 @@ class PoolLimits:
     other block ever gets their memory while it may still write there. Small fails writes of clients that wait for a
     busy device, large lets a stopped one keep memory from others."""
     max_event_streams: int = 4
-    """Of all tenants; every tenant has one at least. Each keeps a thread, beside `num_threads`."""
+    """Streams of all tenants; every tenant has one at least. Each keeps a thread, beside `num_threads`."""
     event_buffer: int = 4096
     """Keys buffered per event stream before the oldest are lost."""

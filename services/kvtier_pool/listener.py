@@ -17,7 +17,7 @@ _NEW_SUFFIX = ".new"
 
 @dataclass(frozen=True, slots=True)
 class SocketAccess:
-    """Who may connect to a Unix socket."""
+    """The mode and the group of a Unix socket, which decide which users may connect."""
 
     mode: int
     """Permissions."""

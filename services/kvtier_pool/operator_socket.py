@@ -43,7 +43,7 @@ def running_pools() -> list[int]:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who is at the other end: of a pool, the process that listens."""
+    """The process at the other end: of a pool, the one that listens."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     return Peer(pid, uid)

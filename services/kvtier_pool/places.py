@@ -10,7 +10,7 @@ from kvtier.identity.keys import TenantId
 from kvtier_pool.metrics import PoolMetrics
 
 _KEPT_PART = 2
-"""Of all places, one in so many is kept for tenants that have not taken it. More: a busy tenant gets less than the pool
+"""One in so many of all places is kept for tenants that have not taken it. More: a busy tenant gets less than the pool
 could give. Less: a tenant that comes last can do little at a time."""
 
 

@@ -66,7 +66,7 @@ class RecordingServer:
                     _log.exception("an operator's request failed")
 
     def _accept(self) -> socket.socket | None:
-        """The next operator; None when there will be none. Who may not operate the pool is told so."""
+        """The next operator; None when there will be none. A peer that may not operate the pool is told so."""
         while not self._stopping.is_set():
             with contextlib.suppress(OSError):
                 connection, _ = self._listening.accept()

@@ -42,8 +42,8 @@ class DiskParts:
     read_path: ReadPath
     write_path: WritePath
     threads: Sequence[IoThreads]
-    """Those for reads, for writes and for tombstones: a read is not to wait behind all of a large batch that is being
-    written."""
+    """The threads for reads, for writes and for tombstones: a read is not to wait behind all of a large batch of
+    writes."""
 
 
 def assemble(

@@ -17,7 +17,7 @@ OWN_PROCESS = 0
 
 
 class SlabKind(NamedTuple):
-    """Whose slots these are, how large they are and who fills them: a lane has the slabs of one kind."""
+    """The tenant that has the slots, their size and their writer: a lane has the slabs of one kind."""
 
     tenant: TenantId
     slot_bytes: int

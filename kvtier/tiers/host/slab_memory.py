@@ -42,7 +42,7 @@ class SlabMemory:
         self._said_weight = 0.0
         """The sum of the weights in `_shares`."""
         self._num_unsaid = 0
-        """Those of `_tenants` that are not in `_shares`."""
+        """How many of `_tenants` are not in `_shares`."""
         self._cost_bytes = 0
         """What all slabs cost, those being made included."""
         self._overdrawn_bytes = 0

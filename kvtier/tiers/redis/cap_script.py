@@ -131,7 +131,7 @@ def _digest(script: str) -> str:
 
 
 def book_of(name: bytes) -> int:
-    """In which book of its tenant the block of this name is."""
+    """The book of its tenant that the block of this name is in."""
     return int(key_slot(name)) // _SLOTS_PER_BOOK
 
 

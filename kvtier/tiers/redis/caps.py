@@ -45,12 +45,15 @@ class TenantCaps:
         self._on_refusal = on_refusal
         self._lock = threading.Lock()
         self._most_units: Mapping[TenantId, int] = {}
-        """Of each book of a tenant that has a cap. Replaced as a whole."""
+        """The cap of each book of a tenant that has one. Replaced as a whole."""
         self._noted: dict[bytes, dict[StoreKey, float]] = {}
         """Blocks that were read, and when, by the names of their books; oldest first. Guarded by _lock."""
 
     def set(self, caps: Mapping[TenantId, int]) -> None:
-        """Who may have how many bytes from now on; all others have no cap. Lower ones are reached as tenants write."""
+        """Sets how many bytes each of these tenants may have from now on; all others have no cap.
+
+        A cap that is lowered is reached as its tenant writes.
+        """
         self._most_units = {tenant: cap_bytes // NUM_BOOKS // UNIT_BYTES for tenant, cap_bytes in caps.items()}
 
     def note_reads(self, keys: Sequence[StoreKey]) -> None:

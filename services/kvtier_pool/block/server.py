@@ -74,7 +74,7 @@ class BlockServer:
         self._cut: set[BlockSession] = set()
         """Made way for another one and are about to end; never more than `max_connections`. Guarded by _lock."""
         self._tenants: dict[BlockSession, TenantId] = {}
-        """Whose place each session has that was greeted. Guarded by _lock."""
+        """The tenant whose place each greeted session has. Guarded by _lock."""
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports.
