@@ -134,7 +134,7 @@ class TestWhoTheClientIs:
             ([RED_URI, BLUE_NAME], None, "more than one tenant"),
             (["nobody.example"], None, "certificate_names have any.*nobody.example"),
             ([], None, "no bearer token|authorization|no credentials"),
-            ([RED_URI], "wrong", "not known"),
+            ([RED_URI], "wrong-token-for-tests", "not known"),
             ([RED_URI + "/below", f"*.{BLUE_NAME}"], None, "certificate_names have any"),
             ([f"{BLUE_NAME}\0.stranger.example"], None, "certificate_names have any"),
             ([f"{RED_URI}\0.stranger.example"], None, "certificate_names have any"),
