@@ -14,7 +14,7 @@ _MOST_CREDIT = 8.0
 class LRUShadow:
     """Counts hits of LRU by the ages of blocks, and holds them against the hits that there were.
 
-    LRU has the blocks that were used most recently, as many as fit. A use would have been a hit of LRU where the block's
+    LRU has the blocks that were used most recently, as many as fit. A use would have hit in LRU where the block's
     use before is not older than that of the last block that fits. Time is counted in ticks, of which each
     takes as many uses as 1/128 of the capacity. The order that is compared must remember what it has evicted.
 
