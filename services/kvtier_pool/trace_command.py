@@ -1,5 +1,6 @@
 """`kvtier trace`: commands for traces of pools that run."""
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,8 @@ def record(
     """
     request = {"file": str(file.absolute()), "max_bytes": _bytes(max_bytes), "seconds": seconds}
     with _connected(pid) as connection:
-        send(connection, request)
+        with contextlib.suppress(BrokenPipeError):  # a pool that refuses at once has said why
+            send(connection, request)
         _follow(connection, Console(stderr=True))
 
 

@@ -273,7 +273,7 @@ def test_a_client_is_told_when_it_may_hold_more_or_less(verb: str) -> None:
         client.sendall(HELLO)
         told = [receive_frame(client)[0].number("max_held_bytes")]
         for share in (Share(), Share(cap_bytes=MIB), Share(cap_bytes=MIB), Share()):
-            rig.core.set_shares(RED, share, Share())
+            rig.core.set_shares({RED: share}, {})
             client.sendall(request(verb, groups=GROUPS))
             answer, _ = receive_frame(client)
             told.append(answer.number("max_held_bytes") if answer.has("max_held_bytes") else 0)

@@ -1,5 +1,6 @@
 """`kvtier trace record`: a trace of a pool that runs, asked for by an operator on its host."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -60,7 +61,8 @@ def asked(pid: int, **request: object) -> dict[str, object]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(WAIT_S)
         connection.connect(address_of(pid))
-        send(connection, request)
+        with contextlib.suppress(BrokenPipeError):  # a refusal may be there already
+            send(connection, request)
         answer = Lines(connection).receive()
         assert answer is not None
         return answer

@@ -17,6 +17,8 @@ class _Service:
     """Stands in for a pool, and counts how often it is given shares."""
 
     num_given = 0
+    recording = None
+    """Nobody asks for a recording."""
 
     def __init__(self, config: Config) -> None:
         pass
