@@ -170,7 +170,8 @@ class Entries(Generic[K]):
         entry.pins -= 1
         if entry.pins:
             return
-        self._young_from_s = min(self._young_from_s, entry.since_s)
+        if entry.since_s < self._young_from_s:
+            self._young_from_s = entry.since_s
         if not entry._visible:
             if not entry.moving:
                 self._free(entry)
@@ -188,7 +189,8 @@ class Entries(Generic[K]):
         """`touch` of an entry that was found."""
         if entry.ready and not entry._parked:
             self._policy.touch(entry.key, use)
-            self._old.pop(entry.key, None)
+            if self._old:
+                self._old.pop(entry.key, None)
 
     def coldest(self, most: int) -> list[K]:
         """Ready keys that would be evicted first, pinned ones among them, at most so many. O(most)."""

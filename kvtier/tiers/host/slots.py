@@ -13,7 +13,7 @@ from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.memory.pages import round_up
 from kvtier.memory.slab_layout import SharedSlab
-from kvtier.policies.base import Use
+from kvtier.policies.base import Use, use_in_batch
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
@@ -99,7 +99,7 @@ class HostSlots:
             return None
         entry.pins += 1
         if touch:
-            entry.owner.note_use(entry, Use(keys[i - 1] if i else None, i, len(keys), -1, 0, entry.nbytes))
+            entry.owner.note_use(entry, use_in_batch(keys, i, entry.nbytes))
         return entry
 
     def prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:

@@ -100,7 +100,9 @@ class ClientMemory:
             return NOTHING_HELD, bytes([Status.MISS]) * len(keys), b""
         until_s = self._clock() + self.lease_s
         held = self._core.acquire_places(keys, sizes)
-        nbytes = sum(size for size, status in zip(sizes, held.statuses, strict=True) if status == Status.HIT)
+        nbytes = asked_bytes
+        if held.num_held < len(keys):
+            nbytes = sum(size for size, status in zip(sizes, held.statuses, strict=True) if status == Status.HIT)
         charged_bytes = nbytes + LEASE_ENTRY_BYTES * held.num_held
         self._holdings.give_back(most_bytes - charged_bytes)  # for what misses
         if not held.places:
