@@ -27,6 +27,7 @@ from kvtier_bench.gpu.streams.devices import Fences
 
 _GIB = 1 << 30
 _PREFILL_TOKENS_PER_S = 30_000
+_LONG_TOKENS = 131_072
 _NUM_STEPS = 20
 
 
@@ -55,7 +56,7 @@ def _loads() -> Iterator[tuple[str, float, Callable[[float, Fences], LoadTime]]]
         yield "load 8B, 16k tokens (2 GiB), host", step_s, _host_load(16_384)
     yield "load 70B TP8, 16k tokens (640 MiB), pool", 0.25, _pool_load
     for step_s in (0.06, 0.25):
-        yield "load 8B, 128k tokens (16 GiB), host", step_s, _host_load(131_072)
+        yield "load 8B, 128k tokens (16 GiB), host", step_s, _host_load(_LONG_TOKENS)
 
 
 def _host_load(num_tokens: int) -> Callable[[float, Fences], LoadTime]:
