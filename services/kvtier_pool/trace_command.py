@@ -1,8 +1,11 @@
 """`kvtier trace`: commands for traces of pools that run."""
 
 import contextlib
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +43,23 @@ def record(
     with _connected(pid) as connection:
         with contextlib.suppress(BrokenPipeError):  # a pool that refuses at once has said why
             send(connection, request)
-        _follow(connection, Console(stderr=True))
+        with _ending_by_ctrl_c(connection):
+            _follow(connection, Console(stderr=True))
+
+
+@contextlib.contextmanager
+def _ending_by_ctrl_c(connection: socket.socket) -> Iterator[None]:
+    """Ctrl-C ends what is sent, so that the pool writes down what it has and says so."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+
+    former = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def _bytes(text: str) -> int:
@@ -78,16 +97,13 @@ def _follow(connection: socket.socket, console: Console) -> None:
     lines = Lines(connection)
     with console.status("asking the pool") as status:
         while True:
-            try:
-                message = _received(lines)
-                if "recording" in message:
-                    print(f"recording to {message['recording']}, until Ctrl-C", flush=True)
-                elif "ended" in message:
-                    break
-                else:
-                    status.update(_said(message))
-            except KeyboardInterrupt:
-                connection.shutdown(socket.SHUT_WR)  # the pool writes down what it has, and says so
+            message = _received(lines)
+            if "recording" in message:
+                print(f"recording to {message['recording']}, until Ctrl-C", flush=True)
+            elif "ended" in message:
+                break
+            else:
+                status.update(_said(message))
     print(f"{_said(message)}; {message['ended']}", flush=True)
 
 
