@@ -85,7 +85,7 @@ class Pins:
         slots = self._slots
         with slots.lock:
             for i in range(len(keys) - 1, -1, -1):
-                entry = slots.hold(keys, i, touch=touch)
+                entry = slots.hold(keys, i, touch)
                 leases.append(ReadPin(slots.memory.view(entry).toreadonly(), entry) if entry is not None else None)
         leases.reverse()
         return leases
@@ -105,13 +105,14 @@ class Pins:
         every: list[Entry[StoreKey]] = []
         places: list[bytes] = []
         statuses = bytearray(len(keys))
+        hold, pack, hit = self._slots.hold, PLACE.pack, int(Status.HIT)
         with self._slots.lock:
             for i in range(len(keys) - 1, -1, -1):
-                entry = self._slots.hold(keys, i, nbytes=payload_bytes[i])
+                entry = hold(keys, i, True, payload_bytes[i])
                 if entry is not None:
                     every.append(entry)
-                    places.append(PLACE.pack(entry.slot, entry.generation, entry.checksum))
-                    statuses[i] = Status.HIT
+                    places.append(pack(entry.slot, entry.generation, entry.checksum))
+                    statuses[i] = hit
         places.reverse()
         return PinnedSlots(every, bytes(statuses), b"".join(places))
 

@@ -87,7 +87,7 @@ class HostSlots:
             return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
     def hold(
-        self, keys: Sequence[StoreKey], i: int, *, touch: bool = True, nbytes: int | None = None
+        self, keys: Sequence[StoreKey], i: int, touch: bool = True, nbytes: int | None = None
     ) -> Entry[StoreKey] | None:
         """Pins block `i` of a batch where it is until it is unpinned; None where there is none. Hold the lock.
 
