@@ -55,7 +55,8 @@ class ShareConfig(Section):
 
 
 class RedisShareConfig(Section):
-    """What one tenant may have of the Redis below the pools of a site. Nothing is guaranteed there."""
+    """What one tenant may have of the Redis below the pools of a site. There are no guarantees there, but caps of all
+    tenants that are three quarters of its `maxmemory` together are as good."""
 
     cap_bytes: TierBytes | None = None
     """The most that the tenant may have in all servers together, 1 MiB or more: its oldest blocks go first. Bytes of

@@ -9,8 +9,9 @@ Cluster each mostly lies where its blocks do, and need not. Each has an equal pa
 - `d` and 48 bytes, for a block that is to be removed: its score, between 0 and 1, says since when. It counts no more.
 
 A block that was entered in the last `YOUNG_S` may still be on its way, so it makes room for nobody: who is faster than
-that through all of the cap is refused. A block that is to be removed is named twice: to the call that condemned it, and
-to the first one `GRACE_S` later, in case the former did not live to remove it, or came before the block.
+that through all of the cap is refused. One whose time is more than `GRACE_S` to come has it from a clock that was
+wrong, and is the first to go. A block that is to be removed is named twice: to the call that condemned it, and to the
+first one `GRACE_S` later, in case the former did not live to remove it, or came before the block.
 """
 
 import functools
@@ -31,7 +32,7 @@ _SLOTS_PER_BOOK = 16_384 // NUM_BOOKS
 YOUNG_S = 2
 """Longer than a write takes, as a rule."""
 GRACE_S = 30
-"""Longer than a call may take."""
+"""Longer than a call may take, and than the clocks of a server and of its replica are apart."""
 _SCRIPT = """
 local index, limit, young, grace = KEYS[1], tonumber(ARGV[1]), 8 * tonumber(ARGV[2]), 8 * tonumber(ARGV[3])
 local clock = redis.call('TIME')
@@ -40,12 +41,21 @@ local used = -tonumber(redis.call('ZSCORE', index, 'used') or '0')
 local large = tonumber(ARGV[4])
 local small_victims, victims, refused, fresh = {}, {}, {}, {}
 
+-- They change nothing. A user without these rights fails here, and not between two changes that belong together; and a
+-- server that is full lets a script go on that has written before.
+redis.call('ZREM', index, '')
+redis.call('ZADD', index, 'XX', 0, '')
+
 local function marked(time)
   return string.format('%.17g', time / 17179869184)
 end
 
+local function score(time, units)
+  return string.format('%.0f', time * 1048576 + units)
+end
+
 local function put(member, units)
-  redis.call('ZADD', index, string.format('%.0f', now * 1048576 + units), member)
+  redis.call('ZADD', index, score(now, units), member)
 end
 
 local function units_of(member)
@@ -67,7 +77,8 @@ local function each(members, take)
   end
 end
 
-for _, late in ipairs(redis.call('ZRANGEBYSCORE', index, '(0', marked(now - grace), 'LIMIT', 0, 64)) do
+local num_late = 64 + #ARGV  -- more than are entered, or there would be ever more of them
+for _, late in ipairs(redis.call('ZRANGEBYSCORE', index, '(0', marked(now - grace), 'LIMIT', 0, num_late)) do
   redis.call('ZREM', index, late)
   victims[#victims + 1] = string.sub(late, 2)
 end
@@ -80,11 +91,20 @@ local function evict(member, units)
   named[#named + 1] = member
 end
 
+local function first_to_go()
+  -- Whatever has a time to come was entered when the clock was ahead: before it was set, or before a failover.
+  local found = redis.call('ZRANGEBYSCORE', index, score(now + grace, 0), '+inf', 'LIMIT', 0, 1024)
+  local known = redis.call('ZRANGEBYSCORE', index, 1, '(' .. score(now - young, 0), 'LIMIT', 0, 1024 - #found)
+  for _, member in ipairs(known) do
+    found[#found + 1] = member
+  end
+  return found
+end
+
 local oldest, next_oldest = nil, 1
 local function make_room(most)
   if used > most and not oldest then
-    local newest = string.format('(%.0f', (now - young) * 1048576)
-    oldest = redis.call('ZRANGEBYSCORE', index, 1, newest, 'LIMIT', 0, 1024)
+    oldest = first_to_go()
   end
   while used > most and next_oldest <= #oldest do
     local member = oldest[next_oldest]

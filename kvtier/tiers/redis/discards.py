@@ -14,20 +14,33 @@ from kvtier.tiers.redis.undone import UndoneDiscards
 class Discards:
     """Blocks to be forgotten in one call. What it collects is only appended to, by a thread for each server."""
 
-    def __init__(self, keys: Sequence[StoreKey], form: BlockFormat, undone: UndoneDiscards) -> None:
-        """:param undone: where these keys are listed; those are taken off it that a server has heard of."""
+    def __init__(
+        self, keys: Sequence[StoreKey], form: BlockFormat, undone: UndoneDiscards, *, num_small: int = 0
+    ) -> None:
+        """
+        :param undone: where keys are listed that servers have not heard of; these are taken off it as they do.
+        :param num_small: how many blocks, from the first on, are known to have one value each.
+        """
         self.names = [key_name(key) for key in keys]
         self.parts: list[bytes] = []
         """Names of the parts after the first, of blocks in parts: to be dropped as well."""
         self._keys = keys
         self._form = form
         self._undone = undone
-        self._removed: list[int] = []
+        self._num_small = num_small
+        self._removed: list[tuple[int, int]] = []
+        """The places of which a server has heard, and how many blocks were there."""
 
     @property
     def num_removed(self) -> int:
         """How many of the blocks were there."""
-        return sum(self._removed)
+        return sum(count for _, count in self._removed)
+
+    @property
+    def untold(self) -> list[StoreKey]:
+        """The blocks of which no server has heard."""
+        told = {place for place, _ in self._removed}
+        return [key for place, key in enumerate(self._keys) if place not in told]
 
     def work(self, talk: Conversation, places: list[int]) -> list[int]:
         """Tells one server; gives the places that have moved. Raises what the server refuses with."""
@@ -39,15 +52,16 @@ class Discards:
 
     def _tell(self, talk: Conversation, places: list[int], accepts: Accepts) -> list[int]:
         names = [self.names[place] for place in places]
+        large = [self.names[place] for place in places if place >= self._num_small]
 
         def take_head(i: int, head: Any) -> None:
             if isinstance(head, bytes):
-                self.parts.extend(self._form.further_parts(names[i], head))
+                self.parts.extend(self._form.further_parts(large[i], head))
 
         def take_count(i: int, count: Any) -> None:
             if isinstance(count, int):
-                self._removed.append(count)
+                self._removed.append((places[i], count))
                 self._undone.done([self._keys[places[i]]])
 
-        talk.ask([("GETRANGE", name, 0, HEADER_BYTES - 1) for name in names], take_head, accepts)
+        talk.ask([("GETRANGE", name, 0, HEADER_BYTES - 1) for name in large], take_head, accepts)
         return [places[i] for i in talk.ask([("UNLINK", name) for name in names], take_count, accepts)]

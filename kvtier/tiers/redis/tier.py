@@ -158,7 +158,8 @@ class RedisTier:
             written = self._write([items[place] for place in wanted], deadline)
             answers = kept_out | dict(zip(wanted, written, strict=True))
             statuses = [answers[place] for place in range(len(items))]
-            self._caps.forget([keys[place] for place in wanted if answers[place] not in _THERE], deadline)
+            there = {keys[place] for place in wanted if answers[place] in _THERE}  # a batch may name a key twice
+            self._caps.take_back([keys[place] for place in wanted if keys[place] not in there], deadline)
         if self._undone:  # more than are told at once; what was written anew is wanted again
             self._undone.done(key for (key, _, _), s in zip(items, statuses, strict=True) if s is WriteStatus.STORED)
             for place in self._undone.among([key for key, _, _ in items]):  # what is there is hidden, and will go
@@ -176,14 +177,11 @@ class RedisTier:
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets these keys; returns how many were there. What a server that cannot be reached keeps is hidden here
         until it has heard of it."""
-        if num_given_up := self._undone.add(keys):
-            self._refused.warning(
-                f"tier {self._name}: {num_given_up} discards given up: the server is out of reach and they are too many"
-            )
+        self._hide(keys)
         discards = Discards(keys, self._form, self._undone)
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
-            self._caps.forget(keys, deadline)  # first: what counts may be gone, what is there has to count
+            self._caps.forget(keys, deadline)  # first: what others write from now on is entered again, and counts
             moved = self._servers.each("discard", discards.names, [0] * len(keys), discards.work, deadline)
             self._count_moved("discard", moved)
             self._unlink("discard", discards.parts, deadline)
@@ -227,12 +225,20 @@ class RedisTier:
         return writer.statuses
 
     def _evict(self, small: Sequence[StoreKey], others: Sequence[StoreKey], deadline: float) -> None:
-        """Removes blocks for others of their tenants: those of one value, and those that may have more."""
-        self._unlink("write", [key_name(key) for key in small], deadline)
-        victims = Discards(others, self._form, self._undone)
-        self._servers.each("write", victims.names, [0] * len(others), victims.work, deadline)
+        """Removes blocks for others of their tenants: those of one value, and those that may have more. A server that
+        does not hear of it now is told later, as of a discard."""
+        victims = Discards([*small, *others], self._form, self._undone, num_small=len(small))
+        self._servers.each("write", victims.names, [0] * len(victims.names), victims.work, deadline)
+        self._hide(victims.untold)
         self._unlink("write", victims.parts, deadline)
-        self._evicted.inc(len(small) + victims.num_removed)
+        self._evicted.inc(victims.num_removed)
+
+    def _hide(self, keys: Sequence[StoreKey]) -> None:
+        """None of these blocks is found here until its server has heard that it goes."""
+        if num_given_up := self._undone.add(keys):
+            self._refused.warning(
+                f"tier {self._name}: {num_given_up} discards given up: the server is out of reach and they are too many"
+            )
 
     def _note_no_books(self, refusal: Exception) -> None:
         error = self._clients.translated(refusal)
