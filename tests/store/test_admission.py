@@ -53,6 +53,15 @@ def test_a_read_through_shared_memory_is_a_use(tmp_path: Path) -> None:
         until(lambda: on_disk(rig.core, keys(["a"])) == [True])
 
 
+def test_a_request_is_one_use_however_often_it_names_a_block(tmp_path: Path) -> None:
+    with core_rig(tmp_path, admission="frequency:4", shared=True) as rig:
+        rig.store("a")
+        for num_declined in (2, 3, 3):
+            rig.core.release_places(rig.core.acquire_places(keys(["a", "a"]), [BLOCK_BYTES] * 2))
+            assert declined(rig, "frequency") == num_declined
+        until(lambda: on_disk(rig.core, keys(["a"])) == [True])
+
+
 def test_what_memory_gives_up_is_no_loss_and_its_next_write_is_its_second_use(tmp_path: Path) -> None:
     with core_rig(tmp_path, admission="second-use", memory_bytes=MIB) as rig:
         for label in range(100):

@@ -49,18 +49,19 @@ class AdmissionGate:
         """Guards the conditions."""
 
     def admits(self, blocks: Sequence[tuple[bytes, int]], run_blocks: int) -> list[bool]:
-        """Offers blocks that the tier lacks; says of each whether it may go there.
+        """Offers blocks that the tier lacks; says of each whether it may go there. A block is offered once in a call.
 
         :param blocks: keys, which begin with the tenant, and payload bytes.
         :param run_blocks: how many blocks of one request are offered together.
         """
-        tenants = [TenantId(key[:TENANT_ID_BYTES]) for key, _ in blocks]
-        held = {tenant: self._tenant_bytes(tenant) for tenant in set(tenants)}
-        answers: list[bool] = []
+        sizes = dict(blocks)
+        held = {tenant: self._tenant_bytes(tenant) for tenant in {_tenant_of(key) for key in sizes}}
+        answers: dict[bytes, bool] = {}
         refusals: Counts[str] = Counts()
         with self._lock:
             now_s = self._clock()
-            for (key, nbytes), tenant in zip(blocks, tenants, strict=True):
+            for key, nbytes in sizes.items():
+                tenant = _tenant_of(key)
                 offer = Offer(key, tenant, nbytes, run_blocks, now_s, held[tenant])
                 refusal = self._admission.refusal(offer)
                 if refusal is None:
@@ -68,7 +69,11 @@ class AdmissionGate:
                     held[tenant] += nbytes
                 else:
                     refusals[refusal] += 1
-                answers.append(refusal is None)
+                answers[key] = refusal is None
         for name, count in refusals.items():
             self._declined[name].inc(count)
-        return answers
+        return [answers[key] for key, _ in blocks]
+
+
+def _tenant_of(key: bytes) -> TenantId:
+    return TenantId(key[:TENANT_ID_BYTES])
