@@ -1,0 +1,3 @@
+module kvtier/interop/client
+
+go 1.19
