@@ -97,6 +97,8 @@ PoolAddress = Annotated[str, AfterValidator(_checked_pool_address)]
 """`host:port`, `[v6]:port` or `:port`, or a gRPC address behind `grpc:`."""
 SocketMode = Annotated[int, Field(ge=0), AfterValidator(_checked_mode)]
 """Permissions of a Unix socket."""
+Group = Annotated[int, Field(ge=0, lt=2**32 - 1)] | Annotated[str, Field(min_length=1)]
+"""A group of the system, by number or name. The kernel takes -1 for no change."""
 
 
 def as_list(value: Any) -> Any:

@@ -15,6 +15,7 @@ from kvtier.config.fields import (
     CodecName,
     Count,
     DirectIoName,
+    Group,
     HttpAddress,
     ListenAddress,
     PolicyName,
@@ -50,7 +51,7 @@ class PoolServiceConfig(Section):
     """Engines on a Unix socket in `listen` map the memory tier instead of having blocks sent. Linux only."""
     socket_mode: SocketMode = 0o600
     """Permissions of Unix sockets in `listen` and `grpc_listen`; `0o660` lets a group in. Clients need a token, too."""
-    socket_group: str | int | None = None
+    socket_group: Group | None = None
     """Group of these sockets, by name or number: with `socket_mode = 0o660`, clients need not run as the pool's user,
     who has all tenants' blocks. The pool's user must be a member of it, or root. Without: the pool's own group."""
     insecure: bool = False
@@ -58,11 +59,11 @@ class PoolServiceConfig(Section):
     listens on another address than a loopback one does not start without TLS unless this is true: for networks that
     you trust, and containers whose ports are published on one."""
     max_connections: Count = 256
-    """Connections of the block protocol, one thread each, and as many of gRPC per address. An engine needs
+    """Connections of the block protocol, one thread each, and as many of gRPC over TCP. An engine needs
     `load_threads` and two or three more. Half of them is divided among the tenants and kept for each (at least one, so
     that there are more if there must be), the rest goes to whoever comes first: of two tenants each has 64 for sure and
     192 at most, one alone has all. Connections whose clients have not said who they are make way, and of gRPC those
-    without a call for a minute."""
+    without a call for a minute. Descriptors: for a moment there are twice as many of each."""
     memory_bytes: TierBytes = ByteSize(2**30)
     """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
     memory_policy: PolicyName = "lru"

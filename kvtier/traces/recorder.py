@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import ConfigError
-from kvtier.traces.records import Disguise, Kind, dropped, frame, header
+from kvtier.traces.records import FRAME_MAGIC, Disguise, Kind, dropped, frame, header
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 0.5
@@ -45,7 +45,7 @@ class TraceRecorder:
         clock: Clock = MONOTONIC,
     ) -> None:
         """
-        :param path: a file that is there already is kept as `path` with `.old` behind it.
+        :param path: a trace that is there already is kept as `path` with `.old` behind it; anything else is refused.
         :param described: `source`, `policy`, and `capacity_blocks` or `capacity_bytes` of the cache.
         :param max_bytes: the size of the file; 1 GiB has about 130 million references.
         :param max_queued_keys: of which each takes as much memory as the key, some 100 bytes.
@@ -98,11 +98,10 @@ class TraceRecorder:
     def start(self) -> None:
         """Opens the file and starts the thread; once. Raises `ConfigError` when the file cannot be written."""
         try:
-            if self._path.is_file():
-                self._path.replace(self._path.with_name(self._path.name + ".old"))
-            elif self._path.is_fifo():  # whose opening would wait for a reader
-                raise FileExistsError(errno.EEXIST, "a pipe is there")
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._make_way()
+            # Whatever somebody else puts there by now is neither waited for nor followed.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW
+            descriptor = os.open(self._path, flags, 0o600)
             self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115 - closed by the thread
         except OSError as error:
             raise ConfigError(
@@ -130,13 +129,26 @@ class TraceRecorder:
                 self._queue.append(call)
                 self._num_queued_keys += len(keys)
 
-    def close(self) -> None:
-        """Writes down what is queued and closes the file. Waits for the disk. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Writes down what is queued and closes the file. Idempotent.
+
+        :param timeout_s: how long to wait for the disk; None: as long as that takes.
+        """
         with self._lock:
             self._is_open = False
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+
+    def _make_way(self) -> None:
+        """Renames an earlier trace. `FileExistsError`: something else is there, which may be dear to somebody."""
+        if self._path.is_fifo():  # whose opening would wait for a reader
+            raise FileExistsError(errno.EEXIST, "a pipe is there")
+        if self._path.is_file():
+            with self._path.open("rb") as there:
+                if not FRAME_MAGIC.startswith(there.read(len(FRAME_MAGIC))):
+                    raise FileExistsError(errno.EEXIST, "a file is there that is no trace")
+            self._path.replace(self._path.with_name(self._path.name + ".old"))
 
     def _run(self) -> None:
         try:

@@ -134,8 +134,8 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
             came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
             _give_shares(service, read_again)
         os.read(signals, 1)
-    operators.stop()
     service.stop()
+    operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
 
 
 def _give_shares(service: PoolService, read_again: Callable[[], Config]) -> None:

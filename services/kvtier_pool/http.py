@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import logging
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from kvtier.clock import MONOTONIC
 from kvtier.errors import ConfigError
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ServerTls
@@ -20,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 _REQUEST_TIMEOUT_S = 10.0
+"""How long a peer may take for its handshake, for its request as a whole, and to take the answer."""
+_MAX_REQUEST_BYTES = 16 << 10
+"""What is read of a request. `http.server` would read 6 MB of headers, and make objects of them all."""
 _PAUSE_S = 0.1
 """Seconds to pause after an `accept` that failed, most often for want of descriptors."""
 _MAX_CONNECTIONS = 64
@@ -51,6 +56,12 @@ class StatusServer:
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _REQUEST_TIMEOUT_S
+
+            def setup(self) -> None:
+                """`socketserver`'s; reads the request before anything is made of it."""
+                super().setup()
+                with self.rfile as arriving:
+                    self.rfile = io.BytesIO(_received(arriving, self.connection))
 
             def do_GET(self) -> None:
                 if self.path == "/healthz":
@@ -94,6 +105,26 @@ class StatusServer:
         """Serves without `serve_forever`, which wakes up ten times a second to see whether to stop."""
         while not self._server.stopping.is_set():
             self._server.handle_request()
+
+
+def _received(arriving: io.BufferedIOBase, connection: socket.socket) -> bytes:
+    """The lines of a request up to an empty one, as far as they come in time; no more than is read of a request.
+
+    Raises `TimeoutError`: they took too long, all in all.
+    """
+    deadline = MONOTONIC() + _REQUEST_TIMEOUT_S
+    lines = bytearray()
+    while len(lines) < _MAX_REQUEST_BYTES and b"\n\r\n" not in lines and b"\n\n" not in lines:
+        left_s = deadline - MONOTONIC()
+        if left_s <= 0:
+            raise TimeoutError("a request did not come in time")
+        connection.settimeout(left_s)
+        part = arriving.read1(_MAX_REQUEST_BYTES - len(lines))
+        if not part:
+            break
+        lines += part
+    connection.settimeout(_REQUEST_TIMEOUT_S)
+    return bytes(lines)
 
 
 class _Server(ThreadingHTTPServer):

@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.clock import MONOTONIC
 from kvtier.errors import InvalidInputError, UnauthenticatedError
 
 _NAME = "kvtier-pool-{pid}"
@@ -68,10 +69,18 @@ class Lines:
         self._connection = connection
         self._received = b""
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self, deadline: float | None = None) -> dict[str, Any] | None:
         """The next message; None at the end. `OSError`: the connection failed or was late. `InvalidInputError`: it is
-        no message."""
+        no message.
+
+        :param deadline: of all of it, monotonic; None: each part may take as long as the socket's timeout says.
+        """
         while b"\n" not in self._received:
+            if deadline is not None:
+                left_s = deadline - MONOTONIC()
+                if left_s <= 0:
+                    raise TimeoutError("a message did not come in time")
+                self._connection.settimeout(left_s)
             data = self._connection.recv(_MAX_LINE_BYTES)
             self._received += data
             if not data:
@@ -81,7 +90,7 @@ class Lines:
         line, self._received = self._received.split(b"\n", 1)
         try:
             message = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"no JSON: {error}") from error
         if not isinstance(message, dict):
             raise InvalidInputError("a message must be a JSON object")

@@ -33,6 +33,8 @@ from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.exposure import require_protected
 from kvtier_pool.grpc.call_places import CallPlaces
+from kvtier_pool.grpc.callers import Callers
+from kvtier_pool.grpc.connections import GrpcConnections
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
@@ -103,7 +105,9 @@ class PoolService:
                     max_prepared_s=limits.max_prepared_s,
                 ),
             )
-        servicer = PoolServicer(self._core, authenticator, limits, metrics, calls)
+        grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
+        callers = Callers(authenticator, GrpcConnections(grpc_connections))
+        servicer = PoolServicer(self._core, callers, limits, metrics, calls)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self.set_shares(config)
@@ -117,7 +121,7 @@ class PoolService:
             self._http = StatusServer(table.http_listen, registry, self._problem, self._core.degraded, tls)
             self._http.start()
             undo.callback(self._http.stop)
-            self._grpc = PoolServer(servicer, authenticator, config, calls)
+            self._grpc = PoolServer(servicer, callers, config, calls)
             undo.callback(self._grpc.stop, 0.0)
             self._block = BlockServer(self._core, authenticator, config, limits, metrics, connections, self._clients)
             undo.callback(self._block.stop, 0.0)
@@ -150,8 +154,8 @@ class PoolService:
 
     @contextmanager
     def recording(self, path: Path, max_bytes: int) -> Iterator[TraceRecorder]:
-        """Records what is asked of the pool in this file until the context is left. One thread at a time, between
-        `start` and `stop`.
+        """Records what is asked of the pool in this file until the context is left. One thread at a time, after
+        `start`.
 
         :raises ConfigError: the configuration has it record for as long as it runs, or the file cannot be written.
         """
@@ -190,7 +194,7 @@ class PoolService:
             )
         self._core.close()
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.close(max(_SHORTEST_S, deadline - MONOTONIC()))
         self._http.stop()
         return reports
 

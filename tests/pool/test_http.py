@@ -1,15 +1,51 @@
 """The server of /healthz and /metrics by itself."""
 
+import contextlib
 import errno
 import socket
 import socketserver
 import threading
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier_pool.http import StatusServer
-from pool_rig import WAIT_S
+from pool_rig import WAIT_S, until
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[socket.socket]:
+    """A connection to a server that is well."""
+    server = StatusServer("127.0.0.1:0", CollectorRegistry(), lambda: None, list)
+    server.start()
+    try:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as connection:
+            yield connection
+    finally:
+        server.stop()
+
+
+def test_no_more_is_read_of_a_request_than_it_may_have() -> None:
+    with connected() as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n" + b"X-a: " + b"y" * (16 << 10))
+        assert connection.recv(1000).startswith(b"HTTP/1.0 200 OK")
+
+
+def test_a_request_has_its_time_however_it_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.http._REQUEST_TIMEOUT_S", 0.2)
+
+    def is_cut() -> bool:
+        try:
+            connection.sendall(b"y")
+            return False
+        except OSError:
+            return True
+
+    with connected() as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nX-a: ")
+        until(is_cut)
 
 
 def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,3 +144,6 @@ def test_the_group_of_sockets_can_be_chosen(tmp_path: Path) -> None:
         running_pool(socket_group="no-such-group", **sockets),
     ):
         pass
+    for wrong in (-1, 2**32 - 1, ""):
+        with pytest.raises(ConfigError, match="socket_group"):
+            pool_config(socket_group=wrong)

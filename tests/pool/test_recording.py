@@ -120,6 +120,9 @@ def test_there_is_one_recording_at_a_time(pool: PoolProcess, tmp_path: Path) -> 
         ({"file": "/nowhere/at/all", "max_bytes": 1, "seconds": 1}, "cannot be written"),
         ({"file": "/x", "max_bytes": 1, "seconds": 1e9}, "30 days"),
         ({"file": "/x", "max_bytes": 1, "seconds": float("nan")}, "30 days"),
+        ({"file": "/x", "max_bytes": 1, "seconds": 10**400}, "30 days"),
+        ({"file": "/\ud800", "max_bytes": 1, "seconds": 1}, "absolute path"),
+        ({"file": "/x", "max_bytes": 1, "seconds": [[]]}, "a request has"),
         ({"file": "/x"}, "a request has"),
     ],
 )

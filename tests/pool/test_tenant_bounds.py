@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -190,6 +191,29 @@ def test_calls_of_one_tenant_keep_no_thread_from_another_one(verb: str) -> None:
         with grpc.insecure_channel(pool.grpc) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections of gRPC are looked at in /proc")
+def test_grpc_connections_of_one_tenant_keep_another_one_out_of_nothing() -> None:
+    with running_pool(max_connections=8) as pool, contextlib.ExitStack() as stack:
+
+        def code_of_a_call(tenant: str) -> grpc.StatusCode:
+            """Over a connection of its own, which stays open."""
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = stack.enter_context(grpc.insecure_channel(pool.grpc[0], options=options))
+            metadata = (("authorization", f"Bearer {TOKENS[tenant]}"),)
+            try:
+                channel.unary_unary(SERVICE + "Usage")(b"", metadata=metadata, timeout=WAIT_S)
+            except grpc.RpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        assert [code_of_a_call("red") for _ in range(6)] == [grpc.StatusCode.OK] * 6
+        assert code_of_a_call("red") is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusals(pool.http, "red", "max_connections") == 1
+        until(lambda: code_of_a_call("blue") is grpc.StatusCode.OK)
+        stack.close()
+        until(lambda: code_of_a_call("red") is grpc.StatusCode.OK)
 
 
 def test_event_streams_of_one_tenant_leave_another_one_its_own() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import ssl
+import sys
 import threading
 import time
 import urllib.request
@@ -106,22 +107,39 @@ def test_the_http_port_may_be_of_ipv6() -> None:
         assert answer.read() == b"ok\n"
 
 
-def test_grpc_takes_as_many_connections_as_max_connections() -> None:
-    def serves(channel: grpc.Channel) -> bool:
-        with contextlib.suppress(grpc.RpcError):
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
-            return True
-        return False
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    with contextlib.suppress(ConnectionResetError):
+        while True:
+            try:
+                if not connection.recv(1 << 10):
+                    return False
+            except BlockingIOError:
+                return True
+    return False
 
-    def channel(address: str) -> grpc.Channel:
-        return grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
-    with running_pool(max_connections=3) as pool, contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(channel(pool.grpc[0])) for _ in range(3)]
-        assert all(map(serves, opened))
-        with channel(pool.grpc[0]) as one_more:
-            assert not serves(one_more)
-        assert all(map(serves, opened))
+@pytest.mark.skipif(sys.platform != "linux", reason="connections of gRPC are looked at in /proc")
+def test_who_makes_no_call_of_grpc_makes_way_for_whoever_comes() -> None:
+    with (
+        running_pool(max_connections=4) as pool,
+        grpc.insecure_channel(pool.grpc[0], options=[("grpc.use_local_subchannel_pool", 1)]) as channel,
+    ):
+        metadata = (("authorization", f"Bearer {TOKENS['red']}"),)
+        channel.unary_unary("/kvtier.pool.v1.Pool/Usage")(b"", metadata=metadata, timeout=WAIT_S)
+        listens = channel.unary_stream("/kvtier.pool.v1.Pool/Events")(b"", metadata=metadata)
+        with silent(pool.grpc[0], 40, HTTP2_PREFACE + NO_SETTINGS) as strangers:
+            until(lambda: sum(map(is_open, strangers)) <= 4)
+            with contextlib.closing(GrpcTransport(pool.grpc[0], TOKENS["blue"])) as engine:
+
+                def answers() -> bool:
+                    with contextlib.suppress(UnavailableError):  # too many at this very moment
+                        return engine.lookup([make_key("absent")], WAIT_S) == [Status.MISS]
+                    return False
+
+                until(answers)
+        assert listens.is_active(), "a connection with a call of a tenant stays"
+        listens.cancel()
 
 
 @pytest.mark.parametrize("says", [HTTP2_PREFACE, HTTP2_PREFACE + NO_SETTINGS])

@@ -74,6 +74,19 @@ def test_recipes_of_secrets_make_no_empty_ones(page: str, missing: str, tmp_path
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("there", [".env", "engine.env"])
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
+def test_recipes_of_secrets_make_no_halves_of_pairs(page: str, there: str, tmp_path: Path) -> None:
+    """A digest in `.env` of another token than that in `engine.env` lets nobody in."""
+    blocks = (block.partition("```")[0] for block in (ROOT / page).read_text().split("```sh\n")[1:])
+    recipe = next(block for block in blocks if "KVTIER_TOKEN_SHA256" in block).replace("docker-compose", "true")
+    (tmp_path / there).write_text("KVTIER_BIND=127.0.0.1\n")
+    done = subprocess.run(["sh", "-c", f"set -e\n{recipe}"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert done.stdout == f"{there}\n"
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+
+
 def test_public_names_are_there() -> None:
     table = (ROOT / "docs" / "api.md").read_text().split("## Python")[1].split("## ")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `kvtier.")]

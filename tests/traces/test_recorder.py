@@ -132,3 +132,15 @@ def test_a_pipe_is_no_file(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="a pipe is there; name a file"):
         TraceRecorder(path, {}, max_bytes=1 << 20).start()
+
+
+def test_what_is_no_trace_is_left_alone(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="a file is there that is no trace; name a file"):
+        TraceRecorder(path, {}, max_bytes=1 << 20).start()
+    assert path.read_text() == "precious"
+    path.unlink()
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        TraceRecorder(path, {}, max_bytes=1 << 20).start()
+    assert not path.with_name("elsewhere").exists()

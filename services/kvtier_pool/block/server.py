@@ -140,7 +140,7 @@ class BlockServer:
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
             partial(self._strangers.note, peer),
             self._large,
-            lambda tenant: self._log_in(session, tenant),
+            self._log_in,
         )
         if not self._take_in(session):
             self._refuse(stream)

@@ -46,7 +46,7 @@ class BlockSession:
         certificate_names: Callable[[], frozenset[str]] = frozenset,
         on_stranger: Callable[[Exception], None] = lambda _: None,
         large: LargeRequests | None = None,
-        log_in: Callable[[TenantId], None] = lambda _: None,
+        log_in: "Callable[[BlockSession, TenantId], None]" = lambda session, tenant: None,
     ) -> None:
         """
         :param connection: owned from now on.
@@ -54,7 +54,8 @@ class BlockSession:
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
         :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
         :param large: the large requests of all connections; None: there is no other one.
-        :param log_in: told who the peer is; raises `UnavailableError` where that tenant has enough connections.
+        :param log_in: told this session, and who its peer is; raises `UnavailableError` where that tenant has enough
+            connections. It must not refer to the session: its buffers would wait for the collector of garbage.
         """
         self._connection = connection
         self._core = core
@@ -136,7 +137,7 @@ class BlockSession:
             return None
         token = hello.text("token") if hello.has("token") else None
         tenant = self._authenticator.tenant_of(token, self._certificate_names())
-        self._log_in(tenant)
+        self._log_in(self, tenant)
         self.greeted = True  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])
@@ -155,12 +156,12 @@ class BlockSession:
 
     def _handlers(self, scope: ClientScope) -> Mapping[str, Handler]:
         """Returns the handlers of requests by verb."""
-        handlers = BlockVerbs(self._core, scope, self._limits.max_block_bytes).handlers
+        handlers = BlockVerbs(self._core, scope, self._limits.max_block_bytes).handlers()
         if self._clients is None:
             return handlers
         self._memory = self._clients.open(scope.tenant)
         max_held_bytes = partial(self._clients.max_held_bytes, scope.tenant)
-        return handlers | SharedVerbs(self._memory, scope, max_held_bytes, self._told_bytes).handlers
+        return handlers | SharedVerbs(self._memory, scope, max_held_bytes, self._told_bytes).handlers()
 
     def _next_request(self) -> bool:
         """Waits for a request to begin; False when there will be none."""

@@ -27,7 +27,10 @@ class SharedVerbs:
         self._max_held_bytes = max_held_bytes
         self._told_bytes = told_bytes
         """What the client was told last. Own thread only."""
-        self.handlers: dict[str, Handler] = {
+
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of requests by verb, made anew."""
+        return {
             Verb.ACQUIRE: self._acquire,
             Verb.RELEASE: self._release,
             Verb.PREPARE: self._prepare,
@@ -35,7 +38,6 @@ class SharedVerbs:
             Verb.ABORT: self._abort,
             Verb.MAP: self._map,
         }
-        """The handlers of requests by verb."""
 
     def _acquire(self, request: RequestContext) -> None:
         lease, statuses, places = self._memory.acquire(*self._scope.blocks(request.request))

@@ -29,16 +29,19 @@ class BlockVerbs:
         self._core = core
         self._scope = scope
         self._max_block_bytes = max_block_bytes
-        self.handlers: dict[str, Handler] = {
+
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of requests by verb, made anew: kept here, they and this object would keep each other alive."""
+        handlers: dict[str, Handler] = {
             Verb.LOOKUP: self._lookup,
             Verb.READ: self._read,
             Verb.WRITE: self._write,
             Verb.DISCARD: self._discard,
             Verb.USAGE: self._usage,
         }
-        """The handlers of requests by verb."""
-        if core.max_pin_s:
-            self.handlers |= {Verb.PIN: self._pin, Verb.UNPIN: self._unpin}
+        if self._core.max_pin_s:
+            handlers |= {Verb.PIN: self._pin, Verb.UNPIN: self._unpin}
+        return handlers
 
     def _lookup(self, request: RequestContext) -> None:
         request.answer({"statuses": bytes(self._core.lookup(self._scope.keys(request.request)))})

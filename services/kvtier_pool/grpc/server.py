@@ -12,11 +12,11 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.net.address import UNIX_PREFIX
 from kvtier.net.certificates import Renewed, TlsFiles, read_pem, server_context
 from kvtier.protocol.status import code_for
-from kvtier_pool.auth import Authenticator
 from kvtier_pool.grpc.call_places import CallPlaces
+from kvtier_pool.grpc.callers import Callers
 from kvtier_pool.grpc.health import SERVICE as HEALTH_SERVICE
 from kvtier_pool.grpc.health import HealthServicer
-from kvtier_pool.grpc.servicer import SERVICE, PoolServicer, certificate_names_of
+from kvtier_pool.grpc.servicer import SERVICE, PoolServicer
 from kvtier_pool.listener import SocketAccess, require_nobody_there
 
 _MAX_MESSAGE_BYTES = 4 << 20
@@ -39,19 +39,18 @@ _KEYS = "gRPC takes P-256, P-384, and RSA of 2,048 bits or more; leave `grpc_lis
 class PoolServer:
     """Binds, serves and stops. One thread calls it."""
 
-    def __init__(
-        self, servicer: PoolServicer, authenticator: Authenticator, config: Config, places: CallPlaces
-    ) -> None:
+    def __init__(self, servicer: PoolServicer, callers: Callers, config: Config, places: CallPlaces) -> None:
         """Binds nothing yet: see `start`."""
         table = config.pool_service
         self._server = grpc.server(
             # A thread is made when it is needed, so that most of them never are.
             futures.ThreadPoolExecutor(places.num_threads, thread_name_prefix="kvtier-grpc"),
-            interceptors=[_ReflectionGuard(authenticator, places)],
+            interceptors=[_ReflectionGuard(callers, places)],
             options=(
                 *_OPTIONS,
-                # Each costs a descriptor, and nobody needs a token to open one.
-                ("grpc.max_allowed_incoming_connections", table.max_connections),
+                # Each costs a descriptor, and nobody needs a token to open one. As many as there are places, and as
+                # many that may come before some have made way.
+                ("grpc.max_allowed_incoming_connections", 2 * callers.connections.num_places),
                 ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(_IDLE_S * 1000)),
             ),
@@ -61,19 +60,23 @@ class PoolServer:
         )
         reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
         self._server.add_generic_rpc_handlers((servicer.handler(), HealthServicer(SERVICE).handler()))
+        self._connections = callers.connections
         self._listen = table.grpc_listen
         self._access = SocketAccess(table.socket_mode, table.socket_group)
         self._tls = config.pool_service_tls()
 
     def start(self) -> tuple[str, ...]:
         """Listens and serves; returns the addresses with real ports. `ConfigError` when one cannot be bound."""
+        others = self._connections.listening()
         addresses = tuple(map(self._bind, self._listen))
+        self._connections.start(self._connections.listening() - others)
         self._server.start()
         return addresses
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, gives those in flight `grace_s` seconds, then cancels them. Waits."""
         self._server.stop(grace_s).wait()
+        self._connections.stop()
 
     def _bind(self, address: str) -> str:
         tls = None if address.startswith(UNIX_PREFIX) else self._tls
@@ -98,8 +101,8 @@ class PoolServer:
 class _ReflectionGuard(grpc.ServerInterceptor):
     """Reflection streams keep a thread each, so they are for clients that have credentials, and a call of theirs."""
 
-    def __init__(self, authenticator: Authenticator, places: CallPlaces) -> None:
-        self._authenticator = authenticator
+    def __init__(self, callers: Callers, places: CallPlaces) -> None:
+        self._callers = callers
         self._places = places
 
     def intercept_service(
@@ -115,7 +118,7 @@ class _ReflectionGuard(grpc.ServerInterceptor):
 
         def guarded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                tenant = self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+                tenant = self._callers.tenant_of(context)
                 with self._places.of_call(tenant):
                     yield from serve(requests, context)
             except KvtierError as error:

@@ -1,10 +1,10 @@
 """gRPC adapter of the pool: decodes, calls `Store`, encodes. The API is `kvtier/protocol/pool.proto`."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -19,13 +19,12 @@ from kvtier.protocol.status import code_for
 from kvtier.store.cold_reads import Block
 from kvtier.store.store import Store
 from kvtier.tiers.base import Status
-from kvtier_pool.auth import Authenticator
 from kvtier_pool.grpc.call_places import CallPlaces
+from kvtier_pool.grpc.callers import Callers
 from kvtier_pool.grpc.upload import Upload
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
-from kvtier_pool.subject_names import names_in
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +58,13 @@ class PoolServicer:
     def __init__(
         self,
         core: Store,
-        authenticator: Authenticator,
+        callers: Callers,
         limits: PoolLimits,
         metrics: PoolMetrics,
         places: CallPlaces,
     ) -> None:
         self._core = core
-        self._authenticator = authenticator
+        self._callers = callers
         self._limits = limits
         self._metrics = metrics
         self._places = places
@@ -165,7 +164,7 @@ class PoolServicer:
         """
         code = grpc.StatusCode.CANCELLED
         try:
-            tenant = self._authenticator.authenticate(context.invocation_metadata(), certificate_names_of(context))
+            tenant = self._callers.tenant_of(context)
             with (place or self._places.of_call)(tenant):
                 yield tenant
             code = grpc.StatusCode.OK
@@ -191,13 +190,6 @@ class PoolServicer:
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > self._limits.max_call_s:
             raise InvalidInputError(f"set a deadline of at most {self._limits.max_call_s:g} s on reads and writes")
-
-
-def certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:
-    """DNS names and URIs of the caller's certificate, which gRPC has verified; none without one."""
-    found: Mapping[str, Any] = context.auth_context()  # to sequences of bytes, which the stubs do not say
-    # Not its `peer_dns` and `peer_uri`: those are cut at a NUL, which makes one name of another.
-    return frozenset().union(*(names_in(pem.decode()) for pem in found.get("x509_pem_cert", ())))
 
 
 def _parse(kind: type[_M], requests: Iterator[bytes]) -> _M:

@@ -1,0 +1,134 @@
+"""The operators' socket by itself: peers that are slow or many, a process without descriptors, a disk that hangs."""
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import InvalidInputError
+from kvtier.traces.recorder import TraceRecorder
+from kvtier_pool.operator_socket import Lines, address_of, send
+from kvtier_pool.recording import RecordingServer
+from pool_rig import WAIT_S, until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+REQUEST = {"max_bytes": 1 << 20, "seconds": 3600}
+
+
+@contextlib.contextmanager
+def recorder(path: Path, max_bytes: int) -> Iterator[TraceRecorder]:
+    recorder = TraceRecorder(path, {}, max_bytes=max_bytes)
+    recorder.start()
+    yield recorder
+    recorder.close()
+
+
+@pytest.fixture
+def server() -> Iterator[RecordingServer]:
+    server = RecordingServer(recorder)
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextlib.contextmanager
+def operator() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(WAIT_S)
+        connection.connect(address_of(os.getpid()))
+        yield connection
+
+
+@pytest.mark.usefixtures("server")
+def test_a_request_has_its_time_however_it_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It kept a pool from ending."""
+    monkeypatch.setattr("kvtier_pool.recording._REQUEST_S", 0.2)
+
+    def is_cut() -> bool:
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(b" ")
+            return False
+        return True
+
+    with operator() as connection:
+        until(is_cut)
+
+
+def test_nested_deeply_is_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"[" * 60_000 + b"\n")
+        with pytest.raises(InvalidInputError, match="no JSON"):
+            Lines(ours).receive()
+
+
+@pytest.mark.usefixtures("server")
+def test_a_process_with_a_thousand_descriptors_records(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(1024):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        connection = stack.enter_context(operator())
+        send(connection, {**REQUEST, "file": str(tmp_path / "trace")})
+        lines = Lines(connection)
+        assert "recording" in (lines.receive() or {})
+        assert "seconds" in (lines.receive() or {})
+
+
+@pytest.mark.usefixtures("server")
+def test_others_who_connect_hasten_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.recording._PROGRESS_S", 0.2)
+    with operator() as first, contextlib.ExitStack() as stack:
+        send(first, {**REQUEST, "file": str(tmp_path / "trace")})
+        lines = Lines(first)
+        assert "recording" in (lines.receive() or {})
+        for other in [stack.enter_context(operator()) for _ in range(50)]:
+            assert "somebody else" in str((Lines(other).receive() or {})["error"])
+        progress = lines.receive()
+        assert progress is not None
+        assert progress["seconds"] > 0.1
+
+
+def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.recording._PAUSE_S", 3600.0)
+    tried, tries = threading.Event(), []
+
+    def refuse(listening: socket.socket) -> None:
+        tries.append(listening)
+        tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    server = RecordingServer(recorder)
+    server.start()
+    assert tried.wait(WAIT_S)
+    server.stop()
+    assert len(tries) == 1
+
+
+def test_a_stop_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier_pool.recording._LAST_WAIT_S", 0.1)
+    answers = threading.Event()
+
+    @contextlib.contextmanager
+    def hanging(path: Path, max_bytes: int) -> Iterator[TraceRecorder]:
+        with recorder(path, max_bytes) as real:
+            yield real
+            answers.wait(WAIT_S)
+
+    server = RecordingServer(hanging)
+    server.start()
+    with operator() as connection:
+        send(connection, {**REQUEST, "file": str(tmp_path / "trace")})
+        assert "recording" in (Lines(connection).receive() or {})
+        server.stop()
+        assert "its disk does not answer" in caplog.text
+        answers.set()
+        server.stop()
