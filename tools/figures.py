@@ -22,7 +22,8 @@ _PREPOSITIONS = (
     "Since|To|Under|Until|While|With|Within|Without"
 )
 _FRAGMENT = re.compile(
-    rf"({_PREPOSITIONS}|Also|Else|Ditto|Likewise|Not|The same|Those|Who|Whose)\b|.*[.:] (Of|Who|Whose|Likewise)\b"
+    rf"({_PREPOSITIONS}|Also|And|But|Else|Ditto|Likewise|Nor|Not|Or|So|The same|Those|Where|Who|Whoever|Whose)\b|"
+    r".*[.:;?!] (Of|Those|Who|Whose|Likewise|Nor|Ditto)\b"
 )
 _REFERENCE = re.compile(r"See\b|As `|(Calls|Implements|Overrides|Likewise) `[^`]+`\.?$")
 

@@ -24,24 +24,14 @@ from kvtier.build.engine_cache import EngineCache, engine_cache
 from kvtier.config import parse_config, token_sha256
 from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
-from kvtier.identity.namespace import Namespace
 from kvtier.offload import Hierarchy
+from kvtier.testing.blocks import TINY_NAMESPACE
 from kvtier_pool.service import PoolService
 
 NUM_BLOCKS, BLOCK_BYTES = 8, 4096
 TOKEN = "token-of-a-measurement-of-routes"
 PATIENCE_S = 20.0
 _OF_THE_POOL = ("kvtier_pool", "kvtier.store")
-_NAMESPACE = Namespace(
-    weights_digest=bytes(32),
-    dtype="float32",
-    kv_dtype="float32",
-    physical_layout="L2NHD",
-    backend="routes",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-)
 
 
 class Watch:
@@ -112,7 +102,9 @@ def cache(folder: Path, address: str, device: np.ndarray[Any, Any]) -> Iterator[
         folder=folder,
         environ={"SECRET": "s" * 32, "TOKEN": TOKEN},
     )
-    with engine_cache(config, device=HostMemoryKV(device), namespace=_NAMESPACE, registry=CollectorRegistry()) as made:
+    with engine_cache(
+        config, device=HostMemoryKV(device), namespace=TINY_NAMESPACE, registry=CollectorRegistry()
+    ) as made:
         yield made
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from peer import Blocks, Bytes, free_port, listens, main, only_loopback, server, wait_for
 
 _DEBIAN = Path(sys.prefix, "debian")
-"""Where `prepare.py` puts the shared libraries that the system lacks."""
+"""The folder into which `prepare.py` puts the shared libraries that the system lacks."""
 _BUFFER_BYTES = 256 << 20
 _ROOM = 8
 """Memory lent, in rounds: a block that was removed may keep its place for a while."""

@@ -17,7 +17,7 @@ from kvtier_sglang.host_pages import PageForm
 from kvtier_sglang.settings import SOURCE, Settings
 
 DIGESTS = Path("~/.cache/kvtier").expanduser()
-"""Where digests of weights are remembered."""
+"""The folder in which digests of weights are remembered."""
 _LABEL = b"kvtier.sglang.model.v1"
 _REMEDY = "model_revision with a text that changes whenever the weights do"
 _SAYS_NOTHING = frozenset(("_name_or_path", "transformers_version", "_attn_implementation_autoset"))

@@ -36,7 +36,7 @@ class Settings:
 
     config: Config
     model_folder: Path | None
-    """Where the weights are, if not where the server was told."""
+    """The folder of the weights, if it is not the one that the server was told."""
     model_revision: str | None
     """What stands for the weights' content, by the operator's word."""
     is_zero_copy: bool

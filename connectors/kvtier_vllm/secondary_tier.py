@@ -56,7 +56,7 @@ class KvtierTier(SecondaryTierManager):
     """
 
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
-    """vLLM knows none that fits. Nor a `medium`: the pool has memory, disk and Redis."""
+    """vLLM knows none that fits. The tier has no `medium` either: the pool has memory, disk and Redis."""
 
     def __init__(
         self,

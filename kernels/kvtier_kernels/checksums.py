@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 SEED = 0x6B76_7469_6572_3031
-"""So that the sum of a block of zeros is not the 0 that fresh memory holds."""
+"""Ensures that the sum of a block of zeros is not the 0 that fresh memory holds."""
 WORD_BYTES = 8
 MIXER = 0xBF58_476D_1CE4_E5B9
 KEY_STEP = 0x9E37_79B9_7F4A_7C15
@@ -28,7 +28,7 @@ KEY_FACTOR = 0xD6E8_FEB8_6659_FD93
 HALF = 32
 """What a product is shifted by: its upper half is where all of its factor's bits have been."""
 _CHUNK_WORDS = 1 << 14
-"""So much of a block at a time stays in a core's cache, with its keys and what becomes of it."""
+"""This much of a block at a time stays in a core's cache, with its keys and what becomes of it."""
 
 Words = npt.NDArray[np.uint64]
 

@@ -92,12 +92,12 @@ class EngineConfig(Section):
     model: Path | None = None
     """Hugging Face folder with safetensors, or a GGUF file."""
     model_cache_dir: Path | None = None
-    """Where a GGUF is dequantised to, once. Default: `~/.cache/kvtier/models`."""
+    """The folder in which a GGUF is dequantised, once. Default: `~/.cache/kvtier/models`."""
     listen: str = "127.0.0.1:8000"
     """`host:port` of the OpenAI API; port 0 takes a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model and its KV are. `auto` takes the first CUDA device where torch and triton can use one. Engines on
-    CPU and on CUDA do not share: their KV differs in the last bits."""
+    """The device that holds the model and its KV. `auto` takes the first CUDA device where torch and triton can use
+    one. Engines on CPU and on CUDA do not share: their KV differs in the last bits."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
     lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
@@ -150,7 +150,7 @@ class CacheConfig(Section):
     """Which hits are fetched. `if_faster`: not where computing was measured to take less than half the time, as it may
     with small models and slow networks. `always` for measurements and tests."""
     verify_loads: Literal["host", "device"] = "host"
-    """Where bytes are verified on their way to the device. `host`: in host memory, all of them, by the checksum of
+    """The side that verifies bytes on their way to the device. `host`: in host memory, all of them, by the checksum of
     whoever wrote them. `device`: there too, and one block in 64, at least one of each load, once more where it has
     arrived: what differs is not used. That finds faults of the bus, the driver or a copy, which no checksum in host
     memory can see. Blocks that a pool lends are verified on the host alone. Recommended for a new kind of machine, and

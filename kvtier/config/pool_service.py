@@ -34,7 +34,7 @@ class PoolServiceConfig(Section):
     """The service of `kvtier pool serve`."""
 
     listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7600"])
-    """Where engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
+    """The places to which engines connect (block protocol): `host:port` or `unix:/path`; port 0 takes a free one."""
     grpc_listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
     """Addresses of the gRPC API: `host:port` or `unix:/path`; port 0 takes a free one."""
     http_listen: HttpAddress = "127.0.0.1:7602"

@@ -79,7 +79,7 @@ def copy_payload(into: memoryview, payload: Payload) -> None:
 
 
 def landing(target: Target) -> memoryview:
-    """Where bytes that come one after the other may go: the target itself, or memory for `land` to copy from."""
+    """Returns where bytes that come one by one may go: the target itself, or memory for `land` to copy from."""
     return np.empty(len(target), dtype=np.uint8).data if isinstance(target, Pieces) else target
 
 

@@ -14,8 +14,8 @@ WORD_BYTES = 8
 
 
 def words_of(payload_bytes: int, num_slots: int) -> slice:
-    """Where in a shared slab its words lie, behind the slots: a u64 that is 1 as long as the slab is in use, then
-    the generation of each slot's content."""
+    """Returns where in a shared slab its words lie, behind the slots: a u64 that is 1 as long as the slab is in use,
+    then the generation of each slot's content."""
     start = round_up(payload_bytes, PAGE_BYTES)
     return slice(start, start + (1 + num_slots) * WORD_BYTES)
 

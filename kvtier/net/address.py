@@ -21,7 +21,7 @@ _SocketAddress = tuple[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. Either `path` is set, or `host` and `port`."""
+    """The place at which a server listens. Either `path` is set, or `host` and `port`."""
 
     path: str = ""
     host: str = ""

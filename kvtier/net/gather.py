@@ -30,7 +30,7 @@ def piece(views: list[memoryview], start: int, room: int = SEND_PIECE_BYTES) -> 
 
 
 def skip(views: list[memoryview], start: int, count: int) -> int:
-    """Where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
+    """Returns where to go on after `count` bytes from `start`; the view that they end in is cut in place."""
     while count and count >= len(views[start]):
         count -= len(views[start])
         start += 1

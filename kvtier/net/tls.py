@@ -7,6 +7,7 @@ in the same process TLS is far slower than a plain socket. On one machine use a 
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -70,23 +71,19 @@ class ClientTls:
 
     def connect(self, connected: socket.socket, host: str, deadline: float) -> "TlsStream":
         """Makes the handshake; `connected` is used up. Raises as `TlsStream` does."""
-        try:
-            wrapped = self._contexts.current().wrap_socket(
-                connected, do_handshake_on_connect=False, server_hostname=self.server_name or host
-            )
-        except ValueError as error:
-            connected.close()
-            raise ConfigError(f"{self.server_name or host!r} is no name that a certificate could be for") from error
-        except BaseException:
-            connected.close()
-            raise
-        stream = TlsStream(wrapped)
-        try:
+        with ExitStack() as used_up:
+            used_up.callback(connected.close)
+            try:
+                wrapped = self._contexts.current().wrap_socket(
+                    connected, do_handshake_on_connect=False, server_hostname=self.server_name or host
+                )
+            except ValueError as error:
+                raise ConfigError(f"{self.server_name or host!r} is no name that a certificate could be for") from error
+            stream = TlsStream(wrapped)
+            used_up.callback(stream.close)
             stream.shake_hands(deadline)
-        except BaseException:
-            stream.close()
-            raise
-        return stream
+            used_up.pop_all()
+            return stream
 
 
 def require_credentials(token: str | None, tls: ClientTls | None) -> None:

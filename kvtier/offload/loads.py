@@ -28,7 +28,7 @@ class _Job:
     queued: list[int]
     """Indexes of blocks that the movers were not given yet, in the order in which they will be."""
     tiers: list[str]
-    """Where each block came from; empty as long as it has not."""
+    """The tier that each block came from; empty as long as it has not."""
     open: set[int] = field(default_factory=set)
     """Batches that may still write to the job's device slots."""
     ok: set[int] = field(default_factory=set)

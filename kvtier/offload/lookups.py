@@ -1,4 +1,4 @@
-"""Where blocks are. The shared tier is asked in the background, so that a step never waits for a network."""
+"""Finds out where blocks are. The shared tier is asked in the background, so that a step never waits for a network."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ _PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BlockStatus:
-    """Where one block of a lookup was found. `tier` is empty unless `status` is HIT."""
+    """The place in which one block of a lookup was found. `tier` is empty unless `status` is HIT."""
 
     status: Status
     tier: str = ""

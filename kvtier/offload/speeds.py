@@ -73,7 +73,7 @@ class Speeds:
             source.rate.note(num_there, seconds, self._clock())
 
     def note_computed(self, num_blocks: float, seconds: float) -> None:
-        """So many blocks' worth of tokens were computed in that time."""
+        """Notes that so many blocks' worth of tokens were computed in that time."""
         if num_blocks > 0:
             self._computing.note(num_blocks, seconds, self._clock())
 

@@ -55,7 +55,7 @@ class BlockClasses:
         self._mean_length += _NEW_LENGTH * (num_blocks - self._mean_length)
 
     def segment(self, use: Use[Any], uses: int) -> Segment:
-        """Where a block belongs that is used now.
+        """Returns where a block belongs that is used now.
 
         :param uses: the first class of blocks with as many uses; -1: it is new.
         """

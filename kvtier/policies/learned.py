@@ -51,7 +51,7 @@ class Learned(Generic[K]):
         self._num_blocks = num_blocks or 0
         """0 until it is known. All fields: guarded by the owner's lock."""
         self._slots: OrderedDict[K, int] = OrderedDict()
-        """Where the columns have each block; the block that was used longest ago first."""
+        """The place of each block in the columns; the block that was used longest ago comes first."""
         self._keys: list[K] = []
         """The key of the block in each slot. The next six fields go by slot as well."""
         self._ticks: list[int] = []

@@ -12,7 +12,7 @@ PIECE_BYTES = 256 << 10
 MAX_PIECE_BYTES = 2 << 20
 """The most bytes that a caller of `receive_blocks` may give for a piece."""
 _WASTE = memoryview(bytearray(MAX_PIECE_BYTES))
-"""Where the bytes of blocks go that nobody wants. Written by all threads, read by none."""
+"""The bytes of blocks that nobody wants go here. Written by all threads, read by none."""
 
 
 class ArrivingBlock:

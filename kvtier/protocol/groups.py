@@ -12,7 +12,7 @@ from kvtier.identity.keys import NAMESPACE_ID_BYTES, NUMPY_PAYS_FROM, STORE_KEY_
 
 _namespace_of = itemgetter(slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES))
 _HASH_WORD = (TENANT_ID_BYTES + NAMESPACE_ID_BYTES) // 8
-"""Where the chain hash begins in a store key, in words of 8 bytes."""
+"""The place at which the chain hash begins in a store key, in words of 8 bytes."""
 _hash_of = itemgetter(slice(TENANT_ID_BYTES + NAMESPACE_ID_BYTES, None))
 _T = TypeVar("_T")
 

@@ -29,7 +29,7 @@ class Block:
     lease: ReadPin | None
     """Holds the payload in memory; None when it lies in a buffer of its own."""
     source: str
-    """Where it was found, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
+    """The tier that had it, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
 
 
 def block_of(key: StoreKey, lease: ReadPin, source: str) -> Block:

@@ -6,11 +6,23 @@ from typing import TypeVar
 
 from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import ChainHash, NamespaceId, StoreKey, TenantId, store_key, tenant_id
+from kvtier.identity.namespace import Namespace
 from kvtier.memory.pieces import Payload
 from kvtier.tiers.base import Item, Status, Tier
 
 TENANT = tenant_id("red")
 NAMESPACE = NamespaceId(b"namespace-number")
+TINY_NAMESPACE = Namespace(
+    weights_digest=bytes(32),
+    dtype="float32",
+    kv_dtype="float32",
+    physical_layout="L2NHD",
+    backend="test",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+"""The namespace of an engine without a model."""
 
 _FEW_EXPONENTS = bytes(0x3C | byte & 3 for byte in range(256))
 """Two random bits of eight are left."""

@@ -19,7 +19,7 @@ _SEMAPHORE = b"/dev/shm/sem."
 _LIBRARIES = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
 """Descriptors that libraries open at their first use and keep: gRPC's pollers, Python's."""
 _DRIVERS = "/dev/nvidia"
-"""Where the files start that a CUDA driver opens as it sees fit."""
+"""The paths of files that a CUDA driver opens as it sees fit begin with this."""
 
 
 class LeakError(AssertionError):

@@ -27,7 +27,7 @@ class MappableSlab(Protocol):
 
 
 class SlotRef(NamedTuple):
-    """Where a block lies."""
+    """The place in which a block lies."""
 
     serial: int
     """The serial number of the slab that the block lies in."""

@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     WRITE = 2
     """They were added, each of so many bytes."""
     DROPPED = 3
-    """So many keys were not recorded, in place of `payload bytes`."""
+    """The number of keys that were not recorded, in place of `payload bytes`."""
 
 
 class Record(NamedTuple):

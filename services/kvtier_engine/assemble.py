@@ -38,7 +38,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_TOKENS_PER_BLOCK = 256
 """Attention is tried and tuned with blocks of as many, and of powers of two."""
 _FOLLOW_UP_TOKENS = 16
-"""So few that their attention is cut into runs of keys, wherever that is ever done."""
+"""Their attention is cut into runs of keys, wherever that is ever done: they are few enough."""
 
 log = logging.getLogger(__name__)
 

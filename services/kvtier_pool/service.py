@@ -52,7 +52,7 @@ _SHORTEST_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the service listens, with real ports."""
+    """The places at which the service listens, with real ports."""
 
     block: tuple[str, ...]
     grpc: tuple[str, ...]

@@ -12,7 +12,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
-from kvtier.errors import ConfigError, KvtierError, UnavailableError
+from kvtier.errors import ConfigError, UnavailableError
 from kvtier_pool.operator_socket import Lines, address_of, peer_of, running_pools, send
 
 _SIZE = TypeAdapter(ByteSize)
@@ -77,19 +77,18 @@ def _connected(pid: int | None) -> socket.socket:
             found = f"pools {', '.join(map(str, pools))} run here: name one by --pid" if pools else "no pool runs here"
             raise ConfigError(f"{found}; in a container, run this command there")
         (pid,) = pools
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(_ANSWER_S)
-        connection.connect(address_of(pid))
-        if peer_of(connection).pid != pid:
+    with contextlib.ExitStack() as unless_returned:
+        connection = unless_returned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(address_of(pid))
+            whose = peer_of(connection).pid
+        except OSError as error:
+            raise UnavailableError(f"no pool answers as process {pid}: {error}") from error
+        if whose != pid:
             raise UnavailableError(f"another process than {pid} has the name of that pool: nothing is asked of it")
-    except OSError as error:
-        connection.close()
-        raise UnavailableError(f"no pool answers as process {pid}: {error}") from error
-    except KvtierError:
-        connection.close()
-        raise
-    return connection
+        unless_returned.pop_all()
+        return connection
 
 
 def _follow(connection: socket.socket, console: Console) -> None:

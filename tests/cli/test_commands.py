@@ -13,7 +13,7 @@ from kvtier.errors import KvtierError
 
 
 def without_blanks(text: str) -> str:
-    """Nor the backspace by which a paragraph says that its lines are not to be filled."""
+    """Removes blanks, and the backspace by which a paragraph says that its lines are not to be filled."""
     return re.sub(r"[\s\x08]", "", text)
 
 

@@ -1,6 +1,7 @@
 """The whole path with real processes and the real model: a pool, engines, and a pool that dies in the middle."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,8 +15,17 @@ import pytest
 from kvtier.system.processes import Service
 from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.demo_model import demo_model_path
-from kvtier_engine.demo.runs import Stage
+from kvtier_engine.demo.document import messages
+from kvtier_engine.demo.runs import PEOPLE_ASKED, Stage
+from kvtier_engine.model.model_folder import open_model
 from suspending import suspended
+
+SHORT_DEMO = """
+from kvtier_engine.demo import document
+document.NUM_PEOPLE = 20
+from kvtier.cli.main import main
+main()
+"""
 
 
 @pytest.fixture
@@ -65,9 +75,13 @@ class Wire:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # the pool is dead: its client hears so at once, as without a relay
+                client.close()
+                continue
             self._sockets += [client, server]
             for source, sink, counted in ((client, server, False), (server, client, True)):
                 threading.Thread(target=self._relay, args=(source, sink, counted), daemon=True).start()
@@ -155,9 +169,12 @@ def test_blocks_survive_a_restart_of_the_pool(stage: Stage) -> None:
 
 @pytest.mark.usefixtures("_patience")
 def test_the_demo(tmp_path: Path) -> None:
-    """`kvtier demo` as `make demo` runs it, all but the speed, which is a benchmark's business."""
+    """`kvtier demo` as `make demo` runs it, all but the speed, which is a benchmark's business.
+
+    The document is a third of the demo's: the engines compute it four times, in one step each as they do the whole.
+    """
     figures, plot = tmp_path / "demo.json", tmp_path / "demo.svg"
-    command = [sys.executable, "-m", "kvtier.cli.main", "demo", "--json", str(figures), "--plot", str(plot)]
+    command = [sys.executable, "-c", SHORT_DEMO, "demo", "--json", str(figures), "--plot", str(plot)]
     with subprocess.Popen(command) as demo:
         try:
             assert demo.wait(280) == 0
@@ -168,6 +185,14 @@ def test_the_demo(tmp_path: Path) -> None:
     assert summary["tokens_identical"] is True
     assert summary["other_tenant_cached_tokens"] == 0
     assert summary["runs"][1]["cached_by_tier"]["pool"] >= 0.95 * summary["shared_prefix_tokens"]
-    assert summary["shared_prefix_tokens"] > 3000
+    assert summary["shared_prefix_tokens"] > 1000
     assert summary["runs"][2]["cached_by_tier"]["device"] >= 0.95 * summary["shared_prefix_tokens"]
     assert plot.read_text().startswith("<svg")
+
+
+def test_the_demos_questions_share_a_long_document(tmp_path: Path) -> None:
+    cache_dir = Path(os.environ.get("KVTIER__ENGINE__MODEL_CACHE_DIR", tmp_path))
+    encode = open_model(demo_model_path(), cache_dir).tokenizer.encode_chat
+    first, second = (encode(messages(person)).tolist() for person in PEOPLE_ASKED)
+    assert first[:3000] == second[:3000]
+    assert first != second

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from gguf import GGUFWriter
 
-from engine_model_rig import TABLE
+from engine_model_rig import TABLE, gguf_read_once
 from engine_process import FRANCE
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.system.atomic_files import folder_published_at
@@ -81,7 +81,8 @@ def test_tokenizer_agrees_with_transformers(smollm2: ModelFolder, hf_tokenizer: 
 @pytest.fixture(scope="module")
 def hf_tokenizer() -> Any:
     path = demo_model_path()
-    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with gguf_read_once():
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def test_chat_template_agrees_with_transformers(smollm2: ModelFolder, hf_tokenizer: Any) -> None:

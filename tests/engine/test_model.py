@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_model_rig import TABLE, small_folder
+from engine_model_rig import TABLE, gguf_read_once, small_folder
 from engine_process import FRANCE
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.model.llama import Chunk, LlamaModel
@@ -42,7 +42,8 @@ def models(smollm2: ModelFolder) -> Callable[[torch.dtype], LlamaModel]:
 def reference(smollm2: ModelFolder) -> Any:
     """transformers' own reading of the GGUF file."""
     path = demo_model_path()
-    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with gguf_read_once():
+        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
 def all_logits(model: LlamaModel, folder: ModelFolder, ids: Sequence[int], dtype: torch.dtype) -> Tensor:

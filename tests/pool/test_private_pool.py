@@ -1,4 +1,4 @@
-"""Who may reach a pool: nobody over a network in the clear, and no other process of its user."""
+"""Tests who may reach a pool: nobody over a network in the clear, and no other process of its user."""
 
 import os
 import shutil

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from build_rig import NAMESPACE
 from certificates import Authority
 from hierarchy_rig import chain, until
 from kvtier.build.engine_cache import engine_cache
 from kvtier.config import parse_config
 from kvtier.device.kv import HostMemoryKV
 from kvtier.offload import Hierarchy, JobResult
+from kvtier.testing.blocks import TINY_NAMESPACE
 from pool_rig import WAIT_S, PoolProcess
 from tls_rig import RED_URI
 
@@ -64,7 +64,7 @@ def test_an_engine_that_has_a_certificate_and_no_token(tmp_path: Path, served: P
     def carry_out(start: Callable[[Hierarchy], int | None]) -> JobResult:
         """By an engine of its own."""
         device = HostMemoryKV(memory)
-        with engine_cache(config, device=device, namespace=NAMESPACE, registry=CollectorRegistry()) as cache:
+        with engine_cache(config, device=device, namespace=TINY_NAMESPACE, registry=CollectorRegistry()) as cache:
             job = start(cache.hierarchy)
             return until(lambda: next((r for r in cache.hierarchy.poll() if r.job_id == job), None))
 

@@ -12,20 +12,10 @@ from hierarchy_rig import until
 from kvtier.build.engine_cache import EngineCache, engine_cache
 from kvtier.config import parse_config
 from kvtier.device.kv import DeviceKV, HostMemoryKV
-from kvtier.identity.namespace import Namespace
 from kvtier.offload import Hierarchy, JobResult
+from kvtier.testing.blocks import TINY_NAMESPACE
 
 TOKEN, SECRET = "t" * 32, "s" * 32
-NAMESPACE = Namespace(
-    weights_digest=bytes(32),
-    dtype="float32",
-    kv_dtype="float32",
-    physical_layout="L2NHD",
-    backend="test",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-)
 
 
 @contextmanager
@@ -51,7 +41,7 @@ def build(
     )
     registry = registry or CollectorRegistry()
     kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device
-    with engine_cache(config, device=kv, namespace=NAMESPACE, registry=registry, numa_node=numa_node) as cache:
+    with engine_cache(config, device=kv, namespace=TINY_NAMESPACE, registry=registry, numa_node=numa_node) as cache:
         yield cache
 
 

@@ -1,8 +1,13 @@
 """A small model of any family as transformers saves it, and a text to compute."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models
@@ -28,3 +33,12 @@ def small_folder(parent: Path, family: str = "Llama", **changes: Any) -> tuple[P
     model.save_pretrained(folder, max_shard_size="100KB")
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
     return folder, model
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """transformers reads a GGUF file's fields three times over, and makes the same table of names for every module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        yield

@@ -17,6 +17,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+import interpreter_types
+
 Array = npt.NDArray[Any]
 _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
@@ -30,6 +32,7 @@ def install() -> None:
     GridExecutor.__call__ = _one_at_a_time(GridExecutor.__call__)
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     _replace_language_once()
+    interpreter_types.install()
 
 
 def bfloat16_to_float32(bits: Array) -> Array:

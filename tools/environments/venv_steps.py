@@ -89,7 +89,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """Where kvtier's `pyproject.toml` is."""
+    """The checkout: the folder that has kvtier's `pyproject.toml`."""
 
     folder: Path
 

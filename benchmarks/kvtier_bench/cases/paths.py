@@ -33,7 +33,7 @@ FLOORS = {"shm": MEMCPY, "unix": "raw unix", "tcp": "raw tcp", "grpc": "raw tcp"
 NUM_LOOKUP_KEYS = 4096
 _LOOKUPS_A_ROUND = 8
 _ACQUIRES_A_ROUND = {1: 5000, 128: 100}
-"""How many acquires a round has, by the number of blocks in each. Those of single blocks take some tenths of a second:
+"""How many acquires a round has, by the number of blocks in each. Rounds of single blocks take some tenths of a second:
 two processes that wake each other up share a core at first, and the system takes so long to give each one its own."""
 _ROOM = 16
 """Memory of the pool, in rounds: blocks to read, and blocks that each path writes."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvtier.identity.keys import NamespaceId, PrefixHasher, StoreKey, store_key,
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.memory.pages import copy_bytes, map_memory
+from kvtier.testing.blocks import TINY_NAMESPACE
 from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier_bench.measuring.rounds import Subject
 
@@ -101,16 +103,7 @@ class Rotation:
 
 def namespace_of(payload_bytes: int) -> Namespace:
     """Returns the namespace of an engine without a model, with blocks of so many bytes."""
-    return Namespace(
-        weights_digest=bytes(32),
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        physical_layout="bench",
-        backend="bench",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=payload_bytes // 64,
-    )
+    return replace(TINY_NAMESPACE, dtype="bfloat16", kv_dtype="bfloat16", head_dim=payload_bytes // 64)
 
 
 def keys_of(num_keys: int, label: str) -> list[StoreKey]:

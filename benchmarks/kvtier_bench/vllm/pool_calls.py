@@ -12,7 +12,7 @@ _WRITTEN = re.compile(r'^kvtier_pool_written_blocks_total\{.*status="stored".*\}
 
 
 def calls_by_verb(pool: PoolProcess) -> Counter[str]:
-    """So far, over the block protocol."""
+    """Counts the calls so far over the block protocol."""
     counts: Counter[str] = Counter()
     for verb, count in _CALL.findall(_metrics(pool)):
         counts[verb] += int(float(count))

@@ -23,7 +23,7 @@ measured."""
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where and how engines of this run are started."""
+    """Says where and how engines of this run are started."""
 
     folder: Path
     """The folder for the engines' logs and files."""

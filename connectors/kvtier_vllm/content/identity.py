@@ -20,7 +20,7 @@ from kvtier_vllm.compat import drafter
 from kvtier_vllm.kv.paged_kv import pages_of
 
 DIGESTS = Path("~/.cache/kvtier").expanduser()
-"""Where digests of weights are remembered."""
+"""The folder in which digests of weights are remembered."""
 _LABEL = b"kvtier.vllm.model.v1"
 _DRAFT_LABEL = b"kvtier.vllm.draft.v1"
 _LENGTH_MATTERS = "longrope"

@@ -7,8 +7,8 @@ computed all of its tokens since, or once a load of kvtier's own has filled it.
 
 KV is also wrong when the KV before it was. Each block is therefore sound or not: a block is sound from the moment that
 it is handed out, until vLLM hears that a load has not filled it or the weights change. What a request computes on top
-of a block that is not sound is not seen, and is not sound either. Nor is what it computes with an adapter that is not
-known to be the one that vLLM's own cache calls its blocks by.
+of a block that is not sound is not seen, and is not sound either; what it computes with an adapter that is not known to
+be the one that vLLM's own cache calls its blocks by is not sound.
 """
 
 from collections import deque

@@ -72,7 +72,7 @@ class RequestLookups:
         lookup.asked, lookup.ticket, lookup.tiers = range(0), None, None
 
     def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], bool]:
-        """Where each block is that is worth loading, and whether it is worth waiting for more that are on their way.
+        """Returns where each block worth loading is, and whether it is worth waiting for more that are on their way.
 
         A hit is what all groups have: KV of every block, and states at the end of the last one.
 

@@ -227,5 +227,5 @@ def _decode_kernel(
 
 @triton.jit
 def _state_rows(seq, head, split, first_state, num_states, NUM_HEADS: tl.constexpr):
-    """Where the states of a run are, for each head."""
+    """Returns where the states of a run are, for each head."""
     return (seq.to(tl.int64) * NUM_HEADS + head) * num_states + first_state + split

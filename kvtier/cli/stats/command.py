@@ -65,7 +65,7 @@ def _named(urls: list[str] | None) -> list[str]:
 
 
 def _configured(config: Config) -> list[str]:
-    """Where the file's engine and pool listen; not those that take any free port."""
+    """Returns where the file's engine and pool listen, without those that take any free port."""
     pool_scheme = "https" if config.pool_service.tls_certificate is not None else "http"
     places = [("http", config.engine.listen), (pool_scheme, config.pool_service.http_listen)]
     return [

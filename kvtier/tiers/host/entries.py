@@ -40,7 +40,7 @@ class Entry(Generic[K]):
         self.key = key
         self.slot = slot
         self.owner = owner
-        """Where it is counted, and in whose order it is evicted."""
+        """The tenant that it is counted for, and in whose order it is evicted."""
         self.ready = False
         """Committed: the slot's bytes are final."""
         self.pins = 0

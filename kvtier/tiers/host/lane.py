@@ -32,7 +32,7 @@ class Lane:
 
     @property
     def may_yield(self) -> bool:
-        """So many slots are free that all blocks of some slab may fit into the others."""
+        """Whether so many slots are free that all blocks of some slab may fit into the others."""
         return self.num_free >= self._smallest
 
     def add(self, slab: Slab) -> None:

@@ -54,7 +54,7 @@ class SlabPin:
 
 
 class PinnedSlots:
-    """Where blocks lie that another process is reading, until `HostTier.release_places`."""
+    """The places of blocks that another process is reading, until `HostTier.release_places`."""
 
     __slots__ = ("_held", "places", "statuses")
 

@@ -1,4 +1,4 @@
-"""Where a Redis is: the URL of one server, of Sentinels that know it, or of a Cluster.
+"""The place of a Redis: the URL of one server, of Sentinels that know it, or of a Cluster.
 
 redis://host:port/db                              one server; port 6379 and db 0 when left out
 unix:///path/redis.sock?db=0                      the same, over a Unix socket

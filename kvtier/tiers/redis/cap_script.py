@@ -156,7 +156,7 @@ def book_of(name: bytes) -> int:
 
 
 def book_name(tenant: TenantId, book: int) -> bytes:
-    """Where the book lies: among the names that blocks have, and never one of these."""
+    """Returns the name of the book: it lies among the names that blocks have, and is never one of these."""
     return f"kvt1:book:{{{_TAGS[book]}}}:{tenant.hex()}".encode()
 
 

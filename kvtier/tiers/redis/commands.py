@@ -16,7 +16,7 @@ def key_name(key: StoreKey) -> bytes:
 
 
 def part_names(name: bytes, fingerprint: int, num_parts: int) -> list[bytes]:
-    """Where the parts after the first of a large block lie.
+    """Returns where the parts after the first of a large block lie.
 
     The `Header.fingerprint` of the whole block is in their names: parts of different bytes never meet, whoever writes
     them when.

@@ -22,7 +22,7 @@ class _Large:
     place: int
     header: Header
     stored: memoryview
-    """Where the payload as stored is put together."""
+    """The memory in which the payload as stored is put together."""
 
 
 class BlockReader:

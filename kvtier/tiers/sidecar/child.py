@@ -57,7 +57,7 @@ class ChildProcess:
             with theirs:
                 self._process = _spawn(theirs, hidden_environ)
             self._pid_descriptor = _pidfd(self._process)
-            """So that no signal meets another process with the same id. Guarded by _lock; closed with `_ended`."""
+            """Signals that go by it meet no other process with the same id. Guarded by _lock; closed with `_ended`."""
         except OSError:
             ours.close()
             raise

@@ -187,7 +187,7 @@ class DirectReads:
                 self._changed.notify_all()
 
     def _find(self, direct_read: DirectRead, places: Iterable[SlotRef]) -> None:
-        """Where the blocks lie here. What is said of a slab that is not here, or has no such slot, is passed over."""
+        """Finds where the blocks lie here. It passes over a slab that is not here, or that has no such slot."""
         by_serial: dict[int, LeasedBlocks] = {}
         now_s = MONOTONIC()
         with self._lock:

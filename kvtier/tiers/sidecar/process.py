@@ -40,7 +40,7 @@ _ANSWER_S = 60.0
 """An engine that does not take an answer for so long has no use for it."""
 
 _NICENESS = 5
-"""Where cores are short, the engine's steps come first. Much more, and a fetch that a request waits for gets none."""
+"""The engine's steps come first if cores are short. Much more, and a fetch that a request waits for gets none."""
 _MESSAGE_CHARS = 1000
 """Well below what a header takes."""
 

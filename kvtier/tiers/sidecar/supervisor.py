@@ -102,7 +102,7 @@ class TierProcess:
 
     @property
     def metrics(self) -> Metrics:
-        """Where this process's trouble is counted."""
+        """The counters of this process's trouble."""
         return self._metrics
 
     @property

@@ -13,7 +13,7 @@ from kvtier_engine.demo.document import Person, messages, people
 
 MAX_ANSWER_TOKENS = 32
 TENANTS = ("red", "blue")
-PEOPLE_ASKED = (people()[41], people()[17])
+PEOPLE_ASKED = (people()[-19], people()[17])
 """Engine A asks about the first, engine B about the second."""
 
 
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where the processes of one demo live, and what they are told."""
+    """The folder in which the processes of one demo live, and what they are told."""
 
     folder: Path
     model: Path

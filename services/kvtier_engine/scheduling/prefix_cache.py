@@ -23,7 +23,7 @@ class PendingPolicy:
     """What to do about blocks that somebody is just writing to a tier."""
 
     wait_s: float = 0.05
-    """So long they are asked for again; then they count as missing. Small computes what is about to arrive,
+    """They are asked for again as long as this; then they count as missing. Small computes what is about to arrive,
     large delays requests for it."""
     ask_every_s: float = 0.005
 

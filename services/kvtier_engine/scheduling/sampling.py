@@ -6,9 +6,9 @@ from torch import Tensor
 from kvtier_engine.scheduling.request import Request
 
 _FIRST_LOOK = 256
-"""So many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""
+"""This many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""
 _NEXT_LOOK = 16
-"""So many times more are looked at when they do not."""
+"""This many times more are looked at when they do not."""
 
 
 def sample(logits: Tensor, request: Request) -> int:

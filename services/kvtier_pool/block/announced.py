@@ -7,7 +7,7 @@ from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
 
 _KEY = HEADER_DTYPE.fields["key"][1] if HEADER_DTYPE.fields else 0
-"""Where in a header the key begins."""
+"""The place at which the key begins in a header."""
 _NAMESPACE = _KEY + TENANT_ID_BYTES
 
 

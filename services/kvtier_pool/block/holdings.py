@@ -34,6 +34,6 @@ class Holdings:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """So much is no longer held."""
+        """Notes that so many bytes are no longer held."""
         with self._lock:
             self._nbytes -= nbytes

@@ -4,18 +4,24 @@ Times are the model's, the same on every machine. Before, batches waited for a f
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from kvtier_bench.gpu import stream_model
-from kvtier_bench.gpu.streams.cases import LLAMA_8B, LLAMA_70B_RANK, load_from_host, load_from_pool, save_prefill, spill
+from kvtier_bench.gpu.streams import cases
+from kvtier_bench.gpu.streams.cases import LLAMA_8B, LLAMA_70B_RANK
 from kvtier_bench.gpu.streams.devices import Fences
 from kvtier_bench.gpu.streams.pace import Speeds
 from kvtier_bench.gpu.streams.worker import Model
 
 BUS = Speeds().bus_bytes_per_s
 GIB = 1 << 30
+
+load_from_host, load_from_pool = cache(cases.load_from_host), cache(cases.load_from_pool)
+save_prefill, spill = cache(cases.save_prefill), cache(cases.spill)
+"""The cases, each played once: in virtual time it takes the same course whenever it is played."""
 
 
 @pytest.mark.parametrize(("step_s", "before_s"), [(0.015, 0.25), (0.06, 1.0), (0.25, 4.25)])
@@ -79,7 +85,11 @@ def test_a_backlog_is_saved_at_half_of_the_bus_or_more(model: Model) -> None:
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_model, "_LONG_TOKENS", 16_384)  # the long loads have a test of their own
+    """The tests above have played its cases; the long loads have a test of their own."""
+    monkeypatch.setattr(stream_model, "_LONG_TOKENS", 16_384)
+    monkeypatch.setattr(stream_model, "_NUM_STEPS", 16)
+    for case in (load_from_host, load_from_pool, save_prefill, spill):
+        monkeypatch.setattr(stream_model, case.__name__, case)
     assert stream_model.main(["--json", str(tmp_path / "rows.json")]) == 0
     written = json.loads((tmp_path / "rows.json").read_text())
     assert len(written) == 6 * len(Fences) + 4 * 2

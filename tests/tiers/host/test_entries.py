@@ -143,16 +143,22 @@ def test_a_pinned_victim_is_parked_as_if_it_were_evicted_and_comes_back_at_its_l
     assert policy.coldest(1) == [b"a"]
 
 
-def test_a_parked_block_that_is_discarded_leaves_no_trace() -> None:
-    policy: S3FIFO[bytes] = S3FIFO()
-    entries = make_entries(policy)
+def with_one_parked(entries: Entries[bytes]) -> Entry[bytes]:
+    """Stores `a` and `b`, and evicts `b` while `a` is pinned. Returns the pin of `a`, which the policy has parked."""
     store(entries, b"a")
     store(entries, b"b")
     pinned = entries.pin(b"a")
     assert pinned is not None
     assert entries.evict() is not None, "b goes, as a is pinned"
+    return pinned
+
+
+def test_a_parked_block_that_is_discarded_leaves_no_trace() -> None:
+    policy: S3FIFO[bytes] = S3FIFO()
+    entries = make_entries(policy)
+    parked = with_one_parked(entries)
     entries.discard(b"a")
-    entries.unpin(pinned)
+    entries.unpin(parked)
     store(entries, b"a")
     store(entries, b"c")
     assert policy.coldest(2) == [b"a", b"c"], "a is new, and so before c"
@@ -163,12 +169,8 @@ def test_a_block_that_was_parked_is_one_that_came_back(name: str) -> None:
     """Not one that is new: blocks that were used once go before it."""
     policy: Any = by_name(name)
     entries = make_entries(policy)
-    store(entries, b"a")
-    store(entries, b"b")
-    pinned = entries.pin(b"a")
-    assert pinned is not None
-    assert entries.evict() is not None, "b goes, as a is pinned"
-    entries.unpin(pinned)
+    parked = with_one_parked(entries)
+    entries.unpin(parked)
     store(entries, b"c")
     store(entries, b"d")
     assert policy.coldest(1) == [b"c"]

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from build_rig import NAMESPACE, SECRET, TOKEN, build, result
+from build_rig import SECRET, TOKEN, build, result
 from hierarchy_rig import chain, until
 from kvtier.build.engine_cache import directory_half, mover_half
 from kvtier.config import Config, parse_config, token_sha256
@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher
 from kvtier.memory import memfd
 from kvtier.offload import AlwaysFetch, Hierarchy
+from kvtier.testing.blocks import TINY_NAMESPACE
 from pool_rig import TENANTS, TOKENS, running_pool
 
 BLOCK_BYTES = 4096
@@ -95,10 +96,10 @@ def test_tenants_of_one_engine_are_their_own_at_the_pool(io_process: bool, tmp_p
 def two_halves(config: Config, device: npt.NDArray[np.uint8]) -> Iterator[tuple[Hierarchy, Mapping[str, BlockHasher]]]:
     """A hierarchy for all tenants of the configuration."""
     registry = CollectorRegistry()
-    with mover_half(config, device=HostMemoryKV(device), namespace=NAMESPACE.id, registry=registry) as movers:
+    with mover_half(config, device=HostMemoryKV(device), namespace=TINY_NAMESPACE.id, registry=registry) as movers:
         half = directory_half(
             config,
-            namespaces=[NAMESPACE.id],
+            namespaces=[TINY_NAMESPACE.id],
             block_bytes=device.shape[1],
             shared=movers.tiers["pool"],
             registry=registry,

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from build_rig import NAMESPACE, result
+from build_rig import result
 from direct_rig import BLOCK_BYTES, KEYS, NUM_BLOCKS, engine, is_right
 from hierarchy_rig import chain
 from kvtier.identity.keys import BlockKey, rank_keys
 from kvtier.memory import memfd
 from kvtier.memory.slot_memory import SlotMemory
+from kvtier.testing.blocks import TINY_NAMESPACE
 from kvtier.tiers.sidecar import direct_reads as borrowing
 from kvtier_pool.limits import PoolLimits
 from pool_rig import MIB, WAIT_S, connect, held_bytes, running_pool, until
@@ -215,7 +216,7 @@ def test_memory_that_the_pool_drops_is_not_kept(address: str, tmp_path: Path) ->
             reader.get_ready()
             assert reader.device.attached
         with contextlib.closing(connect(address)) as tier:
-            assert tier.discard(rank_keys(KEYS, NAMESPACE.id)) == NUM_BLOCKS
+            assert tier.discard(rank_keys(KEYS, TINY_NAMESPACE.id)) == NUM_BLOCKS
         until(lambda: not reader.device.attached)
 
 

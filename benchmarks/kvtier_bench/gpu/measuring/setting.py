@@ -1,4 +1,4 @@
-"""Where and how large a run measures: a GPU, or in tiny size a CPU, where nothing but that it works is learnt."""
+"""Says where and how large a run measures: a GPU, or in tiny size a CPU, where nothing but that it works is learnt."""
 
 import os
 from collections.abc import Callable

@@ -131,7 +131,7 @@ def memcheck(setting: Setting) -> Case:
 
 
 def sanitizer() -> str | None:
-    """Where it is."""
+    """Returns the path of the sanitizer; None when there is none."""
     there = (str(path) for home in _CUDA_HOMES for path in sorted(home.glob(f"cuda*/bin/{_SANITIZER}")))
     return shutil.which(_SANITIZER) or next((path for path in there if os.access(path, os.X_OK)), None)
 

@@ -1,4 +1,4 @@
-"""Where a suite's engine runs: a GPU, or a simulated one in virtual time."""
+"""The device on which a suite's engine runs: a GPU, or a simulated one in virtual time."""
 
 import contextlib
 import random

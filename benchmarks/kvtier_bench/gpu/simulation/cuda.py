@@ -31,7 +31,7 @@ class SimulatedCuda:
         self.timeline, self._device = timeline, Device(timeline, pace)
         self._launch_s = launch_s
         self.moves_bytes = True
-        """Where it is False, copies take their time and copy nothing: for memory that nobody has touched."""
+        """Whether copies copy. They take their time in any case: memory that nobody has touched needs no more."""
         self._default = self._device.new_stream("default")
         self._here = threading.local()
         self._pinned: dict[int, int] = {}

@@ -16,7 +16,7 @@ class DirectIo(enum.Enum):
     """Whether payloads go past the page cache (O_DIRECT)."""
 
     AUTO = "auto"
-    """Where the file system can."""
+    """Direct I/O is used if the file system has it."""
     ON = "on"
     OFF = "off"
 

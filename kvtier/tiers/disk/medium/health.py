@@ -20,10 +20,10 @@ EUCLEAN and EBADMSG (a file system that is broken), or something else that lies 
 NOT_ALLOWED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 """What somebody has to mend, rather than a drive that has lost something."""
 _WRITES_IN_A_ROW, _PAUSE_S = 8, 5.0
-"""So many failed writes make the tier read-only; after a pause one write tries again."""
+"""This many failed writes make the tier read-only; after a pause one write tries again."""
 _SEGMENTS_IN_A_ROW = 8
-"""So many segments of which reads fail, and none in between that works, switch it off: what is left of such a drive is
-not worth waiting for. One of them alone is a bad region, or a file that somebody has removed."""
+"""This many segments of which reads fail, and none in between that works, switch it off: what is left of such a drive
+is not worth waiting for. One of them alone is a bad region, or a file that somebody has removed."""
 _MEDIUM_ERRNOS = (
     errno.EIO,
     errno.ENODATA,

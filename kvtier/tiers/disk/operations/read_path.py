@@ -68,7 +68,7 @@ class ReadPath:
         return list(chain.from_iterable(done.answers))
 
     def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
-        """Where the blocks are that are there and as long as what they are to fill."""
+        """Returns where the blocks are that are there and as long as what they are to fill."""
         tags = self._state.tags([keys[i] for i in left])
         with self._state.lock:
             rows, records = self._state.use(tags)

@@ -1,4 +1,4 @@
-"""Where records are: rows in numpy, found by digests of their keys. At most 64 bytes per record, all told.
+"""Tells where records are: rows in numpy, found by digests of their keys. At most 64 bytes per record, all told.
 
 What it does for a batch costs the same however many records there are: no array is copied or built anew at once.
 """
