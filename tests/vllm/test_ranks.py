@@ -4,7 +4,18 @@ import re
 
 import pytest
 from engine_lab import Lab
-from vllm_rig import BLOCK, all_hit, cached_of, make_prompts, none_hit, num_blocks, settings, tokens_of, transfer
+from vllm_rig import (
+    BLOCK,
+    Answer,
+    all_hit,
+    cached_of,
+    make_prompts,
+    none_hit,
+    num_blocks,
+    settings,
+    tokens_of,
+    transfer,
+)
 
 from cache_pool import CachePool
 
@@ -15,12 +26,22 @@ OPTIONS = {"dtype": "float32"}
 RANKS = {"tensor_parallel_size": NUM_RANKS, "distributed_executor_backend": "mp"}
 
 
-@pytest.mark.parametrize("direct_loads", [True, False])
-def test_two_ranks_write_and_read_the_pool(lab: Lab, pool: CachePool, direct_loads: bool) -> None:
-    connector = transfer(settings(pool={"address": [pool.address], "direct_loads": direct_loads}))
+@pytest.fixture(scope="module")
+def of_one_rank(lab: Lab) -> list[Answer]:
+    """What one rank without a connector answers to `PROMPTS`."""
     with lab.engine(**OPTIONS) as engine:
-        expected = engine.generate(PROMPTS)
-        engine.restart(connector, **OPTIONS, **RANKS)
+        return engine.generate(PROMPTS)
+
+
+@pytest.mark.parametrize("direct_loads", [True, False])
+def test_two_ranks_write_and_read_the_pool(
+    lab: Lab, pool: CachePool, of_one_rank: list[Answer], direct_loads: bool
+) -> None:
+    connector, expected = (
+        transfer(settings(pool={"address": [pool.address], "direct_loads": direct_loads})),
+        of_one_rank,
+    )
+    with lab.engine(connector, **OPTIONS, **RANKS) as engine:
         answers = engine.generate(PROMPTS)
         assert tokens_of(answers) == tokens_of(expected)
         assert cached_of(answers) == none_hit(PROMPTS)
