@@ -3,11 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Dequantised models stay inside the checkout.
 export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
-# Tests start hundreds of processes: each would compile kvtier's modules anew.
+# Byte code is made of what is imported, once: most of torch never is. Tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# On all cores; pip would on one. Some packages carry files that no Python of today compiles: nobody imports those.
-COMPILE := -@$(BIN)/python -m compileall -qq -j 0
 
 .PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos bench peers proto clean
 
@@ -38,7 +36,6 @@ test-triton: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 .venv/triton-$(OLDEST_TRITON): .venv/dev.stamp
 	rm -rf $@ $@.part
 	$(PIP) --no-deps --target $@.part triton==$(OLDEST_TRITON) 'numpy<2.4'  # its interpreter is at odds with newer ones
-	$(COMPILE) $@.part
 	mv $@.part $@
 
 # Needs a Docker engine at DOCKER_HOST, and docker-compose.
@@ -131,14 +128,12 @@ proto: .venv/dev.stamp
 .venv/engine.stamp: .venv/torch.stamp pyproject.toml benchmarks/pyproject.toml
 	@echo "Installing kvtier into .venv ..."
 	$(PIP) -e '.[engine]' -e benchmarks
-	$(COMPILE) .venv/lib
 	touch $@
 
 # With the tools, kvtier is installed once and not a second time.
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml benchmarks/pyproject.toml
 	@echo "Installing kvtier and the tools that tests need into .venv ..."
 	$(PIP) -e '.[engine,dev]' -e benchmarks
-	$(COMPILE) .venv/lib
 	touch .venv/engine.stamp $@
 
 clean:

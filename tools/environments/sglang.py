@@ -60,7 +60,6 @@ def steps(environment: Environment, checkout: Checkout) -> list[Step]:
         Step("what SGLang's caches, kvtier and tests import", required, lambda: environment.install(TORCH, *required)),
         Step("SGLang", [SGLANG], lambda: environment.install("--no-deps", SGLANG), WHEEL),
         checkout.installation(environment),
-        environment.compilation(),
         look(environment, _WORKS, needs=COMPILER),
     ]
 

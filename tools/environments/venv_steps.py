@@ -59,18 +59,8 @@ class Environment:
         return Step("a virtual environment", [sys.version, str(self.folder)], create)
 
     def install(self, *arguments: str) -> None:
-        """`pip install ARGUMENTS`; raises CalledProcessError when pip fails. `compilation` makes the byte code."""
+        """`pip install ARGUMENTS`; raises CalledProcessError when pip fails. Byte code is made when it is imported."""
         self.run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *arguments)
-
-    def compilation(self) -> Step:
-        """Makes the byte code of all that has been installed, on all cores; pip would on one, package by package."""
-
-        def compile_all() -> None:
-            # Some packages carry files that no Python of today compiles: nobody imports those.
-            command = [self._python, "-m", "compileall", "-qq", "-j", "0", self.folder / "lib"]
-            subprocess.run(command, check=False)
-
-        return Step("byte code", [], compile_all)
 
     def required_by(self, distribution: str, *, but: str) -> list[str]:
         """What an installed distribution asks for, extras aside, without names that match the pattern `but`."""

