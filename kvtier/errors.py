@@ -4,6 +4,8 @@ Miss, pending and refused are values (`kvtier.tiers.base`), never exceptions. In
 error of a tier reaches a request: it becomes a miss and a counter.
 """
 
+import enum
+
 
 class KvtierError(Exception):
     """Base of everything kvtier raises on purpose."""
@@ -19,6 +21,27 @@ class InvalidInputError(KvtierError, ValueError):
 
 class CorruptBlockError(KvtierError):
     """Stored bytes are torn, altered, foreign or of another version. Treat as a miss; drop the block."""
+
+
+class SealFault(enum.StrEnum):
+    """Why a block cannot be opened."""
+
+    ALTERED = "altered"
+    """It is not what the key of this id has sealed for this place: changed, put elsewhere, forged, or another key."""
+    PLAIN = "plain"
+    """It is not sealed, where only sealed blocks are taken."""
+    UNKNOWN_KEY = "unknown_key"
+    """It is sealed with an older key than the newest one here, and that key is not here."""
+    NEWER_KEY = "newer_key"
+    """It is sealed with a newer key than any that is here: somebody else has got a new key before us."""
+
+
+class SealedBlockError(CorruptBlockError):
+    """A block cannot be opened with the keys that are here. Treat as a miss; drop the block unless its key is newer."""
+
+    def __init__(self, fault: SealFault, text: str) -> None:
+        super().__init__(text)
+        self.fault = fault
 
 
 class DeviceFaultError(KvtierError):

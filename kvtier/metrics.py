@@ -60,6 +60,13 @@ class Metrics:
             ["tier"],
             registry=self.registry,
         )
+        self.unopened_blocks = Counter(
+            "kvtier_unopened_blocks",
+            "Stored blocks that could not be opened, each answered as a miss, by why: altered (or a wrong key), plain, "
+            "unknown_key, newer_key",
+            ["tier", "reason"],
+            registry=self.registry,
+        )
         self.pins = Counter(
             "kvtier_pins",
             "Blocks that the cache pool was asked to pin, by answer (pinned, miss, full; not_offered: it has no pins)",

@@ -108,16 +108,21 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:
     """What the tier process has to know: not the secret that keys the hash chain."""
     names = config.engine_tenants()
-    tokens = {name: config.pool_token(name) if config.pool.address else None for name in names}
-    variables = {name: f"TOKEN_{number}" for number, name in enumerate(names) if tokens[name] is not None}
+    environ: dict[str, str] = {}
+    tenants: dict[str, dict[str, object]] = {}
+    for number, name in enumerate(names):
+        texts = _secrets_of(config, name)
+        tenants[name] = {field: f"env:{field}_{number}" for field in texts}
+        tenants[name]["storage_reads_plain"] = config.tenants[name].storage_reads_plain
+        environ |= {f"{field}_{number}": text for field, text in texts.items()}
     settings = {
         "config": {
-            "tenants": {name: {"token": f"env:{variables[name]}"} if name in variables else {} for name in names},
+            "tenants": tenants,
             **config.model_dump(mode="json", include={"tenant", "gateway_tenants", "disk", "pool"}),
         },
         "namespace": namespace.hex(),
         "folder": str(config.resolve_path(Path())),
-        "environ": {variable: tokens[name] for name, variable in variables.items()},
+        "environ": environ,
     }
     return ProcessSettings(
         factory=f"{__name__}:{tiers_of_process.__name__}",
@@ -125,6 +130,15 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
         call_timeout_s=max(config.cache.load_deadline_s, len(names) * config.pool.call_timeout_s + _PROCESS_MARGIN_S),
         hidden_environ=_named_variables(config.model_dump(mode="json")),
     )
+
+
+def _secrets_of(config: Config, name: str) -> dict[str, str]:
+    """What the tiers of one tenant need to know, by the fields of `TenantConfig`."""
+    found = {
+        "token": config.pool_token(name) if config.pool.address else None,
+        "storage_keys": config.keys_text(name, "storage_keys") if config.disk.directory is not None else None,
+    }
+    return {field: text for field, text in found.items() if text is not None}
 
 
 def _named_variables(value: object) -> frozenset[str]:
@@ -161,6 +175,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
         int(config.disk.capacity_bytes),
         reserve_bytes=int(config.disk.reserve_bytes),
         codec=Codec.parse(config.disk.codec),
+        seals=config.storage_seals(config.engine_tenants()),
         segment_bytes=int(config.disk.segment_bytes),
         sync=SyncPolicy(config.disk.sync),
         direct_io=DirectIo(config.disk.direct_io),

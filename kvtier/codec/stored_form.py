@@ -4,25 +4,27 @@
          0      4  magic "KVTB"
          4      2  version: 1 for a block that is stored raw, 2 for others
          6      1  codec (`Codec`)
-         7      1  flags: bit 0 sealed (version 2); the others are 0
+         7      1  flags: bit 0 sealed (version 2, `kvtier.codec.sealed_form`); the others are 0
          8     64  store key: tenant id, namespace id, chain hash
         72      4  raw length: payload bytes before the codec
         76      4  id of the key that it is sealed with; 0: not sealed
         80      4  stored length: payload bytes as stored, behind the header
         84      4  0
-        88      8  checksum of the payload before the codec, as its writer computed it (`kvtier.codec.checksums`)
-        96         payload; in version 2, where it is packed, its last 8 bytes are xxh3_64 of all bytes before them,
-                   the header's included
+        88      8  checksum of the payload before the codec, as its writer computed it (`kvtier.codec.checksums`);
+                   of a sealed block, xxh3_64 over bytes 0 to 87 and the payload as stored
+        96         payload; in version 2, where it is packed and not sealed, its last 8 bytes are xxh3_64 of all bytes
+                   before them, the header's included
 
 What is stored raw and has nothing more to say is version 1, in which lengths have 8 bytes: blocks that travel raw
 are the same to every release. Version 1 was also written packed; there the checksum is xxh3_64 over bytes 0 to 87
 and the payload as packed. It is read for as long as such blocks may lie on disks and in Redis.
 
-Sealed blocks are room for what is to come: this release writes none, and refuses them. A form that this release
-does not know, whatever is new about it, is refused before anything of the payload is believed: a miss.
+A form that this release does not know, whatever is new about it, is refused before anything of the payload is
+believed: a miss. This module knows the header of sealed blocks, and whether they are as they were stored, for which no
+key is needed.
 
-This module alone writes and reads it. Header and payload are separate arguments everywhere, so that
-callers hand them to `writev` or `sendmsg` without joining them. All functions are pure and safe in
+This module and `kvtier.codec.sealed_form` alone write and read it. Header and payload are separate arguments
+everywhere, so that callers hand them to `writev` or `sendmsg` without joining them. All functions are pure and safe in
 any thread; hashing a large payload, packing and unpacking release the GIL.
 """
 
@@ -36,14 +38,16 @@ import xxhash
 
 from kvtier.codec import bitshuffle, planes
 from kvtier.codec.checksums import MAGIC, checksum, prefix
+from kvtier.codec.sealing import MAX_KEY_ID, SEAL_BYTES
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import StoreKey
 
 HEADER_BYTES = 96
 
 _RAW_VERSION = 1
-_VERSION = 2
-_VERSIONS = frozenset({_RAW_VERSION, _VERSION})
+VERSION = 2
+"""The version in which a block is written that is packed or sealed."""
+_VERSIONS = frozenset({_RAW_VERSION, VERSION})
 """What this release reads."""
 _SEALED = 0x01
 _FIELDS = struct.Struct("<4sHBB64sQQQ")
@@ -113,13 +117,15 @@ class Header:
     raw_length: int
     stored_length: int
     checksum: int
-    """Its writer's, of the raw payload; of the payload as stored in a packed block of version 1."""
+    """Its writer's, of the raw payload; of the payload as stored in a packed block of version 1 and in a sealed one."""
     version: int
+    key_id: int = 0
+    """The key that the block is sealed with; 0: it is not."""
 
     @property
     def fingerprint(self) -> int:
         """Another one for each way to store the same payload, so that parts of two of them are not taken for one."""
-        if self.codec is Codec.RAW or self.version == _RAW_VERSION:
+        if self.codec is Codec.RAW or self.version == _RAW_VERSION or self.key_id:
             return self.checksum
         return int(xxhash.xxh3_64_intdigest(_FORM.pack(self.codec, self.stored_length, self.checksum)))
 
@@ -132,11 +138,11 @@ def encode(key: StoreKey, payload: _Buffer, checksum: int, codec: Codec = Codec.
 
     :param checksum: the writer's. It is taken over as it is: when `payload` has changed since, no reader takes it.
     """
-    packed = _pack(codec, payload)
-    if packed is None or len(packed) + _CHECKSUM.size > _WORTH_PACKING * len(payload):
+    packed = pack(codec, payload)
+    if packed is None:
         return header_from_checksum(key, len(payload), checksum), payload
-    header = Header(key, codec, len(payload), len(packed) + _CHECKSUM.size, checksum, _VERSION)
-    head = _pack_header(header)
+    header = Header(key, codec, len(payload), len(packed) + _CHECKSUM.size, checksum, VERSION)
+    head = pack_header(header)
     stored = np.empty(header.stored_length, np.uint8)
     np.copyto(stored[: len(packed)], np.frombuffer(packed, np.uint8))  # releases the GIL
     stored[len(packed) :] = np.frombuffer(_CHECKSUM.pack(_sum(head, packed)), np.uint8)
@@ -181,6 +187,8 @@ def parse_header(buffer: _Buffer) -> Header:
     header = parse_stored_header(buffer)
     if header.codec is not Codec.RAW:
         raise CorruptBlockError(f"codec {header.codec} ({header.codec.label}) where only raw is taken")
+    if header.key_id:
+        raise CorruptBlockError(f"sealed with key {header.key_id} where only blocks that are not sealed are taken")
     return header
 
 
@@ -193,40 +201,52 @@ def parse_stored_header(buffer: _Buffer) -> Header:
         raise CorruptBlockError(f"no kvtier block: magic {magic!r}")
     if version not in _VERSIONS:
         raise CorruptBlockError(f"unknown version {version}")
-    if version == _VERSION:
+    key_id = 0
+    if version == VERSION:
         key_id, reserved = raw_length >> _LENGTH_BITS, stored_length >> _LENGTH_BITS
         raw_length, stored_length = raw_length & _LENGTH_MASK, stored_length & _LENGTH_MASK
-        if flags == _SEALED or key_id:
-            raise CorruptBlockError(f"sealed, with key {key_id}: this release opens no sealed blocks")
+        if (flags == _SEALED) != (key_id != 0) or key_id > MAX_KEY_ID:
+            raise CorruptBlockError(f"flags {flags:#04x} with key {key_id}: sealed, or not")
         if reserved:
             raise CorruptBlockError(f"unknown field {reserved:#010x}")
     if number not in _CODECS:
         raise CorruptBlockError(f"unknown codec {number}")
-    if flags:
+    if flags and not key_id:
         raise CorruptBlockError(f"unknown flags {flags:#04x}")
     codec = Codec(number)
-    fewest = _CHECKSUM.size if version == _VERSION else 0
-    if (raw_length != stored_length) if codec is Codec.RAW else not fewest <= stored_length < raw_length:
+    around = SEAL_BYTES if key_id else 0
+    fewest = around or (_CHECKSUM.size if version == VERSION else 0)
+    most = raw_length + around
+    if (stored_length != most) if codec is Codec.RAW else not fewest <= stored_length < most:
         raise CorruptBlockError(f"{codec.label} codec with lengths {raw_length} and {stored_length}")
-    return Header(StoreKey(key), codec, raw_length, stored_length, checksum, version)
+    return Header(StoreKey(key), codec, raw_length, stored_length, checksum, version, key_id)
 
 
 def well_formed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Which of an array of `HEADER_DTYPE` `parse_stored_header` would take."""
     magic = headers["magic"] == int.from_bytes(MAGIC, "little")
-    raw, stored, codec = headers["raw_length"], headers["stored_length"], headers["codec"]
-    is_enough = (headers["version"] != _VERSION) | (stored >= _CHECKSUM.size)
-    lengths = np.where(codec == Codec.RAW, raw == stored, (raw > stored) & is_enough)
+    stored, codec, is_new = headers["stored_length"], headers["codec"], headers["version"] == VERSION
+    is_sealed = is_new & (headers["flags"] == _SEALED) & (headers["key_id"] - np.uint32(1) < MAX_KEY_ID)
+    most = headers["raw_length"].astype(np.int64) + SEAL_BYTES * is_sealed
+    fewest = np.where(is_sealed, SEAL_BYTES, _CHECKSUM.size * is_new)
+    lengths = np.where(codec == Codec.RAW, stored == most, (stored < most) & (stored >= fewest))
     known = np.isin(codec, list(_CODECS)) & np.isin(headers["version"], list(_VERSIONS))
-    plain = (headers["flags"] == 0) & (headers["key_id"] == 0) & (headers["reserved"] == 0)
-    good: npt.NDArray[np.bool_] = magic & known & plain & lengths
+    plain = (headers["flags"] == 0) & (headers["key_id"] == 0)
+    good: npt.NDArray[np.bool_] = magic & known & (plain | is_sealed) & (headers["reserved"] == 0) & lengths
     return good
+
+
+def sealed(headers: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of an array of well-formed headers are of sealed blocks."""
+    flagged: npt.NDArray[np.bool_] = headers["flags"] == _SEALED
+    return flagged
 
 
 def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
     """Passes when `stored` is, byte for byte, what was stored under `key`; else raises `CorruptBlockError`.
 
     A packed block of version 2 that passes may still differ from what its writer had: `unpack` finds that out.
+    A sealed block that passes was not changed by accident; who wrote it nobody knows before it is opened.
 
     :param key: the key that was asked for, so that a block in another's place is found out.
     :param stored: the payload as stored, packed or not.
@@ -235,13 +255,13 @@ def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
         raise CorruptBlockError("block of another key")
     if len(stored) != header.stored_length:
         raise CorruptBlockError(f"truncated payload: {len(stored)} of {header.stored_length} bytes")
-    if header.codec is Codec.RAW:
+    if header.key_id or (header.version == _RAW_VERSION and header.codec is not Codec.RAW):
+        is_whole = sum_stored(pack_header(header), stored) == header.checksum
+    elif header.codec is Codec.RAW:
         is_whole = checksum(key, stored) == header.checksum
-    elif header.version == _RAW_VERSION:
-        is_whole = _sum(_pack_header(header)[: -_CHECKSUM.size], stored) == header.checksum
     else:
         packed, (expected,) = _packed(header, stored), _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
-        is_whole = _sum(_pack_header(header), packed) == expected
+        is_whole = _sum(pack_header(header), packed) == expected
     if not is_whole:
         raise CorruptBlockError("checksum mismatch")
 
@@ -249,14 +269,11 @@ def verify(header: Header, key: StoreKey, stored: _Buffer) -> None:
 def unpack(header: Header, stored: _Buffer, into: memoryview) -> None:
     """The last step of `decode_into`, for a payload that `verify` has passed and an `into` of its raw length.
 
-    Raises `CorruptBlockError` when it cannot be unpacked, or is not what its writer has summed.
+    Raises `CorruptBlockError` when it cannot be unpacked, is sealed, or is not what its writer has summed.
     """
-    if header.codec is Codec.LZ4:
-        bitshuffle.unpack_into(_packed(header, stored), into)
-    elif header.codec is Codec.PLANES_ZSTD:
-        planes.unpack_into(_packed(header, stored), into)
-    elif into:  # numpy refuses empty buffers
-        np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(stored, dtype=np.uint8))  # releases the GIL
+    if header.key_id:
+        raise CorruptBlockError(f"sealed with key {header.key_id}, where there are no keys")
+    unpack_as(header.codec, _packed(header, stored), into)
     is_packed = header.codec is not Codec.RAW
     if is_packed and header.version != _RAW_VERSION and checksum(header.key, into) != header.checksum:
         raise CorruptBlockError("checksum mismatch once unpacked: its bytes changed before they were packed")
@@ -269,29 +286,52 @@ def decode(header: _Buffer, key: StoreKey, payload: _Buffer) -> Header:
     return parsed
 
 
-def _pack(codec: Codec, payload: _Buffer) -> _Buffer | None:
-    """None where the codec cannot, or does nothing."""
+def pack(codec: Codec, payload: _Buffer) -> _Buffer | None:
+    """The payload as packed by `codec`. None where that cannot be, or saves less than 3 %."""
+    packed: _Buffer | None = None
     if codec is Codec.LZ4:
-        return bitshuffle.pack(payload)
-    return planes.pack(payload) if codec is Codec.PLANES_ZSTD else None
+        packed = bitshuffle.pack(payload)
+    elif codec is Codec.PLANES_ZSTD:
+        packed = planes.pack(payload)
+    if packed is None or len(packed) + _CHECKSUM.size > _WORTH_PACKING * len(payload):
+        return None
+    return packed
 
 
-def _packed(header: Header, stored: _Buffer) -> _Buffer:
-    """The payload as its codec made it: in version 2 without the checksum behind it."""
-    return stored if header.version == _RAW_VERSION else memoryview(stored)[: -_CHECKSUM.size]
+def unpack_as(codec: Codec, packed: _Buffer, into: memoryview) -> None:
+    """Fills `into` with what `codec` has packed; for `RAW` a copy. Raises `CorruptBlockError` when that cannot be."""
+    if codec is Codec.LZ4:
+        bitshuffle.unpack_into(packed, into)
+    elif codec is Codec.PLANES_ZSTD:
+        planes.unpack_into(packed, into)
+    elif into:  # numpy refuses empty buffers
+        np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(packed, dtype=np.uint8))  # releases the GIL
 
 
-def _pack_header(header: Header) -> bytes:
+def pack_header(header: Header) -> bytes:
+    """The 96 bytes of `header`; the lengths of what needs a version 2 are below 2^32."""
     return _FIELDS.pack(
         MAGIC,
         header.version,
         header.codec,
-        0,
+        _SEALED if header.key_id else 0,
         header.key,
-        header.raw_length,
+        header.raw_length | header.key_id << _LENGTH_BITS,
         header.stored_length,
         header.checksum,
     )
+
+
+def sum_stored(head: bytes, stored: _Buffer) -> int:
+    """The checksum in the header of a sealed block: of `head` without its own checksum, and the payload as stored."""
+    return _sum(head[: HEADER_BYTES - _CHECKSUM.size], stored)
+
+
+def _packed(header: Header, stored: _Buffer) -> _Buffer:
+    """The payload as its codec made it: in version 2, where it is packed, without the checksum behind it."""
+    if header.version == _RAW_VERSION or header.codec is Codec.RAW:
+        return stored
+    return memoryview(stored)[: -_CHECKSUM.size]
 
 
 def _sum(before: bytes, stored: _Buffer) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import (
@@ -11,6 +11,8 @@ from pydantic import (
     PrivateAttr,
 )
 
+from kvtier.codec.sealed_form import StorageSeal, StorageSeals
+from kvtier.codec.sealing import Purpose, SealingKeys, parse_keys
 from kvtier.config.engine import (
     CacheConfig,
     DiskConfig,
@@ -23,6 +25,7 @@ from kvtier.config.engine import (
 from kvtier.config.fields import Section
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
 from kvtier.net.certificates import TlsFiles
 
 _DIGESTS_OF_NOTHING = frozenset(hashlib.sha256(nothing).hexdigest() for nothing in (b"", b"\n"))
@@ -75,6 +78,20 @@ class Config(Section):
         if len(secret) < 16:
             raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
         return secret
+
+    def storage_seals(self, names: Iterable[str]) -> StorageSeals:
+        """How blocks of these tenants are sealed on disk and in Redis, where they have `storage_keys`."""
+        seals = {}
+        for name in names:
+            keys = self._sealing_keys(Purpose.STORAGE, name, "storage_keys")
+            if keys is not None:
+                seals[tenant_id(name)] = StorageSeal(keys, self.tenants[name].storage_reads_plain)
+        return StorageSeals(seals)
+
+    def keys_text(self, name: str, field: str) -> str | None:
+        """What a tenant's `field` of keys refers to, for a process that has neither the file nor the variable."""
+        reference: str | None = getattr(self.tenants[name], field)
+        return None if reference is None else self._resolve(f"tenants.{name}.{field}", reference)
 
     def host_bytes(self) -> int:
         """Host memory of a rank: what is set, for all if there are several (see `of_rank`), or what suits the pool."""
@@ -195,6 +212,16 @@ class Config(Section):
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""
         return self._folder / path.expanduser()
+
+    def _sealing_keys(self, purpose: Purpose, name: str, field: str) -> SealingKeys | None:
+        """None where the tenant has none. Raises `ConfigError` for what are no keys, and without `cryptography`."""
+        text = self.keys_text(name, field)
+        if text is None:
+            return None
+        try:
+            return SealingKeys(purpose, tenant_id(name), parse_keys(text))
+        except ConfigError as error:
+            raise self._error(f"tenants.{name}.{field}", str(error)) from error
 
     def _resolved(self, path: Path | None) -> Path | None:
         return None if path is None else self.resolve_path(path)

@@ -73,6 +73,13 @@ class TenantConfig(Section):
     """Separates caches under one secret. Changing it forgets everything."""
     token: str | None = None
     """Bearer token for the cache pool. Engines only."""
+    storage_keys: str | None = None
+    """Keys that this tenant's blocks are sealed with on disk and in Redis: `env:NAME` or `file:PATH` of one or more
+    `ID:KEY`, 64 hex digits a key. The largest id seals, all open. Pools, for their disk and Redis, and engines, for
+    their own disk. Without: blocks are stored as they are. Needs `kvtier[seal]`."""
+    storage_reads_plain: bool = False
+    """Whether a tenant with `storage_keys` reads blocks that are not sealed, too. Set it for as long as blocks of
+    before are worth more than being safe from somebody who can write to the disk or the Redis."""
     token_sha256: list[str] = Field(default=[])
     """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`."""
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from kvtier.codec.sealed_form import StorageSeals
 from kvtier.codec.stored_form import Codec
 from kvtier.config import Config
 from kvtier.config.pool_service import PoolServiceConfig
@@ -34,10 +35,11 @@ _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
     """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
-    :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password cannot be read, or it
-        cannot have its admission. A Redis that does not answer is no error: it misses until it does.
+    :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password or a tenant's storage
+        keys cannot be read, or it cannot have its admission. A Redis that does not answer is no error: it misses until
+        it does.
     """
-    table = config.pool_service
+    table, seals = config.pool_service, config.storage_seals(config.tenants)
     below: list[LowerTier] = []
     with ExitStack() as undo:
         if table.disk_dir is not None:
@@ -48,6 +50,7 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
                 on_event=hub.publish,
                 metrics=metrics,
                 codec=Codec.parse(table.disk_codec),
+                seals=seals,
                 segment_bytes=int(table.disk_segment_bytes),
                 sync=SyncPolicy(table.disk_sync),
                 direct_io=DirectIo(table.disk_direct_io),
@@ -59,7 +62,7 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
             admission = _admission("disk_admission", table.disk_admission, int(table.disk_bytes))
             below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
-            inner = _redis_tier(table.redis_url, config, metrics)
+            inner = _redis_tier(table.redis_url, config, seals, metrics)
             redis = Metered(inner, metrics)
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
@@ -69,7 +72,7 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
     return below
 
 
-def _redis_tier(url: str, config: Config, metrics: Metrics) -> "RedisTier":
+def _redis_tier(url: str, config: Config, seals: StorageSeals, metrics: Metrics) -> "RedisTier":
     # Imported here: a pool without Redis starts a tenth of a second sooner.
     from kvtier.tiers.redis import RedisSettings, RedisTier
 
@@ -79,6 +82,7 @@ def _redis_tier(url: str, config: Config, metrics: Metrics) -> "RedisTier":
         password=config.redis_password(),
         ttl_s=table.redis_ttl_s,
         codec=Codec.parse(table.redis_codec),
+        seals=seals,
         call_timeout_s=table.redis_timeout_s,
         lookup_timeout_s=table.redis_lookup_timeout_s,
         connect_timeout_s=min(1.0, table.redis_timeout_s),

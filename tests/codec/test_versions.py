@@ -97,8 +97,8 @@ def test_a_raw_block_of_version_2_is_read() -> None:
     ("offset", "patch", "reason"),
     [
         (4, b"\x03", "unknown version 3"),
-        (7, b"\x01", "sealed, with key 0: this release opens no sealed blocks"),
-        (76, b"\x07", "sealed, with key 7"),
+        (7, b"\x01", "flags 0x01 with key 0"),
+        (76, b"\x07", "flags 0x00 with key 7"),
         (7, b"\x02", "unknown flags 0x02"),
         (84, b"\x01", "unknown field"),
         (80, b"\x07\x00\x00", "lengths 8192 and 7"),

@@ -9,6 +9,7 @@ import pytest
 from kvtier.config import Config, load_config, parse_config, token_sha256
 from kvtier.config.engine import CacheConfig
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
 
 FILE = """
 tenant = "red"
@@ -293,3 +294,19 @@ def test_loads_are_verified_on_cuda_alone() -> None:
         parsed("device", "int8_per_head").verifies_on_device("cuda")
     with pytest.raises(ConfigError, match=r"cache.verify_loads"):
         parsed("both")
+
+
+def test_storage_keys_are_those_of_the_tenants_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"1:{'11' * 32}\n2:{'22' * 32}\n")
+    tenants = {
+        "red": {"storage_keys": "file:keys", "storage_reads_plain": True},
+        "blue": {"storage_keys": "env:ABSENT"},
+        "green": {},
+    }
+    config = parse_config({"tenants": tenants}, source="test.toml", folder=tmp_path, environ={})
+    seals = config.storage_seals(["red", "green"]).by_tenant
+    assert {tenant: (seal.keys.newest, seal.reads_plain) for tenant, seal in seals.items()} == {
+        tenant_id("red"): (2, True)
+    }
+    with pytest.raises(ConfigError, match=r"test\.toml: tenants\.blue\.storage_keys: .*ABSENT is missing"):
+        config.storage_seals(["blue"])

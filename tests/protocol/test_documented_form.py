@@ -7,9 +7,12 @@ import struct
 import msgpack
 import pytest
 import xxhash
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from document_rig import examples
 from golden_keys import CHAIN, HASHER, NAMESPACE, SECRET
+from kvtier.codec.sealed_form import seal
+from kvtier.codec.sealing import Purpose, SealingKeys
 from kvtier.codec.stored_form import Codec, decode_into, encode, encode_header, parse_stored_header
 from kvtier.identity.keys import NamespaceId, StoreKey, store_key, tenant_id
 from kvtier.testing.blocks import summed
@@ -67,7 +70,23 @@ def test_the_packed_blocks(codec: Codec) -> None:
     assert parse_stored_header(written).codec is codec
 
 
+def test_the_sealed_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.codec.sealing.os.urandom", lambda nbytes: bytes(range(nbytes)))
+    keys = SealingKeys(Purpose.STORAGE, tenant_id("red"), {1: b"\1" * 32})
+    header, stored = seal(*summed(KEY, PAYLOAD), Codec.RAW, keys)
+    block = PAGE["version 2, sealed"]
+    assert block == header + bytes(stored)
+    material = hmac.digest(b"\1" * 32, b"kvtier.storage.v1" + KEY[:16] + b"\1\0\0\0" + bytes(range(24)), "sha512")
+    assert AESGCM(material[:32]).decrypt(material[32:44], block[128:], block[:88] + block[120:128]) == PAYLOAD
+    assert struct.unpack("<Q", block[88:96])[0] == xxhash.xxh3_64_intdigest(block[:88] + block[96:])
+
+
 def test_every_example_is_run() -> None:
     keys = {"tenant id", "namespace packed", "namespace id", "store key"}
     chain = {"root message", "root", "block 0", "chain hash 0", "block 1", "chain hash 1", "external key of digest"}
-    assert set(PAGE) == keys | chain | {"version 1, raw", "version 2, lz4", "version 2, planes-zstd"}
+    assert set(PAGE) == keys | chain | {
+        "version 1, raw",
+        "version 2, lz4",
+        "version 2, planes-zstd",
+        "version 2, sealed",
+    }

@@ -1,6 +1,6 @@
 """An engine's cache as a configuration builds it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,24 @@ def build(
     registry: CollectorRegistry | None = None,
     token: str = TOKEN,
     numa_node: int | None = None,
+    red: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
     **sections: Any,
 ) -> Iterator[EngineCache]:
+    """
+    :param red: more fields of the engine's tenant.
+    :param environ: more variables.
+    """
     config = parse_config(
         {
             "tenant": "red",
-            "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN"}},
+            "tenants": {"red": {"secret": "env:SECRET", "token": "env:TOKEN", **(red or {})}},
             "host": {"capacity_bytes": "16MiB"},
             **sections,
         },
         source="test.toml",
         folder=folder,
-        environ={"SECRET": SECRET, "TOKEN": token},
+        environ={"SECRET": SECRET, "TOKEN": token, **(environ or {})},
     )
     registry = registry or CollectorRegistry()
     kv = HostMemoryKV(device) if isinstance(device, np.ndarray) else device

@@ -87,9 +87,10 @@ def assemble(
     )
     log = SegmentLog(state, segment_files, space, options.segment_bytes, options.capacity_bytes)
     tombstones = Tombstones(state, log, space, events, health, watch, forgets)
-    reader = BlockReader(segment_files.read, buffers, direct=watched.direct)
+    packer = BlockPacker(options.codec, tier=name, metrics=metrics, seals=options.seals)
+    reader = BlockReader(segment_files.read, buffers, packer, direct=watched.direct)
     read_path = ReadPath(state, tombstones, events, health, reader, BatchThreads(reads, watch))
-    packer, new_bytes = BlockPacker(options.codec, tier=name, metrics=metrics), metrics.disk_bytes.labels(name, "new")
+    new_bytes = metrics.disk_bytes.labels(name, "new")
     writer = BlockWriter(state, log, tombstones, events, health, new_bytes, packer)
     part_bytes = log.segment_bytes // 4
     write_path = WritePath(state, events, health, writer, BatchThreads(writes, watch), part_bytes=part_bytes)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from kvtier.codec.sealed_form import StorageSeals
 from kvtier.codec.stored_form import Codec
 from kvtier.errors import InvalidInputError
 from kvtier.tiers.disk.operations.appending import SMALLEST_SEGMENT_BYTES
@@ -18,6 +19,7 @@ class DiskOptions:
     segment_bytes: int
     sync: SyncPolicy
     codec: Codec
+    seals: StorageSeals
     write_amplification: float
     num_threads: int
     timeout_s: float

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvtier.codec.sealed_form import NO_SEALS, StorageSeals
 from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
 from kvtier.events import EventSink, TierState, ignore_event
@@ -79,6 +80,7 @@ class DiskTier:
         sync: SyncPolicy = SyncPolicy.NONE,
         direct_io: DirectIo = DirectIo.AUTO,
         codec: Codec = Codec.RAW,
+        seals: StorageSeals = NO_SEALS,
         write_amplification: float = 1.3,
         num_threads: int = 4,
         timeout_s: float = 5.0,
@@ -102,6 +104,7 @@ class DiskTier:
         :param codec: how blocks are written; those that are there already are read whatever theirs is. `LZ4`
             saves a fifth of the space of bf16 KV, `PLANES_ZSTD` three tenths, and time where the drive is slow
             (`kvtier bench codec`).
+        :param seals: the tenants whose blocks are sealed. What cannot be opened is a miss, and dropped.
         :param write_amplification: bytes of records written per byte asked for, at the most: the share above 1 keeps
             blocks that were read.
         :param num_threads: reads on their way at once, and writes. One gives half the bandwidth of most disks.
@@ -110,7 +113,15 @@ class DiskTier:
             for one that hangs, with lent memory.
         """
         options = DiskOptions(
-            capacity_bytes, reserve_bytes, segment_bytes, sync, codec, write_amplification, num_threads, timeout_s
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=reserve_bytes,
+            segment_bytes=segment_bytes,
+            sync=sync,
+            codec=codec,
+            seals=seals,
+            write_amplification=write_amplification,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
         )
         options.check()
         metrics = metrics if metrics is not None else Metrics()

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.codec.stored_form import HEADER_BYTES, Codec, Header, parse_stored_header, unpack, verify
-from kvtier.errors import CorruptBlockError, InvalidInputError
+from kvtier.codec.sealing import SEAL_BYTES
+from kvtier.codec.stored_form import HEADER_BYTES, Codec, Header, parse_stored_header, verify
+from kvtier.errors import CorruptBlockError, InvalidInputError, SealedBlockError, SealFault
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import MAX_PARTS, get, part_names
@@ -105,7 +106,7 @@ class BlockReader:
             else:
                 self._begin_large(place, header, stored)
         except CorruptBlockError as error:
-            self._drop(place, str(error))
+            self._drop(place, error)
 
     def _require_fitting(self, header: Header, place: int, length: int) -> None:
         limit = self._form.max_value_bytes
@@ -113,7 +114,7 @@ class BlockReader:
             raise CorruptBlockError("block of another key")
         if length != min(header.stored_length, limit):
             raise CorruptBlockError(f"truncated or too long: {length} bytes where {header.stored_length} are stored")
-        if header.stored_length > max(len(self._into[place]), MAX_PARTS * limit):
+        if header.stored_length > max(len(self._into[place]) + SEAL_BYTES, MAX_PARTS * limit):
             raise CorruptBlockError(f"a block of {header.stored_length} bytes is none of ours")
 
     def _begin_large(self, place: int, header: Header, first: memoryview) -> None:
@@ -124,7 +125,7 @@ class BlockReader:
             if self._has_stray:
                 return  # one at a time: nobody has made room for more
             self._has_stray = True
-        in_place = fits and header.codec is Codec.RAW
+        in_place = fits and header.codec is Codec.RAW and not header.key_id
         # Memory of numpy is touched only where something comes: the length may be garbled.
         stored = into if in_place else np.empty(header.stored_length, dtype=np.uint8).data
         stored[: len(first)] = first
@@ -132,12 +133,12 @@ class BlockReader:
 
     def _finish(self, place: int, header: Header, stored: memoryview) -> None:
         """Verifies the payload as stored. A block of another length than was asked for is a miss, but in order."""
-        verify(header, self._keys[place], stored)
         into = self._into[place]
         if header.raw_length == len(into):
-            if stored is not into:
-                unpack(header, stored, into)
+            self._form.packer.decode_into(header, self._keys[place], stored, into)
             self.hits.append(place)
+        else:
+            verify(header, self._keys[place], stored)
 
     def _finish_large(self, block: _Large, reason: str | None) -> None:
         try:
@@ -145,14 +146,18 @@ class BlockReader:
                 raise CorruptBlockError(reason)
             self._finish(block.place, block.header, block.stored)
         except CorruptBlockError as error:
-            self._drop(block.place, str(error))
-            self.to_drop += self._part_names(block)
+            if self._drop(block.place, error):
+                self.to_drop += self._part_names(block)
 
     def _part_names(self, block: _Large) -> list[bytes]:
         return part_names(
             self.names[block.place], block.header.fingerprint, self._form.num_parts(block.header.stored_length)
         )
 
-    def _drop(self, place: int, reason: str) -> None:
-        self.corrupt.append(reason)
+    def _drop(self, place: int, error: CorruptBlockError) -> bool:
+        """False: a block that somebody else can open, who has got a new key before us, stays."""
+        if isinstance(error, SealedBlockError) and error.fault is SealFault.NEWER_KEY:
+            return False
+        self.corrupt.append(str(error))
         self.to_drop.append(self.names[place])
+        return True

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvtier.codec.sealed_form import NO_SEALS, StorageSeals
 from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
 
@@ -22,6 +23,8 @@ class RedisSettings:
     of the server's: they go to its replicas and its log, a few bytes each."""
     codec: Codec = Codec.RAW
     """How payloads are packed on their way. Blocks of any codec are read."""
+    seals: StorageSeals = NO_SEALS
+    """The tenants whose blocks are sealed. What cannot be opened is a miss, and dropped unless its key is newer."""
     call_timeout_s: float = 5.0
     """Seconds that each call of a verb may take."""
     lookup_timeout_s: float = 5.0

@@ -89,7 +89,7 @@ class RedisTier:
         )
         self._servers = Servers(self._topology, self._clients, settings.max_batch_bytes)
         self._form = BlockFormat(
-            BlockPacker(settings.codec, tier=name, metrics=metrics),
+            BlockPacker(settings.codec, tier=name, metrics=metrics, seals=settings.seals),
             ttl_ms=max(1, round(settings.ttl_s * 1000)) if settings.ttl_s else 0,
             max_value_bytes=settings.max_value_bytes,
         )

@@ -53,7 +53,7 @@ class BlockWriter:
                 absent.append(places[i])
 
         moved = [places[i] for i in talk.ask([("EXISTS", self.names[place]) for place in places], take)]
-        small = [place for place in absent if len(self._items[place][1]) <= self._form.max_value_bytes]
+        small = [place for place in absent if self._most_stored_bytes(place) <= self._form.max_value_bytes]
         self._large += sorted(set(absent).difference(small))
         return moved + self._set_firsts(talk, small, {})
 
@@ -113,6 +113,10 @@ class BlockWriter:
                 self.statuses[places[i]] = WriteStatus.EXISTS if answer is None else WriteStatus.STORED
 
         return [places[i] for i in talk.ask(commands(), take, is_full)]
+
+    def _most_stored_bytes(self, place: int) -> int:
+        key, payload, _ = self._items[place]
+        return self._form.packer.most_stored_bytes(key, len(payload))
 
     def _encoded(self, place: int) -> _Block:
         head, payload_as_stored = self._form.packer.encode(*self._items[place])

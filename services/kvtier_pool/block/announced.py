@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvtier.codec.stored_form import HEADER_BYTES, HEADER_DTYPE, Codec, Header, parse_header, well_formed
+from kvtier.codec.stored_form import HEADER_BYTES, HEADER_DTYPE, Codec, Header, parse_header, sealed, well_formed
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, TENANT_ID_BYTES, StoreKey
 
@@ -22,7 +22,7 @@ class AnnouncedBlocks:
         self._data = data
         headers = np.frombuffer(data, HEADER_DTYPE)
         try:
-            for place in np.flatnonzero(~well_formed(headers) | (headers["codec"] != Codec.RAW)):
+            for place in np.flatnonzero(~well_formed(headers) | (headers["codec"] != Codec.RAW) | sealed(headers)):
                 self.header(int(place))
         except CorruptBlockError as error:
             raise InvalidInputError(f"a block's header: {error}") from error

@@ -21,6 +21,7 @@ from kvtier.memory import memfd
 from kvtier.offload import AlwaysFetch, Hierarchy
 from kvtier.testing.blocks import TINY_NAMESPACE
 from pool_rig import TENANTS, TOKENS, running_pool
+from seal_rig import KEYS
 
 BLOCK_BYTES = 4096
 
@@ -56,6 +57,25 @@ def test_both_ways_bring_the_same_blocks(io_process: bool, tmp_path: Path, monke
             assert np.array_equal(device[8:16], expected)
             labels = {"tier": tier, "op": "read", "status": "hit"}
             assert registry.get_sample_value("kvtier_tier_blocks_total", labels) == 8
+
+
+@pytest.mark.parametrize("io_process", [True, False])
+def test_an_engines_own_disk_is_sealed_with_its_storage_keys(tmp_path: Path, io_process: bool) -> None:
+    device = np.random.default_rng(2).integers(0, 256, (32, BLOCK_BYTES), dtype=np.uint8)
+    expected, hashes = device[:8].copy(), chain(8)
+    sections = {"cache": {"io_process": io_process}, "disk": {"directory": "blocks", "capacity_bytes": "16MiB"}}
+    for ids in ((1,), (1, 2), (3,)):
+        keys = {"KEYS": " ".join(f"{number}:{KEYS[number].hex()}" for number in ids)}
+        with build(tmp_path, device, red={"storage_keys": "env:KEYS"}, environ=keys, **sections) as cache:
+            if ids == (1,):
+                job = cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])
+                assert not result(cache.hierarchy, job).failed
+                continue
+            job = cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(hashes)])
+            assert result(cache.hierarchy, job).tiers == (("disk",) * 8 if 1 in ids else ("",) * 8)
+        assert np.array_equal(device[8:16], expected)
+        data = b"".join(path.read_bytes() for path in (tmp_path / "blocks").iterdir())
+        assert not any(bytes(block[:32]) in data for block in expected)
 
 
 @pytest.mark.parametrize("io_process", [True, False])

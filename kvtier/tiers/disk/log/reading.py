@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.codec.stored_form import Codec, Header, unpack, verify
+from kvtier.codec.stored_form import Codec, Header
 from kvtier.errors import CorruptBlockError
+from kvtier.tiers.common.packer import BlockPacker
 from kvtier.tiers.disk.log.buffers import Buffers, is_aligned
 from kvtier.tiers.disk.log.format import PAGE, pages_of
 
@@ -66,9 +67,10 @@ def runs_of(blocks: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 class BlockReader:
     """Reads runs, and verifies them. Any thread."""
 
-    def __init__(self, read_pages: ReadPages, buffers: Buffers, *, direct: bool) -> None:
+    def __init__(self, read_pages: ReadPages, buffers: Buffers, packer: BlockPacker, *, direct: bool) -> None:
         """:param direct: buffers must be page-aligned; those that are not are filled from one that is."""
         self._read_pages = read_pages
+        self._packer = packer
         self._buffers = buffers
         self._direct = direct
 
@@ -105,19 +107,16 @@ class BlockReader:
             ]
 
     def _fits_straight(self, block: Wanted) -> bool:
-        if block.header.codec is not Codec.RAW:
+        if block.header.codec is not Codec.RAW or block.header.key_id:
             return False
         return not self._direct or is_aligned(block.into)
 
-    @staticmethod
-    def _checked(block: Wanted, place: memoryview, first_page: int, num_read: int) -> Answer:
+    def _checked(self, block: Wanted, place: memoryview, first_page: int, num_read: int) -> Answer:
         end = (block.page - first_page) * PAGE + block.header.stored_length
         try:
             if num_read < end:
                 raise CorruptBlockError(f"the file ends {end - num_read:,} bytes early")
-            verify(block.header, block.header.key, place)
-            if place is not block.into:
-                unpack(block.header, place, block.into)
+            self._packer.decode_into(block.header, block.header.key, place, block.into)
         except CorruptBlockError as error:
             return Answer(block, error)
         return Answer(block, None)

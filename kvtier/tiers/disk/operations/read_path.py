@@ -15,11 +15,12 @@ from kvtier.tiers.disk.log.parts import BatchThreads
 from kvtier.tiers.disk.log.reading import Answer, BlockReader, Wanted, runs_of
 from kvtier.tiers.disk.medium.health import MediumHealth, is_passing
 from kvtier.tiers.disk.operations.tombstones import Tombstones
+from kvtier.tiers.disk.state.index import CODEC_MASK, VERSION_SHIFT
 from kvtier.tiers.disk.state.log_state import LogState
 
 _ROUNDS = 3
 """A block that is moved while it is read is read again where it is then."""
-_PLACE = ("segment", "page", "codec", "raw_length", "stored_length", "checksum", "version")
+_PLACE = ("segment", "page", "form", "key_id", "raw_length", "stored_length", "checksum")
 
 
 class ReadPath:
@@ -77,10 +78,11 @@ class ReadPath:
         there = np.flatnonzero(rows >= 0).tolist()
         fields = zip(*(records[name].tolist() for name in _PLACE), strict=True)
         wanted = []
-        for at, (segment, page, codec, raw, stored, checksum, version) in zip(there, fields, strict=True):
+        for at, (segment, page, form, key_id, raw, stored, checksum) in zip(there, fields, strict=True):
             index = left[at]
             if raw == len(into[index]):
-                header = Header(keys[index], Codec(codec), raw, stored, checksum, version)
+                codec, version = Codec(form & CODEC_MASK), form >> VERSION_SHIFT
+                header = Header(keys[index], codec, raw, stored, checksum, version, key_id)
                 wanted.append(Wanted(index, segment, page, header, into[index]))
         return wanted
 

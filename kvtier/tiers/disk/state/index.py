@@ -23,14 +23,16 @@ RECORD = np.dtype(
         ("page", "<u4"),
         ("stored_length", "<u4"),
         ("raw_length", "<u4"),
-        ("codec", "u1"),
-        ("version", "u1"),
+        ("form", "u1"),
+        ("key_id", "u1"),
         ("uses", "u1"),
     ],
     align=False,
 )
-"""What is needed to read a record and to know that it is the right one: the checksum covers the whole key. Codec and
-version are those of its stored form."""
+"""What is needed to read a record and to know that it is the right one: the checksum covers the whole key. Form is the
+codec and, 16 times, the version of its stored form, key id that of the key it is sealed with."""
+VERSION_SHIFT, CODEC_MASK = 4, 15
+"""Where in `form` the version begins, and which part of it is the codec."""
 
 _FEWEST = 64
 _ROW_GROWTH, _MOST_GROWTH = 10, 1 << 16

@@ -12,7 +12,7 @@ from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 from kvtier.tiers.base import Status
 from kvtier.tiers.disk.log.format import Entries, Kind, keys_of
 from kvtier.tiers.disk.log.segments import NO_EPOCH, Extent, Segment
-from kvtier.tiers.disk.state.index import RECORD, RecordIndex, Records, tags_of
+from kvtier.tiers.disk.state.index import RECORD, VERSION_SHIFT, RecordIndex, Records, tags_of
 from kvtier.tiers.disk.state.segment_set import SegmentSet
 from kvtier.tiers.disk.state.tag_table import Rows, Tags
 
@@ -261,8 +261,9 @@ def records_of(entries: Entries, tags: Tags, segment: int) -> Records:
     records = np.zeros(len(entries), RECORD)
     headers = entries["header"]
     records["tag"], records["segment"], records["page"] = tags, segment, entries["page"]
-    for field in ("checksum", "stored_length", "raw_length", "codec", "version"):
+    for field in ("checksum", "stored_length", "raw_length", "key_id"):
         records[field] = headers[field]
+    records["form"] = headers["version"] << VERSION_SHIFT | headers["codec"]
     return records
 
 
