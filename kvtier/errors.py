@@ -28,6 +28,8 @@ class SealFault(enum.StrEnum):
 
     ALTERED = "altered"
     """It is not what the key of this id has sealed for this place: changed, put elsewhere, forged, or another key."""
+    CHANGED_BEFORE = "changed_before"
+    """It opens, and is not what its writer has summed: its bytes changed before they were sealed."""
     PLAIN = "plain"
     """It is not sealed, where only sealed blocks are taken."""
     UNKNOWN_KEY = "unknown_key"

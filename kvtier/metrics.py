@@ -63,7 +63,7 @@ class Metrics:
         self.unopened_blocks = Counter(
             "kvtier_unopened_blocks",
             "Stored blocks that could not be opened, each answered as a miss, by why: altered (or a wrong key), plain, "
-            "unknown_key, newer_key",
+            "unknown_key, newer_key, changed_before (it was sealed)",
             ["tier", "reason"],
             registry=self.registry,
         )

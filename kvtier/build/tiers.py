@@ -55,8 +55,11 @@ def has_io_process(config: Config) -> bool:
 
 
 def borrows(config: Config) -> bool:
-    """Whether the pool is asked to lend blocks that lie in its memory: see `kvtier.tiers.lease`."""
+    """Whether the pool is asked to lend blocks that lie in its memory: see `kvtier.tiers.lease`. Not where they are
+    sealed: a device cannot open them."""
     pool = config.pool
+    if any(config.tenants[name].sealing_keys is not None for name in config.engine_tenants()):
+        return False
     is_here = any(address.startswith(UNIX_PREFIX) for address in pool.address)
     is_wanted = pool.shared_memory and pool.direct_loads and pool.pinned_bytes > 0
     return is_here and is_wanted and has_io_process(config)
@@ -136,6 +139,7 @@ def _secrets_of(config: Config, name: str) -> dict[str, str]:
     """What the tiers of one tenant need to know, by the fields of `TenantConfig`."""
     found = {
         "token": config.pool_token(name) if config.pool.address else None,
+        "sealing_keys": config.keys_text(name, "sealing_keys") if config.pool.address else None,
         "storage_keys": config.keys_text(name, "storage_keys") if config.disk.directory is not None else None,
     }
     return {field: text for field, text in found.items() if text is not None}
@@ -218,6 +222,7 @@ def _pool_client(
         metrics=metrics,
         breaker=CircuitBreaker(pool.breaker_failures, pool.breaker_open_s),
         call_timeout_s=pool.call_timeout_s,
+        sealing=config.carriage_keys(name),
         name=POOL,
     )
 

@@ -25,7 +25,7 @@ from kvtier.codec.stored_form import (
     unpack_as,
     verify,
 )
-from kvtier.errors import CorruptBlockError, SealedBlockError, SealFault
+from kvtier.errors import SealedBlockError, SealFault
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
 
 _CHECKSUM = struct.Struct("<Q")
@@ -72,8 +72,8 @@ def seal(key: StoreKey, payload: _Buffer, checksum: int, codec: Codec, keys: Sea
 
 
 def open_into(header: Header, key: StoreKey, stored: _Buffer, into: memoryview, keys: SealingKeys) -> None:
-    """Fills `into` with the block of `key`; raises `SealedBlockError` when it cannot be opened, and `CorruptBlockError`
-    when it can and is not what its writer has summed. Then `into` holds anything.
+    """Fills `into` with the block of `key`; raises `SealedBlockError` when that cannot be, and `CorruptBlockError` for
+    what was changed by accident. Then `into` holds anything.
 
     :param header: of a sealed block.
     :param stored: the payload as stored, in memory that nobody else can write to meanwhile.
@@ -93,7 +93,7 @@ def open_into(header: Header, key: StoreKey, stored: _Buffer, into: memoryview, 
     if not is_raw:
         unpack_as(header.codec, inner, into)
     if checksum_of(key, into) != expected:
-        raise CorruptBlockError("checksum mismatch once opened: its bytes changed before they were sealed")
+        raise SealedBlockError(SealFault.CHANGED_BEFORE, "opened, but its bytes changed before they were sealed")
 
 
 def _bound(head: bytes) -> bytes:

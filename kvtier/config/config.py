@@ -88,6 +88,10 @@ class Config(Section):
                 seals[tenant_id(name)] = StorageSeal(keys, self.tenants[name].storage_reads_plain)
         return StorageSeals(seals)
 
+    def carriage_keys(self, name: str) -> SealingKeys | None:
+        """The keys of one of the engine's tenants for what goes to the pool; None: it goes as it is."""
+        return self._sealing_keys(Purpose.CARRIAGE, name, "sealing_keys")
+
     def keys_text(self, name: str, field: str) -> str | None:
         """What a tenant's `field` of keys refers to, for a process that has neither the file nor the variable."""
         reference: str | None = getattr(self.tenants[name], field)

@@ -80,6 +80,10 @@ class TenantConfig(Section):
     storage_reads_plain: bool = False
     """Whether a tenant with `storage_keys` reads blocks that are not sealed, too. Set it for as long as blocks of
     before are worth more than being safe from somebody who can write to the disk or the Redis."""
+    sealing_keys: str | None = None
+    """Keys that engines seal this tenant's blocks with before they go to the pool, which must not have them: in the
+    form of `storage_keys`. Engines only. Blocks that are not sealed are not read from the pool then. Change `salt` when
+    you set it or take it out: until they are evicted, blocks of before keep the names that new ones need."""
     token_sha256: list[str] = Field(default=[])
     """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`."""
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])

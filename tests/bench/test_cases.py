@@ -20,6 +20,7 @@ from kvtier.cli.plot import Bar, write_bars
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.testing.blocks import make_key, summed
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier_bench.cases.sealing import bench_sealing
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import Samples, Spread, Subject, in_turn, percentile, process_clock, timed
 from kvtier_bench.processes.peers import start_peers
@@ -332,3 +333,11 @@ def pids_of(folder: str, socket_name: str) -> list[int]:
         if any(folder in word for word in process.info["cmdline"] or ()):
             found.append(process.pid)
     return found
+
+
+def test_sealing_is_measured_beside_plain_blocks(tmp_path: Path) -> None:
+    bench_sealing(tmp_path / "report.json", None, 4096, 2)
+    cases = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert {case["op"] for case in cases} == {"read", "write"}
+    assert [case["floor"] for case in cases] == [None, "plain"] * (len(cases) // 2)
+    assert {case["name"].split(",")[0] for case in cases} >= {"tcp", "stored form"}

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from free_port import free_port
 from gated_files import GatedFiles
 from kvtier.clock import MONOTONIC, Clock
+from kvtier.codec.sealing import SealingKeys
 from kvtier.codec.stored_form import encode_header, parse_header
 from kvtier.config import Config, parse_config
 from kvtier.identity.keys import StoreKey, TenantId, tenant_id
@@ -278,6 +279,7 @@ def connect(
     breaker: CircuitBreaker | None = None,
     max_batch_bytes: int = 64 * MIB,
     shared_memory: bool = False,
+    sealing: SealingKeys | None = None,
 ) -> PoolTier:
     """A pool tier for `tenant` at an address, or several separated by commas, as engines are given them."""
     access = PoolAccess(
@@ -294,6 +296,7 @@ def connect(
         breaker=breaker or CircuitBreaker(1000, 0.05),
         call_timeout_s=call_timeout_s,
         max_batch_bytes=max_batch_bytes,
+        sealing=sealing,
     )
 
 

@@ -19,6 +19,11 @@ def storage_keys(*ids: int, tenant: TenantId = RED) -> SealingKeys:
     return SealingKeys(Purpose.STORAGE, tenant, {number: KEYS[number] for number in ids})
 
 
+def carriage_keys(*ids: int, tenant: TenantId = RED) -> SealingKeys:
+    """What an engine seals with before blocks go to a pool."""
+    return SealingKeys(Purpose.CARRIAGE, tenant, {number: KEYS[number] for number in ids})
+
+
 def seals(*ids: int, tenant: TenantId = RED, reads_plain: bool = False) -> StorageSeals:
     """One tenant with keys."""
     return StorageSeals({tenant: StorageSeal(storage_keys(*ids, tenant=tenant), reads_plain)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.sealing import SealingKeys
 from kvtier.config import token_sha256
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.identity.keys import tenant_id
@@ -48,9 +49,10 @@ class PoolProcess:
         socket = SocketTransport(self.unix, self.token, tenant_id(TENANT), metrics=metrics)
         return LocalTransport(socket, metrics=metrics)
 
-    def tier(self, path: str, stack: ExitStack, *, only: bool = True) -> PoolTier:
+    def tier(self, path: str, stack: ExitStack, *, only: bool = True, sealing: SealingKeys | None = None) -> PoolTier:
         """A tier over one of them, closed when `stack` is.
 
+        :param sealing: keys that it seals with.
         :param only: leaving the stack raises when bytes went another way.
         """
         metrics = Metrics()
@@ -60,6 +62,7 @@ class PoolProcess:
             metrics=metrics,
             breaker=CircuitBreaker(3, 1.0),
             call_timeout_s=CALL_TIMEOUT_S,
+            sealing=sealing,
         )
         stack.callback(tier.close)
 

@@ -12,7 +12,7 @@ from kvtier.codec.stored_form import decode, header_from_checksum
 from kvtier.errors import CorruptBlockError, InvalidInputError
 from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
 from kvtier.memory.pages import copy_bytes
-from kvtier.memory.pieces import Payload, Target, land, landing, together
+from kvtier.memory.pieces import together
 from kvtier.metrics import Metrics
 from kvtier.net.certificates import read_pem
 from kvtier.net.tls import ClientTls, require_credentials
@@ -22,6 +22,7 @@ from kvtier.protocol.groups import require_count
 from kvtier.protocol.retention import PinStatus
 from kvtier.protocol.status import error_for
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
+from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
@@ -87,7 +88,7 @@ class GrpcTransport:
         return statuses
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Yields the index of each block that arrived, with None once it is in `into`, or with what is wrong."""
         runs = groupby(zip(keys, into, strict=True), key=lambda item: (item[0][_NAMESPACE], len(item[1])))
@@ -102,22 +103,20 @@ class GrpcTransport:
                 for i, header in _receive(stream, landings):
                     self._read_bytes.inc(len(into[i]))
                     fault = _fault(header, keys[i], landings[i])
-                    if fault is None:
-                        land(landings[i], into[i])
-                    yield i, fault
+                    yield i, fault or land(landings[i], into[i])
             finally:
                 stream.cancel()
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
         """Lends nothing: the pool's memory cannot be reached from here."""
 
-    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
         """Sends all blocks as a stream in one gRPC call; a status per block, in order."""
         # Runs on a thread of grpc, which may still be copying a block when the call has timed out. What it
         # copies then is sent to nobody.
         blocks = (
-            (i, 0, header_from_checksum(key, len(payload), checksum), together(payload))
-            for i, (key, payload, checksum) in enumerate(items)
+            (i, 0, header_from_checksum(items[i][0], len(payload), checksum), together(payload))
+            for i, (payload, checksum) in enumerate(map(carried, items))
         )
         with _translated():
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.errors import CorruptBlockError, KvtierError
+from kvtier.errors import CorruptBlockError, KvtierError, SealedBlockError
 from kvtier.identity.keys import StoreKey
-from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
 from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.carried import Incoming, Outgoing
 from kvtier.tiers.pool.pause import PAUSE_S, Pause
 from kvtier.tiers.pool.shared_memory.client import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -52,7 +52,7 @@ class LocalTransport:
         return self._socket.lookup(keys, timeout_s)
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Yields the index of each block that arrived, and None or its error: from mapped memory, the rest over the
         socket."""
@@ -66,7 +66,7 @@ class LocalTransport:
                     del left[i]
                     if error is None:
                         num_bytes += len(into[i])
-                    else:
+                    elif not isinstance(error, SealedBlockError):
                         corrupt.append(keys[i])
                     yield i, error
             except OSError as error:
@@ -96,7 +96,7 @@ class LocalTransport:
             self._note_failure(error)
         return None
 
-    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
         """Writes through mapped memory, and over the socket what failed there; a status per block, in order."""
         deadline = MONOTONIC() + timeout_s
         statuses = [WriteStatus.FAILED] * len(items)

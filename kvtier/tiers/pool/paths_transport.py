@@ -8,11 +8,11 @@ from typing import TypeVar
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import CorruptBlockError, InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.identity.keys import StoreKey
-from kvtier.memory.pieces import Payload, Target
 from kvtier.protocol.retention import PinStatus
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.carried import Incoming, Outgoing
 from kvtier.tiers.pool.pause import Pause
 from kvtier.tiers.pool.tier import PoolTransport
 
@@ -47,7 +47,7 @@ class PathsTransport:
         return self._first(timeout_s, lambda transport, left_s: transport.lookup(keys, left_s))
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Reads blocks by the first way that answers, and yields (index, None) for each that has come, or why it is not
         that block. A way that fails in the middle is not replaced: the rest are misses."""
@@ -68,7 +68,7 @@ class PathsTransport:
         leases = (path.transport.lease(keys, nbytes, ready, timeout_s) for path in self._usable())
         return next((lease for lease in leases if lease is not None), None)
 
-    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
         """Writes blocks by the first way that answers; a status per block, in order."""
         return self._first(timeout_s, lambda transport, left_s: transport.write(items, left_s))
 

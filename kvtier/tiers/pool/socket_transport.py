@@ -9,7 +9,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import HEADER_BYTES, header_from_checksum
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
-from kvtier.memory.pieces import Payload, Target, land, landing, together
+from kvtier.memory.pieces import together
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.net.tls import ClientTls, require_credentials
@@ -18,6 +18,7 @@ from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.protocol.groups import group, require_count, windows
 from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
+from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
 from kvtier.tiers.pool.connection import PoolConnection
 
 _WRITE_PART_BYTES = 4 << 20
@@ -91,7 +92,7 @@ class SocketTransport:
             return grouped.in_batch_order(answer.members("statuses", Status))
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Reads blocks through the socket, and yields (index, None) for each that has come, or why it is not that
         block. Each piece is checked as soon as it is there."""
@@ -114,16 +115,14 @@ class SocketTransport:
                 ]
                 for block in receive_blocks(connection.receive_into, arriving):
                     self._read_bytes.inc(block.nbytes)
-                    if block.fault is None:
-                        land(landings[block.tag], into[block.tag])
-                    yield block.tag, block.fault
+                    yield block.tag, block.fault or land(landings[block.tag], into[block.tag])
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
         """Lends nothing: the pool's memory cannot be reached through the socket."""
 
-    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
         """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent."""
         deadline = MONOTONIC() + timeout_s
         there = self.lookup([key for key, _, _ in items], timeout_s) if items else []
@@ -133,7 +132,7 @@ class SocketTransport:
             statuses[i] = status
         return statuses
 
-    def _send(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
+    def _send(self, items: Sequence[Item[Outgoing]], deadline: float) -> list[WriteStatus]:
         """Sends blocks in several requests, one ahead of another's answer: the pool receives and checks one part while
         the next is on its way. The last part goes first, so that the batch's head is what was used last."""
         sizes = [len(payload) for _, payload, _ in items]
@@ -142,8 +141,12 @@ class SocketTransport:
         def send(connection: PoolConnection) -> None:
             for start, stop in parts:
                 part = items[start:stop]
-                headers = b"".join(header_from_checksum(key, len(payload), checksum) for key, payload, checksum in part)
-                payloads = [together(payload) for _, payload, _ in part]
+                blocks = [carried(item) for item in part]
+                headers = b"".join(
+                    header_from_checksum(key, len(payload), checksum)
+                    for (key, _, _), (payload, checksum) in zip(part, blocks, strict=True)
+                )
+                payloads = [together(payload) for payload, _ in blocks]
                 connection.send(Verb.WRITE, {"headers": headers}, payloads, deadline)
 
         statuses = [WriteStatus.FAILED] * len(items)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from kvtier.clock import MONOTONIC, Clock
-from kvtier.errors import CorruptBlockError, InvalidInputError
+from kvtier.codec.sealing import SealingKeys
+from kvtier.errors import CorruptBlockError, InvalidInputError, SealedBlockError, SealFault
 from kvtier.identity.keys import StoreKey, TenantId, are_of_tenant
 from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
@@ -17,6 +18,7 @@ from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.deadlines import RemoteCalls
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.carried import Incoming, Outgoing, sealed_items, sealed_targets
 
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
@@ -38,7 +40,7 @@ class PoolTransport(Protocol):
         """A status per key, in order."""
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], timeout_s: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Yields (index, None) as soon as `into[index]` holds that block's payload, verified against its key.
 
@@ -50,7 +52,7 @@ class PoolTransport(Protocol):
         """Lends blocks in the pool's memory; None: it lends nothing. Does not raise: the read that follows finds out
         what fails."""
 
-    def write(self, items: Sequence[Item[Payload]], timeout_s: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
         """A status per block, in order."""
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
@@ -91,6 +93,7 @@ class PoolTier:
         call_timeout_s: float = 5.0,
         max_batch_bytes: int = 128 << 20,
         max_batch_blocks: int = 16_384,
+        sealing: SealingKeys | None = None,
         name: str = "pool",
         clock: Clock = MONOTONIC,
     ) -> None:
@@ -100,12 +103,15 @@ class PoolTier:
         :param call_timeout_s: seconds, of each call of a verb.
         :param max_batch_bytes: payload bytes in one request; larger batches are split. At most the pool's limit.
         :param max_batch_blocks: blocks in one request; larger batches are split. At most the pool's limit.
+        :param sealing: keys that blocks are sealed with before they leave this process, and opened when they are back.
+            Nothing else is read then, and nothing is lent.
         """
         self._transport = transport
         self._tenant = tenant
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
         self._name = name
+        self._sealing = sealing
         self._calls = RemoteCalls(
             name,
             metrics=metrics,
@@ -144,21 +150,28 @@ class PoolTier:
         self._require_own(keys)
         statuses = [Status.MISS] * len(keys)
 
+        targets = sealed_targets(keys, into, self._sealing)
+        unopened: list[StoreKey] = []
+
         def ask(batch: slice, timeout_s: float) -> None:
-            for offset, error in self._transport.read(keys[batch], into[batch], timeout_s):
+            for offset, error in self._transport.read(keys[batch], targets[batch], timeout_s):
                 if error is None:
                     statuses[batch.start + offset] = Status.HIT
-                else:
-                    self._metrics.corrupt_blocks.labels(self._name).inc()
-                    self._dropped.warning(f"tier {self._name}: block dropped: {error}")
+                elif self._note_bad(error):
+                    unopened.append(keys[batch.start + offset])
 
         with self._guard:
-            self._calls.in_batches("read", [len(buffer) for buffer in into], ask)
+            self._calls.in_batches("read", [len(target) for target in targets], ask)
+        if unopened:  # as long as it is there, nobody can store it again
+            self.discard(unopened)
         return statuses
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
-        """Lends blocks in the pool's memory. None where the pool does not share its memory, and while it fails."""
+        """Lends blocks in the pool's memory. None where the pool does not share its memory, while it fails, and of
+        blocks that have to be opened."""
         self._require_own(keys)
+        if self._sealing is not None:
+            return None
         with self._guard:
             return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
 
@@ -167,12 +180,13 @@ class PoolTier:
         answer was lost."""
         self._require_own([key for key, _, _ in items])
         statuses = [WriteStatus.FAILED] * len(items)
+        outgoing = sealed_items(items, self._sealing)
 
         def ask(batch: slice, timeout_s: float) -> None:
-            statuses[batch] = self._transport.write(items[batch], timeout_s)
+            statuses[batch] = self._transport.write(outgoing[batch], timeout_s)
 
         with self._guard:
-            self._calls.in_batches("write", [len(payload) for _, payload, _ in items], ask)
+            self._calls.in_batches("write", [len(payload) for _, payload, _ in outgoing], ask)
         return statuses
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
@@ -248,6 +262,15 @@ class PoolTier:
         """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
         if self._guard.close():
             self._transport.close()
+
+    def _note_bad(self, error: CorruptBlockError) -> bool:
+        """True: a block that nobody can open, to be discarded."""
+        self._metrics.corrupt_blocks.labels(self._name).inc()
+        self._dropped.warning(f"tier {self._name}: block dropped: {error}")
+        if not isinstance(error, SealedBlockError):
+            return False
+        self._metrics.unopened_blocks.labels(self._name, error.fault.value).inc()
+        return error.fault is not SealFault.NEWER_KEY
 
     def _note_without_pins(self, num_blocks: int) -> None:
         self._metrics.pins.labels(self._name, "not_offered").inc(num_blocks)

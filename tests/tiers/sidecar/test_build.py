@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from build_rig import SECRET, TOKEN, build, result
 from hierarchy_rig import chain, until
 from kvtier.build.engine_cache import directory_half, mover_half
+from kvtier.build.tiers import borrows
 from kvtier.config import Config, parse_config, token_sha256
 from kvtier.device.kv import HostMemoryKV
 from kvtier.errors import ConfigError
@@ -76,6 +77,45 @@ def test_an_engines_own_disk_is_sealed_with_its_storage_keys(tmp_path: Path, io_
         assert np.array_equal(device[8:16], expected)
         data = b"".join(path.read_bytes() for path in (tmp_path / "blocks").iterdir())
         assert not any(bytes(block[:32]) in data for block in expected)
+
+
+@pytest.mark.parametrize("io_process", [True, False])
+def test_an_engine_seals_what_goes_to_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io_process: bool
+) -> None:
+    monkeypatch.setitem(TENANTS, token_sha256(TOKEN), "red")
+    device = np.random.default_rng(2).integers(0, 256, (32, BLOCK_BYTES), dtype=np.uint8)
+    expected, hashes = device[:8].copy(), chain(8)
+    with running_pool(listen=f"unix:{tmp_path}/pool.sock", disk_dir=str(tmp_path / "disk")) as service:
+        sections = {"cache": {"io_process": io_process}, "pool": {"address": service.block[0]}}
+        for ids in ((1,), (1, 2), (3,), ()):
+            keys = {"KEYS": " ".join(f"{number}:{KEYS[number].hex()}" for number in ids)}
+            red = {"sealing_keys": "env:KEYS"} if ids else {}
+            with build(tmp_path, device, red=red, environ=keys, **sections) as cache:
+                if ids == (1,):
+                    job = cache.hierarchy.start_save([(h, i) for i, h in enumerate(hashes)])
+                    assert not result(cache.hierarchy, job).failed
+                    continue
+                device[8:16] = 0
+                wanted = hashes if 1 in ids else hashes[:4]  # what cannot be opened is discarded
+                job = cache.hierarchy.start_load([(h, 8 + i) for i, h in enumerate(wanted)])
+                assert result(cache.hierarchy, job).tiers == (("pool",) * 8 if 1 in ids else ("",) * 4)
+            if 1 in ids:
+                assert np.array_equal(device[8:16], expected)
+    on_disk = b"".join(path.read_bytes() for path in (tmp_path / "disk").iterdir())
+    assert on_disk
+    assert not any(bytes(block[:32]) in on_disk for block in expected)
+
+
+def test_nothing_is_lent_to_a_device_that_cannot_open_it(tmp_path: Path) -> None:
+    data = {
+        "tenant": "red",
+        "tenants": {"red": {"token": "env:TOKEN"}},
+        "pool": {"address": f"unix:{tmp_path}/pool.sock"},
+    }
+    assert borrows(parse_config(data, source="test.toml", folder=tmp_path, environ={}))
+    data["tenants"] = {"red": {"token": "env:TOKEN", "sealing_keys": "env:KEYS"}}
+    assert not borrows(parse_config(data, source="test.toml", folder=tmp_path, environ={}))
 
 
 @pytest.mark.parametrize("io_process", [True, False])

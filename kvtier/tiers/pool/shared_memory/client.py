@@ -11,11 +11,11 @@ from itertools import islice
 
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
-from kvtier.memory.pieces import Payload, Target
 from kvtier.protocol.block import Verb
 from kvtier.protocol.groups import group, windows
 from kvtier.protocol.shared_memory import PLACE
 from kvtier.tiers.base import Item, WriteStatus
+from kvtier.tiers.pool.carried import Incoming, Outgoing
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.shared_memory.lease import PoolLease
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
@@ -45,7 +45,7 @@ class PoolMemory:
         self._writes = MemoryLink(connect)
 
     def read(
-        self, keys: Sequence[StoreKey], into: Sequence[Target], deadline: float
+        self, keys: Sequence[StoreKey], into: Sequence[Incoming], deadline: float
     ) -> Iterator[tuple[int, CorruptBlockError | None]]:
         """Copies blocks out of the pool's memory, and yields (index, None) for each that has come, or why it is not
         that block. What is not in memory at this moment, or comes too late, is not yielded."""
@@ -63,7 +63,7 @@ class PoolMemory:
             for part in parts:
                 part.release()
 
-    def write(self, items: Sequence[Item[Payload]], deadline: float) -> list[WriteStatus]:
+    def write(self, items: Sequence[Item[Outgoing]], deadline: float) -> list[WriteStatus]:
         """Copies blocks into the pool's memory; a status per block, in order. FAILED: the block was not tried any more,
         or there was no room that is mapped."""
         parts: list[WritePart] = []

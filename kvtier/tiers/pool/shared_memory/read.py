@@ -6,11 +6,12 @@ A part waits for the pool only before its first copy: while it is copied, the po
 from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.codec.checksums import copy_checked
+from kvtier.codec.checksums import checksum, copy_checked
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
-from kvtier.memory.pieces import Target
-from kvtier.tiers.pool.shared_memory.hold import PartHold
+from kvtier.memory.pages import copy_bytes
+from kvtier.tiers.pool.carried import Incoming, SealedTarget, landing
+from kvtier.tiers.pool.shared_memory.hold import HeldBlock, PartHold
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 
 
@@ -18,7 +19,7 @@ class ReadPart:
     """Some blocks of a read. One thread. Errors are those of `MemoryLink`; whatever happens, `release` it."""
 
     def __init__(
-        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[Target], part: slice, deadline: float
+        self, link: MemoryLink, keys: Sequence[StoreKey], into: Sequence[Incoming], part: slice, deadline: float
     ) -> None:
         """Asks the pool to hold what it has of these blocks in its memory.
 
@@ -41,21 +42,32 @@ class ReadPart:
         """
         held = self._hold.blocks()
         sources = [block.slab.slot(block.slot, len(self._into[block.position])) for block in held]
-        copied: list[tuple[int, float]] = []
-        """Checksum of each, and when it was copied."""
+        copied: list[tuple[CorruptBlockError | None, float]] = []
+        """What is wrong with each, and when it was copied."""
         for block, source in zip(held, sources, strict=True):
-            copied.append((copy_checked(self._keys[block.position], self._into[block.position], source), MONOTONIC()))
+            copied.append(self._copy(block, source))
             if copied[-1][1] > self._deadline:
                 break
         held_until_s = self._hold.held_until_s
         return [
-            (
-                self._first + block.position,
-                None if copy == block.checksum else CorruptBlockError("checksum mismatch in shared memory"),
-            )
-            for block, (copy, at) in zip(held, copied, strict=False)
+            (self._first + block.position, fault)
+            for block, (fault, at) in zip(held, copied, strict=False)
             if block.is_in_place() and at < held_until_s
         ]
+
+    def _copy(self, block: HeldBlock, source: memoryview) -> tuple[CorruptBlockError | None, float]:
+        """What is wrong with a block, and when it was copied. A sealed one is opened in memory of this process."""
+        key, into = self._keys[block.position], self._into[block.position]
+        if not isinstance(into, SealedTarget):
+            is_whole = copy_checked(key, into, source) == block.checksum
+            return None if is_whole else CorruptBlockError("checksum mismatch in shared memory"), MONOTONIC()
+        landed = landing(into)
+        copy_bytes(landed, source)
+        copied_at = MONOTONIC()
+        fault = into.open(landed)
+        if fault is not None and checksum(key, landed) != block.checksum:
+            return CorruptBlockError("checksum mismatch in shared memory"), copied_at
+        return fault, copied_at
 
     def release(self) -> None:
         """The pool may do with the blocks what it likes."""

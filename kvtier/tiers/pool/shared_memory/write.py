@@ -8,12 +8,13 @@ import struct
 from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC
-from kvtier.memory.pieces import Payload, copy_payload
+from kvtier.memory.pieces import copy_payload
 from kvtier.memory.slab_layout import SLAB_STRIDE
 from kvtier.protocol.block import Verb
 from kvtier.protocol.groups import group, require_count
 from kvtier.protocol.shared_memory import WORD
 from kvtier.tiers.base import Item, WriteStatus
+from kvtier.tiers.pool.carried import Outgoing, carried
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Request
 
@@ -21,7 +22,7 @@ from kvtier.tiers.pool.shared_memory.session import Request
 class WritePart:
     """Some blocks of a write. One thread. Errors are those of `MemoryLink`; after any of them only `abandon`."""
 
-    def __init__(self, link: MemoryLink, items: Sequence[Item[Payload]], deadline: float) -> None:
+    def __init__(self, link: MemoryLink, items: Sequence[Item[Outgoing]], deadline: float) -> None:
         """Asks the pool for room."""
         self._link = link
         self._items = items
@@ -58,17 +59,17 @@ class WritePart:
 
     def copy(self) -> None:
         """Copies while there is time, and has the pool make readable what was copied."""
-        targets: list[tuple[memoryview, Payload, int]] = []
+        targets: list[tuple[memoryview, Item[Outgoing]]] = []
         for i, slot in self._places:
             slab = self._session.slabs.get(slot // SLAB_STRIDE)
             if slab is None or not slab.writable:
                 break
-            _, payload, checksum = self._items[i]
-            targets.append((slab.slot(slot, len(payload)), payload, checksum))
+            targets.append((slab.slot(slot, len(self._items[i][1])), self._items[i]))
         checksums: list[int] = []
-        for target, payload, checksum in targets:
+        for target, item in targets:
             if MONOTONIC() > self._deadline:
                 break
+            payload, checksum = carried(item)
             copy_payload(target, payload)
             checksums.append(checksum)
         self._places = self._places[: len(checksums)]
