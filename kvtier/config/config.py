@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import (
@@ -13,6 +13,7 @@ from pydantic import (
 
 from kvtier.codec.sealed_form import StorageSeal, StorageSeals
 from kvtier.codec.sealing import Purpose, SealingKeys, parse_keys
+from kvtier.config.credentials import AcceptedToken, Role, RoleConfig, TokenConfig
 from kvtier.config.engine import (
     CacheConfig,
     DiskConfig,
@@ -42,6 +43,10 @@ class Config(Section):
     """Tenants that a request to this engine may name for itself. Only for engines that only a gateway reaches, which
     lets no client choose: whoever names a tenant reads its cache."""
     tenants: dict[str, TenantConfig] = Field(default={})
+    operators: dict[str, RoleConfig] = Field(default={})
+    """Pool only: who administers all tenants over the HTTP port, and has no blocks."""
+    observers: dict[str, RoleConfig] = Field(default={})
+    """Pool only: who sees there what all tenants have together."""
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
     host: HostConfig = HostConfig()
@@ -52,6 +57,8 @@ class Config(Section):
     _source: str = PrivateAttr("configuration")
     _folder: Path = PrivateAttr(Path())
     _environ: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _file: Path | None = PrivateAttr(None)
+    """What it was loaded from. The private fields are set by `kvtier.config.parsing` before anybody has it."""
 
     def engine_tenants(self) -> list[str]:
         """The tenants that this engine serves: its own one first, if it has one, then those that a gateway may name."""
@@ -150,22 +157,34 @@ class Config(Section):
             raise self._error(key, 'missing; the pool at pool.address wants it: set "env:NAME" or "file:PATH"')
         return self._resolve(key, tenant.token)
 
-    def accepted_tokens(self) -> dict[str, str]:
-        """Returns the pool service's tokens: hex SHA-256 of a token -> tenant name."""
-        accepted: dict[str, str] = {}
-        for name, tenant in self.tenants.items():
-            for value in tenant.token_sha256:
-                key = f"tenants.{name}.token_sha256"
-                digest = self._resolve(key, value) if value.startswith(("env:", "file:")) else value
-                if not re.fullmatch("[0-9a-f]{64}", digest):
-                    raise self._error(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
-                if digest in _DIGESTS_OF_NOTHING:
-                    raise self._error(key, "the digest of an empty token; make a token with: openssl rand -hex 32")
-                if accepted.setdefault(digest, name) != name:
-                    raise self._error(key, f"the same token as tenant {accepted[digest]!r}: tenants must differ")
-        if not accepted and not any(tenant.certificate_names for tenant in self.tenants.values()):
+    def accepted_tokens(self) -> list[AcceptedToken]:
+        """Returns the pool service's tokens, those that have expired included; no two have the same digest."""
+        accepted: dict[str, AcceptedToken] = {}
+        for key, role, name, token in self._configured_tokens():
+            digest = self._digest(key, token)
+            expires_at_s = None if token.expires_at is None else token.expires_at.timestamp()
+            found = AcceptedToken(digest, role, name, expires_at_s)
+            other = accepted.setdefault(digest, found)
+            if (other.role, other.name) != (role, name):
+                raise self._error(key, f"the same token as {other.role} {other.name!r}: each must have its own")
+            if other is not found:
+                raise self._error(key, f"the token {found.id} stands there twice; remove one of the two")
+        return list(accepted.values())
+
+    def require_clients(self) -> None:
+        """Raises `ConfigError` where the pool service would accept the credentials of no tenant."""
+        if not any(tenant.token_sha256 or tenant.certificate_names for tenant in self.tenants.values()):
             raise self._error("tenants", "no token_sha256 anywhere: nobody could use the pool; add a tenant's")
-        return accepted
+
+    def token_digest(self, name: str, token: TokenConfig) -> str:
+        """Returns the digest of one of a tenant's tokens, wherever the entry says that it is."""
+        return self._digest(f"tenants.{name}.token_sha256", token)
+
+    def pool_files(self) -> list[Path]:
+        """The files that say whom the pool service lets in: the configuration's, and those that its tokens name."""
+        named = [token.sha256 for _, _, _, token in self._configured_tokens()]
+        files = [self._folder / text.removeprefix("file:") for text in named if text.startswith("file:")]
+        return [*([self._file] if self._file is not None else []), *files]
 
     def accepted_certificates(self) -> dict[str, str]:
         """Returns the pool service's client certificates: name in a certificate -> tenant name."""
@@ -226,6 +245,27 @@ class Config(Section):
             return SealingKeys(purpose, tenant_id(name), parse_keys(text))
         except ConfigError as error:
             raise self._error(f"tenants.{name}.{field}", str(error)) from error
+
+    def _configured_tokens(self) -> Iterator[tuple[str, Role, str, TokenConfig]]:
+        """The tokens of all roles: key, role, name, entry."""
+        tables = (
+            ("tenants", Role.TENANT, self.tenants),
+            ("operators", Role.OPERATOR, self.operators),
+            ("observers", Role.OBSERVER, self.observers),
+        )
+        for table, role, named in tables:
+            for name, of_name in named.items():
+                for token in of_name.token_sha256:
+                    yield f"{table}.{name}.token_sha256", role, name, token
+
+    def _digest(self, key: str, token: TokenConfig) -> str:
+        text = token.sha256
+        digest = self._resolve(key, text) if text.startswith(("env:", "file:")) else text
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise self._error(key, "not 64 lower-case hex digits; make it with: printf %s TOKEN | sha256sum")
+        if digest in _DIGESTS_OF_NOTHING:
+            raise self._error(key, "the digest of an empty token; make a token with: openssl rand -hex 32")
+        return digest
 
     def _resolved(self, path: Path | None) -> Path | None:
         return None if path is None else self.resolve_path(path)

@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvtier.config.credentials import Tokens
 from kvtier.config.fields import (
     AdmissionText,
     Bytes,
@@ -84,17 +85,18 @@ class TenantConfig(Section):
     """Keys that engines seal this tenant's blocks with before they go to the pool, which must not have them: in the
     form of `storage_keys`. Engines only. Blocks that are not sealed are not read from the pool then. Change `salt` when
     you set it or take it out: until they are evicted, blocks of before keep the names that new ones need."""
-    token_sha256: list[str] = Field(default=[])
-    """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`."""
+    token_sha256: Tokens = Field(default=[])
+    """Pool only: lower-case hex SHA-256 of each token that is accepted, as text or as `env:` / `file:`, or tables of
+    `sha256` and `expires_at`. Read again when the file changes, and on SIGHUP."""
     certificate_names: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Pool only: DNS names and URIs, compared as they are. A client whose certificate has one of them among its subject
-    alternative names needs no token. Needs `pool_service.tls_client_ca`."""
+    alternative names needs no token. Needs `pool_service.tls_client_ca`. Read again as tokens are."""
     memory: ShareConfig = ShareConfig()
-    """Pool only: what the tenant is owed of its memory. Read again on SIGHUP."""
+    """Pool only: what the tenant is owed of its memory. Read again as tokens are."""
     disk: ShareConfig = ShareConfig()
-    """Pool only: what the tenant is owed of its disk. Read again on SIGHUP."""
+    """Pool only: what the tenant is owed of its disk. Read again as tokens are."""
     redis: RedisShareConfig = RedisShareConfig()
-    """Pool only: what the tenant may have of its Redis. Read again on SIGHUP."""
+    """Pool only: what the tenant may have of its Redis. Read again as tokens are."""
 
 
 class EngineConfig(Section):

@@ -14,10 +14,18 @@ from pydantic import (
 )
 
 from kvtier.config.config import Config
+from kvtier.config.credentials import RoleConfig, TokenConfig
 from kvtier.config.engine import TenantConfig
 from kvtier.config.fields import OVERRIDE_PREFIX
 from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.identity.keys import tenant_id
+
+_NAMED_TABLES: Mapping[str, type[BaseModel]] = {
+    "tenants": TenantConfig,
+    "operators": RoleConfig,
+    "observers": RoleConfig,
+}
+"""Tables of tables, each by a name that the file chooses."""
 
 
 def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
@@ -30,7 +38,9 @@ def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    return parse_config(data, source=str(path), folder=path.parent, environ=environ)
+    config = parse_config(data, source=str(path), folder=path.parent, environ=environ)
+    config._file = path
+    return config
 
 
 def parse_config(
@@ -49,11 +59,12 @@ def parse_config(
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(source, e) for e in error.errors())) from error
     config._source, config._folder, config._environ = source, folder, environ
-    for name in config.tenants:
-        try:
-            tenant_id(name)
-        except InvalidInputError as error:
-            raise ConfigError(f"{source}: tenants.{name}: {error}") from error
+    for table in _NAMED_TABLES:
+        for name in getattr(config, table):
+            try:
+                tenant_id(name)
+            except InvalidInputError as error:
+                raise ConfigError(f"{source}: {table}.{name}: {error}") from error
     named = [("gateway_tenants", name) for name in config.gateway_tenants]
     if config.tenant is not None:
         named.append(("tenant", config.tenant))
@@ -121,8 +132,10 @@ def _fields_beside(location: list[str]) -> list[str]:
     """Valid keys of the table that holds the key at `location`."""
     section: type[BaseModel] = Config
     tables = location[:-1]
-    if tables[:1] == ["tenants"]:
-        section, tables = TenantConfig, tables[2:]
+    if tables[:1] and tables[0] in _NAMED_TABLES:
+        section, tables = _NAMED_TABLES[tables[0]], tables[2:]
+    if tables[:1] == ["token_sha256"]:
+        section, tables = TokenConfig, []
     for part in tables:
         annotation = section.model_fields[part].annotation
         assert isinstance(annotation, type)

@@ -1,7 +1,7 @@
 """The table of the cache pool service."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -38,7 +38,8 @@ class PoolServiceConfig(Section):
     grpc_listen: Annotated[list[ListenAddress], BeforeValidator(as_list)] = Field(default=["127.0.0.1:7601"])
     """Addresses of the gRPC API: `host:port` or `unix:/path`; port 0 takes a free one."""
     http_listen: HttpAddress = "127.0.0.1:7602"
-    """`host:port` of /healthz and /metrics."""
+    """`host:port` of /healthz and /metrics, and of /tenants, which takes bearer tokens where nobody can read them on
+    their way: on a loopback address, with TLS, or with `insecure`."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
     files count from the next connection on."""
@@ -64,6 +65,12 @@ class PoolServiceConfig(Section):
     that there are more if there must be), the rest goes to whoever comes first: of two tenants each has 64 for sure and
     192 at most, one alone has all. Connections whose clients have not said who they are make way, and of gRPC those
     without a call for a minute. Descriptors: for a moment there are twice as many of each."""
+    audit_log: Literal["stderr"] | Path = "stderr"
+    """The place where logins, refusals, changes of credentials and what operators do go, a JSON object a line:
+    standard error, or a file that only the pool's user reads. Tokens are named by the first digits of their digests."""
+    audit_log_bytes: Annotated[ByteSize, Field(ge=4096, le=2**40)] = ByteSize(16 * 2**20)
+    """Size of that file at which another one is begun; three older ones are kept, as `.1` to `.3`. Small: a flood of
+    strangers, of which there are at most fifty lines a second, leaves no room for what was before."""
     memory_bytes: TierBytes = ByteSize(2**30)
     """Memory tier, 1 MiB or more; the process needs about 100 MB besides."""
     memory_policy: PolicyName = "lru"

@@ -72,6 +72,11 @@ def tenant_id(name: str) -> TenantId:
     return TenantId(hashlib.sha256(_TENANT_LABEL + name.encode()).digest()[:TENANT_ID_BYTES])
 
 
+def tenant_of(key: StoreKey) -> TenantId:
+    """The tenant that a store key names."""
+    return TenantId(key[:TENANT_ID_BYTES])
+
+
 def are_of_tenant(keys: Sequence[StoreKey], tenant: TenantId) -> bool:
     """Whether all of these name this tenant. About 0.03 us per key of many."""
     if len(keys) < NUMPY_PAYS_FROM:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.clock import MONOTONIC
+from kvtier.errors import KvtierError
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.policies.admission import Admission
 from kvtier.store.cold_reads import Block, ColdReads
@@ -28,6 +29,10 @@ class LowerTier:
     set_caps: Callable[[Mapping[TenantId, int]], None] | None = None
     """Says how many bytes tenants may have there, all others being without a cap; None: such caps do not exist."""
 
+    purge: Callable[[TenantId, float], int] | None = None
+    """Removes everything of a tenant until a deadline (monotonic), and says how many values it was; raises
+    `UnavailableError` where that could not be done. None: the tier is a disk, which has its own, or cannot."""
+
     @property
     def keeps_acknowledged(self) -> bool:
         """Whether every acknowledged block is there before memory gives it up."""
@@ -42,6 +47,7 @@ class LowerTiers:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
         self.tiers = [each.tier for each in lower]
         self._set_caps = [each.set_caps for each in lower if each.set_caps is not None]
+        self._purges = {each.tier.name: each.purge for each in lower if each.purge is not None}
         self._ways = [WriteBehind(memory, each.tier, metrics, each.settings, _gate_of(each, metrics)) for each in lower]
         self._cold_reads = [ColdReads(memory, tier, partial(self._note_admitted, source=tier)) for tier in self.tiers]
         for tier in self.tiers:
@@ -56,6 +62,24 @@ class LowerTiers:
         """The most bytes that these tenants may have in tiers elsewhere; all others have no cap there."""
         for set_caps in self._set_caps:
             set_caps(caps)
+
+    def purge(self, tenant: TenantId, deadline: float) -> tuple[dict[str, int], list[str]]:
+        """Removes all blocks of a tenant that are here. How many each tier had (a Redis says how many values), and what
+        could not be done, in words. Raises nothing. What memory has, or is about to get, may come down again."""
+        removed, problems = dict[str, int](), list[str]()
+        for tier in self.tiers:
+            if isinstance(tier, DiskTier):
+                removed[tier.name] = tier.purge(tenant)
+                if problem := tier.problem():
+                    problems.append(f"{tier.name} is {tier.state.value}: {problem}")
+                elif left := tier.usage_of(tenant).num_blocks:
+                    problems.append(f"{tier.name}: {left} blocks are there")
+            elif (purge := self._purges.get(tier.name)) is not None:
+                try:
+                    removed[tier.name] = purge(tenant, deadline)
+                except KvtierError as error:
+                    problems.append(f"{tier.name}: {error}")
+        return removed, problems
 
     def problem(self) -> str | None:
         """What keeps blocks from getting here, None when nothing does."""

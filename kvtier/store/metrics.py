@@ -1,7 +1,11 @@
 """What a store counts. Tiers count their own reads and writes (`kvtier.metrics`)."""
 
+from collections import Counter as Counting
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.common.admission_gate import declined_blocks
 
 WRITE_DOWN_RESULTS = ("stored", "exists", "full", "failed", "dropped", "cancelled", "abandoned", "declined")
@@ -54,6 +58,18 @@ class StoreMetrics:
         self.declined_blocks = declined_blocks(registry)
         for source in ("memory", "miss"):
             self.read_blocks.labels(source)
+
+    def count_read(self, sources: Iterable[str], nbytes: int) -> None:
+        """Counts blocks that were asked for, by where they were found, and the payload bytes of all that were."""
+        for source, amount in Counting(sources).items():
+            self.read_blocks.labels(source).inc(amount)
+        self.sent_bytes.inc(nbytes)
+
+    def count_written(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
+        """Counts blocks that were to be written, by answer, and the payload bytes of those that are stored."""
+        if num_blocks:
+            self.written_blocks.labels(status.name.lower()).inc(num_blocks)
+            self.received_bytes.inc(nbytes)
 
     def prepare_tier(self, tier: str) -> None:
         """Makes the samples of a tier below memory, so that they read 0 before anything happened."""

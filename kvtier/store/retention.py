@@ -79,6 +79,8 @@ class Retention:
         """`start` starts the thread. Memory stays the caller's, and is closed before this."""
         self._memory = memory
         self._limits = limits
+        self.several_tenants = limits.several_tenants
+        """Whether none of them may have more than half. May be changed at any time, by one thread."""
         self._num_asked = {status: metrics.pins.labels(status.name.lower()) for status in PinStatus}
         self._clock = clock
         self._lock = threading.Lock()
@@ -218,7 +220,7 @@ class Retention:
             return False
         slab_bytes = 0 if pin.slab in self._num_in_slab else pin.slab_bytes
         own = self._of_tenant.get(tenant, _Held())
-        for held, parts in ((self._all, 1), (own, 2 if self._limits.several_tenants else 1)):
+        for held, parts in ((self._all, 1), (own, 2 if self.several_tenants else 1)):
             if held.num_blocks >= self._limits.most_blocks // parts:
                 return False
             if slab_bytes and held.slab_bytes + slab_bytes > self._limits.most_bytes // parts:

@@ -1,6 +1,5 @@
 """All verbs of the cache pool, whatever the transport. Adapters decode, call and encode."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -8,7 +7,7 @@ from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.stored_form import Header, verify
 from kvtier.errors import CorruptBlockError
 from kvtier.events import Event, EventKind
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
 from kvtier.policies.base import EvictionPolicy
@@ -18,7 +17,9 @@ from kvtier.store.cold_reads import Block, block_of
 from kvtier.store.event_hub import EventHub, Subscription
 from kvtier.store.lower_tiers import LowerTier, LowerTiers
 from kvtier.store.metrics import StoreMetrics
+from kvtier.store.purging import PurgeReport, purge
 from kvtier.store.retention import Retention, RetentionLimits
+from kvtier.store.tenant_reads import TenantReads
 from kvtier.store.tier_share import TierShare
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
@@ -94,12 +95,13 @@ class Store:
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
-        self._pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
+        self.pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
         self._below = LowerTiers(self._memory, below, metrics)
+        self.reads = TenantReads(self._memory.num_evicted_of)
 
     def start(self) -> None:
         """Starts the background writers and the thread that ends pins. Once, before the first write."""
-        self._pins.start()
+        self.pins.start()
         self._below.start()
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
@@ -126,7 +128,7 @@ class Store:
             self._below.fetch(keys, payload_bytes, blocks)
             found = [blocks.get(key) for key in keys]
             answer = [b if b is not None and len(b.payload) == payload_bytes else None for b in found]
-            self._count_read(answer)
+            self._count_read(keys, answer)
             yield answer
         finally:
             self._memory.release(block.lease for block in blocks.values())
@@ -149,7 +151,7 @@ class Store:
         if key.startswith(tenant) and nbytes:
             outcome = self._prepare(key, nbytes, writer)
         if isinstance(outcome, WriteStatus):
-            self._count_write(outcome, 0)
+            self._metrics.count_written(outcome, 0)
         return outcome
 
     def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
@@ -175,20 +177,20 @@ class Store:
         kept = self._below.entered([slot.key for slot in slots], run_blocks=run_blocks)
         self._record(Kind.WRITE, [slot.key for slot in slots], len(slots[0].view) if slots else 0)
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
-        self._count_write(WriteStatus.STORED, num_bytes, sum(kept))
-        self._count_write(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
+        self._metrics.count_written(WriteStatus.STORED, num_bytes, sum(kept))
+        self._metrics.count_written(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
         return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
         """Gives the slot back: the block did not arrive. FAILED."""
         self._memory.abort(slot)
-        self._count_write(WriteStatus.FAILED, 0)
+        self._metrics.count_written(WriteStatus.FAILED, 0)
         return WriteStatus.FAILED
 
     def abandon_writes(self, slots: Sequence[WriteSlot]) -> None:
         """Gives up slots that a client has not committed in time, and may still write to: see `HostTier.abandon`."""
         self._memory.abandon(slots)
-        self._count_write(WriteStatus.FAILED, 0, len(slots))
+        self._metrics.count_written(WriteStatus.FAILED, 0, len(slots))
 
     def set_shares(self, memory: Mapping[TenantId, Share], disk: Mapping[TenantId, Share]) -> None:
         """What tenants are owed of memory and of the disk, if there is one, from now on; all others have equal shares.
@@ -215,6 +217,8 @@ class Store:
         if self._below.tiers:
             self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
         self._num_mapped_reads.inc(held.num_held)
+        if keys:
+            self.reads.count(tenant_of(keys[0]), num_hits=held.num_held)
         return held
 
     def release_places(self, held: PinnedSlots) -> None:
@@ -232,7 +236,7 @@ class Store:
     @property
     def max_pin_s(self) -> float:
         """The longest time of a pin; 0: there are none."""
-        return self._pins.max_s
+        return self.pins.max_s
 
     def pin(self, tenant: TenantId, keys: Sequence[StoreKey], ttl_s: float) -> list[PinStatus]:
         """Keeps blocks in memory for `ttl_s` seconds, at most `max_pin_s`; a status per key.
@@ -240,12 +244,12 @@ class Store:
         Pinned again, a block stays until the later of both ends. Only what is in memory is pinned: how long a block
         is that is only below, its key does not say. Never waits for a tier below. See `Retention` for the bounds.
         """
-        return self._pins.pin(tenant, keys, ttl_s)
+        return self.pins.pin(tenant, keys, ttl_s)
 
     def unpin(self, keys: Sequence[StoreKey]) -> int:
         """Ends pins of the tenant, whichever client made them; returns how many there were. The blocks stay until
         evicted."""
-        return self._pins.unpin(keys)
+        return self.pins.unpin(keys)
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
@@ -254,6 +258,10 @@ class Store:
         with self._below.without(distinct):
             self._memory.discard(distinct)
         return num_there
+
+    def purge(self, tenant: TenantId, seconds: float) -> PurgeReport:
+        """Removes everything of a tenant, here and in all tiers, in about so many seconds (`kvtier.store.purging`)."""
+        return purge(self._memory, self._below, tenant, MONOTONIC() + seconds)
 
     def usage(self, tenant: TenantId) -> list[TierShare]:
         """What the tenant has in each tier that counts by tenant, from the fastest to the slowest. Redis does not."""
@@ -269,7 +277,7 @@ class Store:
 
     def problem(self) -> str | None:
         """What keeps the pool from doing its work, None when nothing does."""
-        if not self._pins.alive:
+        if not self.pins.alive:
             return "the thread that ends pins is gone"
         return self._below.problem()
 
@@ -291,7 +299,7 @@ class Store:
 
     def check(self) -> None:
         """Verifies the bookkeeping of all tiers and of pins; raises `InvariantError`."""
-        self._pins.check()
+        self.pins.check()
         self._memory.check()
         self._below.check()
 
@@ -300,7 +308,7 @@ class Store:
         self._hub.close()
         self._below.close()
         self._memory.close()
-        self._pins.close()
+        self.pins.close()
 
     def _look_up(self, keys: Sequence[StoreKey]) -> list[Status]:
         statuses = self._memory.lookup(keys)
@@ -311,12 +319,12 @@ class Store:
         """Blocks of one tenant, as all verbs take them."""
         recorder = self.recorder
         if recorder is not None and keys:
-            recorder.record(kind, keys[0][:TENANT_ID_BYTES], keys, nbytes)
+            recorder.record(kind, tenant_of(keys[0]), keys, nbytes)
 
     def _on_memory_event(self, event: Event) -> None:
         self._hub.publish(event)
         if event.kind is EventKind.REMOVED:
-            self._pins.forget(event.keys)
+            self.pins.forget(event.keys)
             self._below.removed(event.keys)
 
     def _local_tiers(self) -> list[HostTier | DiskTier]:
@@ -325,19 +333,16 @@ class Store:
 
     def _prepare(self, key: StoreKey, nbytes: int, writer: int) -> WriteSlot | WriteStatus:
         """Room in memory for a block that may be acknowledged when it is there."""
-        if self._below.is_behind(TenantId(key[:TENANT_ID_BYTES])) and self._memory.lookup([key]) == [Status.MISS]:
+        if self._below.is_behind(tenant_of(key)) and self._memory.lookup([key]) == [Status.MISS]:
             return WriteStatus.THROTTLED
         outcome = self._memory.prepare(key, nbytes, writer=writer)
         if outcome is WriteStatus.FULL and self._below.make_room():
             return self._memory.prepare(key, nbytes, writer=writer)
         return outcome
 
-    def _count_read(self, blocks: Sequence[Block | None]) -> None:
-        for source, amount in Counter(b.source if b is not None else "miss" for b in blocks).items():
-            self._metrics.read_blocks.labels(source).inc(amount)
-        self._metrics.sent_bytes.inc(sum(len(b.payload) for b in blocks if b is not None))
-
-    def _count_write(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
-        if num_blocks:
-            self._metrics.written_blocks.labels(status.name.lower()).inc(num_blocks)
-            self._metrics.received_bytes.inc(nbytes)
+    def _count_read(self, keys: Sequence[StoreKey], blocks: Sequence[Block | None]) -> None:
+        if keys:
+            num_misses = blocks.count(None)
+            self.reads.count(tenant_of(keys[0]), num_hits=len(blocks) - num_misses, num_misses=num_misses)
+            sources = (block.source if block is not None else "miss" for block in blocks)
+            self._metrics.count_read(sources, sum(len(block.payload) for block in blocks if block is not None))

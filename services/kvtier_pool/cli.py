@@ -3,8 +3,10 @@
 import gc
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -13,14 +15,17 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.config import Config, load_config, parse_config
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
-from kvtier_pool.recording import RecordingServer
+from kvtier_pool.operator_server import OperatorServer
+from kvtier_pool.operator_verbs import OperatorVerbs
+from kvtier_pool.reloading import Reloader
 from kvtier_pool.service import PoolService
 
-_log = logging.getLogger(__name__)
+_LOOK_S = 1.0
+"""Seconds between two looks whether the configuration's files have changed, or tokens have expired."""
 _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
@@ -99,8 +104,8 @@ def serve(
 def run(config: Config, read_again: Callable[[], Config]) -> None:
     """Serves in this process's main thread until SIGTERM or SIGINT.
 
-    :param read_again: the configuration as it is now: SIGHUP gives the tenants their shares by it. The rest of it, and
-        what is wrong with it, changes nothing.
+    :param read_again: the configuration as it is now: its tenants, operators and observers are taken from it again on
+        SIGHUP, and when a file of it changes. The rest of it, and what is wrong with it, changes nothing.
     """
     make_process_private()  # engines of all tenants may run as this user
     keep_freed_memory()
@@ -120,7 +125,9 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
     addresses = service.start()
-    operators = RecordingServer(service.recording)
+    reloader = Reloader(service, config, read_again)
+    ending = threading.Event()
+    operators = OperatorServer(OperatorVerbs(service, reloader, ending.is_set).verbs())
     operators.start()
     block, grpc = ",".join(addresses.block), ",".join(addresses.grpc)
     print(f"ready block={block} grpc={grpc} http={addresses.http}", flush=True)
@@ -132,21 +139,13 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     while not came & {signal.SIGTERM, signal.SIGINT}:
         if signal.SIGHUP in came:
             came.remove(signal.SIGHUP)  # before the configuration is read: a later change comes with another signal
-            _give_shares(service, read_again)
-        os.read(signals, 1)
+            reloader.reload("SIGHUP")
+        reloader.look()
+        if select.select([signals], [], [], _LOOK_S)[0]:
+            os.read(signals, 1)
     service.stop()
+    ending.set()
     operators.stop()  # last: the disk of a trace may not answer, and what clients were promised is written by now
-
-
-def _give_shares(service: PoolService, read_again: Callable[[], Config]) -> None:
-    try:
-        service.set_shares(read_again())
-    except KvtierError as error:
-        _log.error("SIGHUP: the shares of tenants stay as they are: %s", error)
-    except Exception:
-        _log.exception("SIGHUP: the shares of tenants stay as they are")
-    else:
-        _log.info("SIGHUP: tenants have the shares that the configuration gives them now")
 
 
 def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> Config:
@@ -165,7 +164,8 @@ def configured(file: Path | None, flags: dict[str, Any], tenants: list[str]) -> 
     if not tenants:
         return base.model_copy(update={"pool_service": merged.pool_service})
     merged.accepted_tokens()  # what is wrong with them is said of the command line, not of the file
-    return base.model_copy(update={"pool_service": merged.pool_service, "tenants": merged.tenants})
+    replaced = ("pool_service", "tenants", "operators", "observers")
+    return base.model_copy(update={name: getattr(merged, name) for name in replaced})
 
 
 def _tenant_tables(tenants: list[str]) -> dict[str, dict[str, list[str]]]:

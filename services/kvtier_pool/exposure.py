@@ -10,7 +10,7 @@ from kvtier.net.address import Address
 def require_protected(config: Config) -> None:
     """Raises `ConfigError` where other machines could connect without TLS, and `insecure` is not set.
 
-    /healthz and /metrics may be anywhere: nobody sends a token there.
+    /healthz and /metrics may be anywhere; /tenants takes no token there (`tokens_in_clear`).
     """
     table = config.pool_service
     if table.insecure or config.pool_service_tls() is not None:
@@ -23,6 +23,20 @@ def require_protected(config: Config) -> None:
                     "blocks would travel in the clear. Set tls_certificate and tls_key (docs/tls.md), listen on "
                     "127.0.0.1 or a Unix socket, or set pool_service.insecure = true where you trust the network"
                 )
+
+
+def tokens_in_clear(config: Config) -> str | None:
+    """Why nobody may send a token to the HTTP port, and what to do; None: one may be sent."""
+    table = config.pool_service
+    host = table.http_listen.rpartition(":")[0].strip("[]")
+    is_protected = table.insecure or config.pool_service_tls() is not None
+    if is_protected or _is_of_this_machine(Address(host=host, port=0, path="")):
+        return None
+    return (
+        f"pool_service.http_listen: {table.http_listen} can be reached by other machines, and without TLS a token "
+        "would travel in the clear. Set tls_certificate and tls_key, listen on 127.0.0.1, or set "
+        "pool_service.insecure = true"
+    )
 
 
 def _is_of_this_machine(address: Address) -> bool:

@@ -1,8 +1,9 @@
-"""/healthz and /metrics over HTTP, for probes and Prometheus. No tenant's data, so no credentials."""
+"""/healthz and /metrics over HTTP, for probes and Prometheus without credentials, and /tenants with a bearer token."""
 
 import contextlib
 import dataclasses
 import io
+import json
 import logging
 import socket
 import threading
@@ -21,6 +22,9 @@ from kvtier_pool.wrong_protocol import http_refusal
 _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+Answers = Callable[[str, str, str | None, str], tuple[int, dict[str, Any]]]
+"""Gives status and JSON for method, path, `Authorization` and peer of a request."""
 _REQUEST_TIMEOUT_S = 10.0
 """How long a peer may take for its handshake, for its request as a whole, and to take the answer."""
 _MAX_REQUEST_BYTES = 16 << 10
@@ -31,8 +35,13 @@ _MAX_CONNECTIONS = 64
 """The most open connections. One more cuts the oldest: a stranger that holds many must not hide a probe."""
 
 
+def _no_tenants(method: str, path: str, authorization: str | None, peer: str) -> tuple[int, dict[str, Any]]:
+    return 404, {"error": "there are no tenants here"}
+
+
 class StatusServer:
-    """Answers `GET /healthz` (200 and `ok`, or 503 with the reason) and `GET /metrics`, each on a thread of its own."""
+    """Answers `GET /healthz` (200 and `ok`, or 503 with the reason), `GET /metrics`, and what is below `/tenants`, each
+    on a thread of its own."""
 
     def __init__(
         self,
@@ -41,11 +50,14 @@ class StatusServer:
         problem: Callable[[], str | None],
         degraded: Callable[[], list[str]],
         files: TlsFiles | None = None,
+        tenants: Answers = _no_tenants,
     ) -> None:
         """
         :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
         :param problem: None while it serves; called from any thread.
         :param degraded: what works less well than it should while it serves: lines below the `ok`; called from any
+            thread.
+        :param tenants: answers what is below `/tenants`, by method, path, `Authorization` and peer; called from any
             thread.
         :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
@@ -70,8 +82,20 @@ class StatusServer:
                     self._answer(503 if reason else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode())
                 elif self.path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+                elif self.path.startswith("/tenants"):
+                    self._answer_tenants()
                 else:
                     self._answer(404, _TEXT, b"try /healthz or /metrics\n")
+
+            def do_POST(self) -> None:
+                self._answer_tenants()
+
+            def _answer_tenants(self) -> None:
+                authorization = self.headers.get("Authorization")
+                host, port = self.client_address[:2]
+                peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                code, answer = tenants(self.command, self.path, authorization, peer)
+                self._answer(code, _JSON, json.dumps(answer).encode() + b"\n")
 
             def log_message(self, format: str, *args: object) -> None:
                 """Probes come every few seconds: nothing worth a line."""

@@ -36,6 +36,12 @@ class PoolMetrics:
             registry=registry,
         )
         """There are no samples of tenants that were never refused."""
+        self.logins_refused = Counter(
+            "kvtier_pool_logins_refused", "Logins that were refused, by reason.", ["reason"], registry=registry
+        )
+        self.audit_lost = Counter(
+            "kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.", registry=registry
+        )
         self.shared_bytes = Gauge(
             "kvtier_pool_shared_held_bytes",
             "Payload bytes that clients hold in shared memory: leases and write slots.",
@@ -46,6 +52,12 @@ class PoolMetrics:
             "Leases that ended by their deadline, not by their client.",
             registry=registry,
         )
+
+    def refusals_of(self, tenant: str) -> int:
+        """How often this tenant was turned away because it had its part of a limit. For reports: O(samples)."""
+        samples = (sample for metric in self.tenant_refusals.collect() for sample in metric.samples)
+        of_tenant = (s.value for s in samples if s.name.endswith("_total") and s.labels["tenant"] == tenant)
+        return int(sum(of_tenant))
 
     def count_block_call(self, verb: str, result: str) -> None:
         """`block_calls`, at a third of the price: a message of shared memory takes no longer than its counting."""

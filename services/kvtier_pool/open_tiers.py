@@ -67,7 +67,7 @@ def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[Lo
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
             admission = _admission("redis_admission", table.redis_admission, None)
-            below.append(LowerTier(redis, settings, admission, inner.set_caps))
+            below.append(LowerTier(redis, settings, admission, inner.set_caps, inner.purge))
         undo.pop_all()
     return below
 

@@ -31,17 +31,27 @@ class TenantPlaces:
         :param least: places that are kept for each tenant at least.
         """
         self._limit = limit
-        self._names = names
         self._metrics = metrics
-        self._num_kept = max(least, num_places // (_KEPT_PART * len(names)))
-        self.num_places = max(num_places, self._num_kept * len(names))
-        """How many places there are. They are never all taken as long as a tenant has not taken what is kept for it."""
-        self._num_shared = self.num_places - self._num_kept * len(names)
+        self._num_wanted = num_places
+        self._least = least
         self._changed = threading.Condition()
         self._taken: Counter[TenantId] = Counter()
-        """Guarded by _changed."""
-        self._num_shared_taken = 0
-        """Places that tenants have taken beyond what is kept for them. Guarded by _changed."""
+        """Guarded by _changed, as all that follows."""
+        self.num_places = 0
+        """How many places there are. They are never all taken as long as a tenant has not taken what is kept for it.
+        Read without the lock."""
+        self.set_tenants(names)
+
+    def set_tenants(self, names: Mapping[TenantId, str]) -> None:
+        """Divides the places among these tenants from now on. What is taken stays taken until it is given back, also
+        by tenants that are gone."""
+        num = max(1, len(names))
+        with self._changed:
+            self._names = dict(names)
+            self._num_kept = max(self._least, self._num_wanted // (_KEPT_PART * num))
+            self.num_places = max(self._num_wanted, self._num_kept * num)
+            self._num_shared = self.num_places - self._num_kept * num
+            self._changed.notify_all()
 
     def take(self, tenant: TenantId, *, wait_s: float = 0.0) -> None:
         """Takes a place, which goes back by `give_back`. Blocks up to `wait_s` seconds for one.
@@ -50,11 +60,10 @@ class TenantPlaces:
         """
         with self._changed:
             if self._changed.wait_for(lambda: self._fits(tenant), wait_s):
-                self._num_shared_taken += self._taken[tenant] >= self._num_kept
                 self._taken[tenant] += 1
                 return
-            num_taken = self._taken[tenant]
-        self._metrics.tenant_refusals.labels(self._names[tenant], self._limit).inc()
+            num_taken, name = self._taken[tenant], self._names.get(tenant, "removed")
+        self._metrics.tenant_refusals.labels(name, self._limit).inc()
         raise LimitExceededError(
             f"{self._limit}: {num_taken} of {self.num_places} are this tenant's already, and of the others "
             f"{self._num_kept} are kept for each tenant; retry later"
@@ -63,7 +72,8 @@ class TenantPlaces:
     def give_back(self, tenant: TenantId) -> None:
         with self._changed:
             self._taken[tenant] -= 1
-            self._num_shared_taken -= self._taken[tenant] >= self._num_kept
+            if not self._taken[tenant]:
+                del self._taken[tenant]
             self._changed.notify_all()
 
     @contextmanager
@@ -76,4 +86,12 @@ class TenantPlaces:
             self.give_back(tenant)
 
     def _fits(self, tenant: TenantId) -> bool:
-        return self._taken[tenant] < self._num_kept or self._num_shared_taken < self._num_shared
+        """Whether a place is the tenant's: one that is kept for it, or one that is kept for nobody. O(tenants) where
+        the former are taken. Caller holds the lock."""
+        kept = self._num_kept if tenant in self._names else 0
+        if self._taken[tenant] < kept:
+            return True
+        beyond = sum(
+            max(0, num - (self._num_kept if other in self._names else 0)) for other, num in self._taken.items()
+        )
+        return beyond < self._num_shared

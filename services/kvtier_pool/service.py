@@ -14,7 +14,7 @@ from kvtier.config import Config
 from kvtier.config.engine import ShareConfig
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import tenant_id
+from kvtier.identity.keys import TenantId, tenant_id
 from kvtier.memory import memfd
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
@@ -27,18 +27,22 @@ from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.common.gauges import TierGauges
 from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
+from kvtier_pool.administration import Administration
+from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
 from kvtier_pool.block.shared_memory import SharedClients
-from kvtier_pool.exposure import require_protected
+from kvtier_pool.exposure import require_protected, tokens_in_clear
 from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.callers import Callers
 from kvtier_pool.grpc.connections import GrpcConnections
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
+from kvtier_pool.http_tenants import HttpTenants
 from kvtier_pool.limits import PoolLimits
+from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
@@ -46,6 +50,8 @@ from kvtier_pool.places import TenantPlaces
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
 """The part of a stop's time that calls in flight may take; the disk gets what is left."""
+_MOST_NAMED = 100
+"""Credentials that a line of the audit log names."""
 _SHORTEST_S = 0.25
 """How long an operation of the disk may take in a stop that has no time."""
 
@@ -79,15 +85,17 @@ class PoolService:
             are no good; an address or the folder cannot be had.
         """
         config, table, limits = self._config, self._config.pool_service, self._limits
-        tokens, names = config.accepted_tokens(), config.accepted_certificates()
+        config.require_clients()
         require_protected(config)
-        authenticator = Authenticator(tokens, names)
+        authenticator = Authenticator(config.accepted_tokens(), config.accepted_certificates())
         tls = config.pool_service_tls()
         registry = CollectorRegistry()
         metrics = PoolMetrics(registry)
+        self.audit = _audit_of(config, metrics)
+        self._logins = logins = Logins(authenticator, self.audit, metrics)
         shares_memory = _shares_memory(table)
-        tenants = {tenant_id(name): name for name in (*tokens.values(), *names.values())}
-        calls = CallPlaces(table.num_threads, limits, tenants, metrics)
+        tenants = tenant_names(config)
+        self._calls = calls = CallPlaces(table.num_threads, limits, tenants, metrics)
         connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
         pins = retention_limits(table, num_tenants=len(tenants))
         self._recorder = _recorder_of(config, registry)
@@ -106,11 +114,14 @@ class PoolService:
                 ),
             )
         grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
-        callers = Callers(authenticator, GrpcConnections(grpc_connections))
-        servicer = PoolServicer(self._core, callers, limits, metrics, calls)
+        callers = Callers(logins, GrpcConnections(grpc_connections))
+        self._places = (calls, connections, grpc_connections)
+        self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls)
         with ExitStack() as undo:
             undo.callback(self._core.close)
-            self.set_shares(config)
+            self.audit.start()
+            undo.callback(self.audit.stop)
+            self._set_shares(config)
             if self._recorder is not None:
                 self._recorder.start()
                 undo.callback(self._recorder.close)
@@ -118,24 +129,54 @@ class PoolService:
             if self._clients is not None:
                 self._clients.start()
                 undo.callback(self._clients.stop)
-            self._http = StatusServer(table.http_listen, registry, self._problem, self._core.degraded, tls)
+            self.administration = Administration(self._core, metrics, self.audit, config)
+            self._http = StatusServer(
+                table.http_listen,
+                registry,
+                self._problem,
+                self._core.degraded,
+                tls,
+                HttpTenants(self.administration, logins, in_clear=tokens_in_clear(config)).answer,
+            )
             self._http.start()
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, callers, config, calls)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, authenticator, config, limits, metrics, connections, self._clients)
+            self._block = BlockServer(self._core, logins, config, limits, metrics, connections, self._clients)
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
         self._phase = None
         return addresses
 
-    def set_shares(self, config: Config) -> None:
-        """Gives the tenants of this configuration their shares of memory and disk, and their caps in Redis, from now
-        on; all others, equal ones and none.
+    def set_tenants(self, config: Config) -> None:
+        """Lets in those who have credentials in this configuration, and nobody else, from now on; gives its tenants
+        their shares of memory and disk, their caps in Redis, and their places. Cuts connections whose credentials are
+        gone.
 
-        Raises `ConfigError`, and changes nothing, when more is guaranteed than this pool has.
+        Raises `ConfigError`, and changes nothing, for credentials that cannot be, when more is guaranteed than this
+        pool has, and for more new tenants than it has threads for.
         """
+        tokens, certificates, names = config.accepted_tokens(), config.accepted_certificates(), tenant_names(config)
+        if len(names) > self._calls.most_tenants:
+            raise ConfigError(
+                f"tenants: {len(names)}, and this pool can take {self._calls.most_tenants} until it is started anew: "
+                "restart it"
+            )
+        self._set_shares(config)
+        for places in self._places:
+            places.set_tenants(names)
+        self._core.pins.several_tenants = len(names) > 1
+        self.administration.set_tenants(config)
+        added, removed = self._logins.authenticator.accept(tokens, certificates)
+        self.audit.note("credentials", added=added[:_MOST_NAMED], removed=removed[:_MOST_NAMED])
+        self.end_stale()
+
+    def end_stale(self) -> int:
+        """Ends connections and streams whose tokens have expired or are accepted no more; how many there were."""
+        return self._block.end_stale() + self._servicer.end_stale()
+
+    def _set_shares(self, config: Config) -> None:
         table, tenants = self._config.pool_service, config.tenants
         memory_bytes = self._core.local_usages()["memory"]().capacity_bytes
         for tier, nbytes in (("memory", memory_bytes), ("disk", table.disk_bytes)):
@@ -196,6 +237,7 @@ class PoolService:
         if self._recorder is not None:
             self._recorder.close(max(_SHORTEST_S, deadline - MONOTONIC()))
         self._http.stop()
+        self.audit.stop()
         return reports
 
     def _problem(self) -> str | None:
@@ -227,6 +269,27 @@ def _open_store(
         recorder=recorder,
         make_policy=partial(by_name, table.memory_policy),
     )
+
+
+def tenant_names(config: Config) -> dict[TenantId, str]:
+    """The tenants that may be let in, by their ids."""
+    tenants = config.tenants.items()
+    return {tenant_id(name): name for name, tenant in tenants if tenant.token_sha256 or tenant.certificate_names}
+
+
+def _audit_of(config: Config, metrics: PoolMetrics) -> AuditLog:
+    """The audit log that the configuration asks for, not started. Raises `ConfigError` where it cannot be written."""
+    table = config.pool_service
+    if table.audit_log == "stderr":
+        return AuditLog(None, metrics)
+    file = config.resolve_path(table.audit_log)
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            f"pool_service.audit_log: {file} cannot be written: {error}; name a file in a folder of the pool's user"
+        ) from error
+    return AuditLog(file, metrics, max_bytes=int(table.audit_log_bytes))
 
 
 def _share(configured: ShareConfig) -> Share:

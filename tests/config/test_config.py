@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Config, load_config, parse_config, token_sha256
+from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.config.engine import CacheConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
@@ -40,7 +41,7 @@ def test_a_full_file(path: Path) -> None:
     assert config.host.capacity_bytes == 256 * 2**20
     assert config.chain_secret("red") == ENVIRON["RED_SECRET"].encode()
     assert config.pool_token("red") == "red-token"
-    assert config.accepted_tokens() == {token_sha256("blue-token"): "blue"}
+    assert config.accepted_tokens() == [AcceptedToken(token_sha256("blue-token"), Role.TENANT, "blue")]
     with pytest.raises(ValueError, match="frozen"):
         config.pool.address = "elsewhere"  # type: ignore[misc]
 
@@ -166,6 +167,49 @@ def test_tenants_must_not_share_a_token() -> None:
         parse_config({"tenants": tenants}, source="k.toml", environ={}).accepted_tokens()
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[{sha256 = '0', expires = 1}]", ["tenants.red.token_sha256.0.expires", "did you mean 'expires_at'"]),
+        ("[{sha256 = '0', expires_at = 2027-01-01T00:00:00}]", ["tenants.red.token_sha256.0.expires_at", "timezone"]),
+        ("[{expires_at = 2027-01-01T00:00:00Z}]", ["tenants.red.token_sha256.0.sha256", "required"]),
+        ("[7]", ["tenants.red.token_sha256.0"]),
+    ],
+)
+def test_what_is_wrong_with_a_token_is_said_of_its_entry(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "k.toml").write_text(f"[tenants.red]\ntoken_sha256 = {text}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "k.toml", {})
+    for part in parts:
+        assert part in str(error.value).lower()
+
+
+def test_tokens_of_all_roles(tmp_path: Path) -> None:
+    one, two, three, four = map(token_sha256, "abcd")
+    (tmp_path / "k.toml").write_text(
+        f'[tenants.red]\ntoken_sha256 = ["{one}", {{sha256 = "{two}", expires_at = 2027-01-01T00:00:00Z}}]\n'
+        f'[operators.ann]\ntoken_sha256 = ["file:ann"]\n[observers.bob]\ntoken_sha256 = ["{four}"]\n'
+    )
+    (tmp_path / "ann").write_text(three)
+    config = load_config(tmp_path / "k.toml", {})
+    assert config.accepted_tokens() == [
+        AcceptedToken(one, Role.TENANT, "red"),
+        AcceptedToken(two, Role.TENANT, "red", 1_798_761_600.0),
+        AcceptedToken(three, Role.OPERATOR, "ann"),
+        AcceptedToken(four, Role.OBSERVER, "bob"),
+    ]
+    assert config.pool_files() == [tmp_path / "k.toml", tmp_path / "ann"]
+
+
+def test_no_two_roles_share_a_token(tmp_path: Path) -> None:
+    digest = token_sha256("same")
+    (tmp_path / "k.toml").write_text(
+        f'[tenants.a]\ntoken_sha256 = ["{digest}"]\n[operators.a]\ntoken_sha256 = ["{digest}"]\n'
+    )
+    with pytest.raises(ConfigError, match=r"operators\.a\.token_sha256: the same token as tenant 'a'"):
+        load_config(tmp_path / "k.toml", {}).accepted_tokens()
+
+
 def test_an_engine_needs_a_tenant() -> None:
     with pytest.raises(ConfigError, match=r"k\.toml: tenant: missing"):
         parse_config({}, source="k.toml", environ={}).engine_tenants()
@@ -185,7 +229,7 @@ def test_tenants_of_a_gateway() -> None:
 
 def test_a_pool_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="nobody could use the pool"):
-        parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}).accepted_tokens()
+        parse_config({"tenants": {"red": {}}}, source="k.toml", environ={}).require_clients()
 
 
 def test_the_password_of_the_redis_comes_from_elsewhere() -> None:

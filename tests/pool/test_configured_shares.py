@@ -49,7 +49,7 @@ def test_a_cap_holds_and_is_read_again_on_sighup(tmp_path: Path) -> None:
         assert 2 * MIB < kept_bytes(address, 0) <= 4 * MIB
         configuration(file, 'cap_bytes = "10MiB"')
         pool.process.send_signal(signal.SIGHUP)
-        until(lambda: "SIGHUP: tenants have the shares" in log.read_text() or None)
+        until(lambda: "SIGHUP: the pool has the tenants" in log.read_text() or None)
         assert 6 * MIB < kept_bytes(address, 1000) <= 10 * MIB
         configuration(file, 'guaranteed_bytes = "1GiB"')
         pool.process.send_signal(signal.SIGHUP)
@@ -77,7 +77,7 @@ def test_a_client_in_shared_memory_asks_for_less_when_its_share_is_less(tmp_path
         assert read_over_socket() == 0
         file.write_text(file.read_text().replace("[tenants.red.memory]", '[tenants.red.memory]\ncap_bytes = "1MiB"'))
         pool.process.send_signal(signal.SIGHUP)
-        until(lambda: "SIGHUP: tenants have the shares" in log.read_text() or None)
+        until(lambda: "SIGHUP: the pool has the tenants" in log.read_text() or None)
         assert read_over_socket() > 0
         assert read_over_socket() == 0
 
@@ -125,7 +125,7 @@ def test_a_configuration_that_python_cannot_parse_ends_nothing(tmp_path: Path) -
         address = pool.ready()["block"]
         file.write_text("a = " + "[" * 10_000)
         pool.process.send_signal(signal.SIGHUP)
-        until(lambda: "SIGHUP: the shares of tenants stay as they are" in log.read_text() or None)
+        until(lambda: "SIGHUP: tenants, tokens and shares stay as they are" in log.read_text() or None)
         assert kept_bytes(address, 0) > MIB
 
 
@@ -156,7 +156,7 @@ def test_a_cap_in_redis_holds_for_two_pools_together_and_is_read_again_on_sighup
             redis_configuration(file, server.url, "")
             for pool, log in zip(pools, logs, strict=True):
                 pool.process.send_signal(signal.SIGHUP)
-                until(lambda log=log: "SIGHUP: tenants have the shares" in log.read_text())
+                until(lambda log=log: "SIGHUP: the pool has the tenants" in log.read_text())
             for number, tier in enumerate(tiers):
                 tier.write(items(range(2000 + 1000 * number, 2000 + 1000 * number + NUM_BLOCKS)))
             until(lambda: num_in_redis(client, RED) * BLOCK_BYTES > 24 * MIB)

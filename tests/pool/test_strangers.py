@@ -1,6 +1,7 @@
 """What the log says of peers that speak another protocol: where they are, in a line for many."""
 
 import logging
+import os
 import socket
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_connections_of_strangers_leave_one_line_with_an_address(
 
 def test_names_of_peers() -> None:
     ours, theirs = socket.socketpair()
-    assert name_of(ours) == "a Unix socket"
+    assert name_of(ours) == f"a Unix socket, user {os.geteuid()}"
     for end in (ours, theirs):
         end.close()
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as lonely:

@@ -10,15 +10,18 @@ import hypothesis.strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvtier.codec.stored_form import encode_header
+from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.net.stream import PlainStream
 from kvtier.net.wrong_protocol import PRELUDE_BYTES
 from kvtier.protocol.block import Fields, decode_header, decode_prelude
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.testing.contract import make_key
+from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
+from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from pool_rig import TENANTS, WAIT_S, CoreRig
 
@@ -94,12 +97,15 @@ def session(
 ) -> Iterator[socket.socket]:
     """A real session on a thread; the client's end of its connection. Its end is waited for."""
     ours, theirs = socket.socketpair()
+    metrics = PoolMetrics(CollectorRegistry())
+    known = Authenticator(AcceptedToken(digest, Role.TENANT, name) for digest, name in TENANTS.items())
+    logins = Logins(known, AuditLog(None, metrics), metrics)
     served = BlockSession(
         FrameSocket(PlainStream(theirs)),
         rig.core,
-        Authenticator(TENANTS),
+        logins.at("block", "a test"),
         limits or PoolLimits(),
-        PoolMetrics(CollectorRegistry()),
+        metrics,
         clients,
     )
     thread = threading.Thread(target=served.run)

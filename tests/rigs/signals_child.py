@@ -5,8 +5,12 @@ import sys
 from types import FrameType, FunctionType
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from kvtier.config import Config, parse_config
 from kvtier_pool import cli
+from kvtier_pool.audit import AuditLog
+from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.service import Addresses
 
 _NUM_READ = 3
@@ -17,6 +21,8 @@ class _Service:
     """Stands in for a pool, and counts how often it is given shares."""
 
     num_given = 0
+    audit = AuditLog(None, PoolMetrics(CollectorRegistry()))
+    """Not started: what is noted waits."""
     recording = None
     """Nobody asks for a recording."""
 
@@ -28,8 +34,11 @@ class _Service:
         sys._getframe(1).f_trace = _trace
         return Addresses(("",), ("",), "")
 
-    def set_shares(self, config: Config) -> None:
+    def set_tenants(self, config: Config) -> None:
         type(self).num_given += 1
+
+    def end_stale(self) -> int:
+        return 0
 
     def stop(self) -> None:
         sys.settrace(None)

@@ -109,11 +109,11 @@ def test_pinned_again_a_block_stays_until_the_later_end() -> None:
         assert rig.core.pin(RED, keys("a"), 30.0) == [PINNED]
         assert rig.core.pin(RED, keys("a"), 20.0) == [PINNED]
         clock.now_s += 10.0
-        assert rig.core._pins.end_due() == 1
+        assert rig.core.pins.end_due() == 1
         clock.now_s += 19.0
-        assert rig.core._pins.end_due() == 0
+        assert rig.core.pins.end_due() == 0
         clock.now_s += 1.0
-        assert rig.core._pins.end_due() == 1
+        assert rig.core.pins.end_due() == 1
         assert rig.core.unpin(keys("ab")) == 0
 
 
@@ -133,7 +133,7 @@ def test_no_pin_lasts_longer_than_the_longest() -> None:
         store(rig, "a")
         assert rig.core.pin(RED, keys("a"), 1e12) == [PINNED]
         clock.now_s += TWO_SLABS.max_s
-        assert rig.core._pins.end_due() == 1
+        assert rig.core.pins.end_due() == 1
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_pins_that_come_and_go_leave_no_books_behind() -> None:
         for _ in range(1000):
             rig.core.pin(RED, keys(range(4)), 3600.0)
             rig.core.unpin(keys(range(4)))
-        assert len(rig.core._pins._ends) < 100
+        assert len(rig.core.pins._ends) < 100
 
 
 @pytest.mark.usefixtures("ended_by_hand")
@@ -194,7 +194,7 @@ def test_a_writer_who_finds_nothing_but_pinned_blocks_hears_full() -> None:
         assert rig.store("one more") is WriteStatus.FULL
         assert rig.store("one more", tenant=BLUE) is WriteStatus.FULL
         clock.now_s += 60.0
-        rig.core._pins.end_due()
+        rig.core.pins.end_due()
         assert rig.store("one more") is WriteStatus.STORED
         assert rig.store("one more", tenant=BLUE) is WriteStatus.STORED
 
@@ -291,10 +291,10 @@ def test_check_finds_miscounted_pins() -> None:
     with pin_rig() as (rig, _):
         store(rig, "a")
         rig.core.pin(RED, keys("a"), 60.0)
-        rig.core._pins._all.slab_bytes += 1
+        rig.core.pins._all.slab_bytes += 1
         with pytest.raises(InvariantError, match="pins"):
             rig.core.check()
-        rig.core._pins._all.slab_bytes -= 1
+        rig.core.pins._all.slab_bytes -= 1
 
 
 def test_pins_and_discards_of_many_threads_leave_nothing_held() -> None:

@@ -59,7 +59,7 @@ class PinnedStore:
 
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        self.rig.core._pins.end_due()
+        self.rig.core.pins.end_due()
         self.pinned = {label: until_s for label, until_s in self.pinned.items() if until_s > self.clock.now_s}
 
     def num_blocks(self) -> int:

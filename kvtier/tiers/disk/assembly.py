@@ -36,6 +36,7 @@ class DiskParts:
     health: MediumHealth
     events: EventQueue
     files: SegmentFiles
+    buffers: Buffers
     space: SpaceManager
     log: SegmentLog
     tombstones: Tombstones
@@ -95,5 +96,5 @@ def assemble(
     part_bytes = log.segment_bytes // 4
     write_path = WritePath(state, events, health, writer, BatchThreads(writes, watch), part_bytes=part_bytes)
     return DiskParts(
-        state, watch, health, events, segment_files, space, log, tombstones, read_path, write_path, threads
+        state, watch, health, events, segment_files, buffers, space, log, tombstones, read_path, write_path, threads
     )

@@ -223,6 +223,7 @@ class DiskTier:
         """Forgets all blocks of a tenant; returns how many were there. Its files are gone on return."""
         with self._guard:
             num_there = self._parts.tombstones.purge(tenant)
+            self._parts.buffers.give_back()
             self._parts.events.flush()
             return num_there
 

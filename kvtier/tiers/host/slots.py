@@ -1,5 +1,6 @@
 """The slots of a host tier: which block is in which, and how a block gets one, keeps it, and loses it."""
 
+import collections
 import logging
 import math
 import threading
@@ -78,6 +79,8 @@ class HostSlots:
         """Guarded by lock."""
         self._changed = threading.Condition(self.lock)
         """Notified when a thread has finished making or emptying a slab."""
+        self._evicted: collections.Counter[bytes] = collections.Counter()
+        """Blocks that were evicted, by tenant. Guarded by lock."""
         self._warnings = QuietLog(_log, clock=clock)
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
@@ -242,6 +245,11 @@ class HostSlots:
             capacity_bytes = self.memory.sizes.capacity_bytes
             return Usage(sum(e.num_ready for e in every), sum(e.ready_bytes for e in every), capacity_bytes)
 
+    def num_evicted_of(self, tenant: TenantId | None) -> int:
+        """Blocks of the tenant that were evicted since the start; None: of all tenants."""
+        with self.lock:
+            return self._evicted.total() if tenant is None else self._evicted[tenant]
+
     def taken_bytes(self) -> int:
         """What is taken of the capacity: slots with blocks, with what is kept of blocks and slabs. O(sizes in use)."""
         with self.lock:
@@ -263,6 +271,7 @@ class HostSlots:
         """Tells of evicted blocks, whose slots may belong to others already. Caller holds the lock."""
         if keys := self._reclaim.take_evicted():
             self._num_evicted.inc(len(keys))
+            self._evicted.update(key[:TENANT_ID_BYTES] for key in keys)
             self._events.post(EventKind.REMOVED, keys)
 
     def _young_s(self) -> float:

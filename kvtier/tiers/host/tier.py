@@ -1,6 +1,6 @@
 """The host tier: blocks in this process's memory."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
@@ -21,6 +21,7 @@ from kvtier.tiers.host.slab import OWN_PROCESS
 from kvtier.tiers.host.slab_memory import SlabMemory
 from kvtier.tiers.host.slab_sizes import SlabSizes
 from kvtier.tiers.host.slots import HostSlots, WriteSlot
+from kvtier.tiers.host.tenant_removal import keys_of, retire_tenant
 
 BLOCK_OVERHEAD_BYTES = 768
 """What a block takes of this process besides its slot: its key, its entry, its place in the order of eviction, when
@@ -153,6 +154,21 @@ class HostTier:
         """One tenant's part of `usage`."""
         with self._guard:
             return self._slots.usage(tenant)
+
+    def keys_of(self, tenant: TenantId) -> Iterator[list[StoreKey]]:
+        """All keys of a tenant, those being written included, in parts; what changes meanwhile may be missed."""
+        with self._guard:
+            yield from keys_of(self._slots, tenant)
+
+    def retire_tenant(self, tenant: TenantId) -> int:
+        """Gives memory of the tenant back to the system, but for slabs with blocks, which take no others; how many
+        bytes those have. After `discard` of all keys these are blocks that somebody reads or writes."""
+        with self._guard:
+            return retire_tenant(self._slots, tenant)
+
+    def num_evicted_of(self, tenant: TenantId | None) -> int:
+        """Blocks of the tenant that were evicted since the start; None: of all tenants."""
+        return self._slots.num_evicted_of(tenant)
 
     def near_eviction(self, share: float) -> list[StoreKey]:
         """The blocks that are evicted next: of each tenant that cannot grow, the coldest `share` of its slots.

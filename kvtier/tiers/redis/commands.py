@@ -1,6 +1,6 @@
 """Commands to a Redis as redis-py takes them, and the names of keys."""
 
-from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey
+from kvtier.identity.keys import NAMESPACE_ID_BYTES, TENANT_ID_BYTES, StoreKey, TenantId
 
 Command = tuple[str | bytes | int, ...]
 """The words of one command."""
@@ -13,6 +13,11 @@ _SCOPE = TENANT_ID_BYTES + NAMESPACE_ID_BYTES
 def key_name(key: StoreKey) -> bytes:
     """`kvt1:TENANT:NAMESPACE:HASH` in lower-case hex. Without braces, so that a Cluster spreads by all of it."""
     return f"kvt1:{key[:_SCOPE].hex(':', TENANT_ID_BYTES)}:{key[_SCOPE:].hex()}".encode()
+
+
+def tenant_prefix(tenant: TenantId) -> bytes:
+    """How the names of all values of a tenant's blocks begin, and no others."""
+    return f"kvt1:{tenant.hex()}:".encode()
 
 
 def part_names(name: bytes, fingerprint: int, num_parts: int) -> list[bytes]:

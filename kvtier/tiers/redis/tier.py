@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, UnavailableError
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.metrics import Metrics
@@ -37,6 +37,7 @@ from kvtier.tiers.redis.discards import Discards
 from kvtier.tiers.redis.exchange import Conversation
 from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
+from kvtier.tiers.redis.purge import TenantPurge
 from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import Servers, Work
 from kvtier.tiers.redis.settings import RedisSettings
@@ -186,6 +187,25 @@ class RedisTier:
             self._count_moved("discard", moved)
             self._unlink("discard", discards.parts, deadline)
         return discards.num_removed
+
+    def purge(self, tenant: TenantId, deadline: float) -> int:
+        """Removes all values of a tenant from all servers, and its books; how many there were. Other callers go on.
+
+        Looks at every name that a server has, some 0.3 s per million. Raises `UnavailableError` where a server does
+        not answer, or does not let it look.
+
+        :param deadline: monotonic.
+        """
+        with self._guard:
+            purge = TenantPurge(tenant)
+            if not self._servers.all("purge", purge.find, deadline):
+                raise UnavailableError(
+                    "not all servers have answered, or let it SCAN for what a tenant has; run it again"
+                )
+            self._unlink("purge", purge.names, deadline)
+            if not self._servers.all("purge", purge.count_left, deadline) or purge.num_left:
+                raise UnavailableError(f"{purge.num_left} values may be left; run it again")
+        return purge.num_found
 
     def usage(self) -> Usage:
         """Returns how full the servers are. All numbers are zero when a server does not answer.

@@ -15,13 +15,13 @@ from kvtier.net.tls import ServerTls, TlsStream
 from kvtier.protocol.block import VERSIONS, Result, encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.store.store import Store
-from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.strangers import StrangerLog, name_of
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener, SocketAccess
+from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
 
@@ -38,7 +38,7 @@ class BlockServer:
     def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         core: Store,
-        authenticator: Authenticator,
+        logins: Logins,
         config: Config,
         limits: PoolLimits,
         metrics: PoolMetrics,
@@ -51,7 +51,7 @@ class BlockServer:
         :param clients: lets those on a Unix socket share memory with the pool.
         """
         self._core = core
-        self._authenticator = authenticator
+        self._logins = logins
         self._table = config.pool_service
         self._limits = limits
         self._metrics = metrics
@@ -91,6 +91,18 @@ class BlockServer:
             self._accepting.append(thread)
             thread.start()
         return tuple(listener.address for listener in self._listeners)
+
+    def end_stale(self) -> int:
+        """Ends the connections whose credentials are not accepted any more, whatever they are doing; how many there
+        were. Any thread."""
+        stale = [
+            session
+            for session in self._snapshot()
+            if session.login is not None and not self._logins.authenticator.is_current(session.login)
+        ]
+        for session in stale:
+            session.cut()
+        return len(stale)
 
     def problem(self) -> str | None:
         """What keeps it from doing its work, None when nothing does. Any thread, once started."""
@@ -133,7 +145,7 @@ class BlockServer:
         session = BlockSession(
             FrameSocket(stream, spins=isinstance(stream, PlainStream) and stream.is_local),
             self._core,
-            self._authenticator,
+            self._logins.at("block", peer),
             self._limits,
             self._metrics,
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
@@ -162,7 +174,7 @@ class BlockServer:
         with self._lock:
             if len(self._sessions) >= most:
                 if len(self._cut) < most:
-                    nameless = next((other for other in self._sessions if not other.greeted), None)
+                    nameless = next((other for other in self._sessions if other.login is None), None)
                 if nameless is None:
                     return False
                 del self._sessions[nameless]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import InvalidInputError, KvtierError
+from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError
 from kvtier.identity.keys import TenantId
 from kvtier.net.tls_errors import TlsError
 from kvtier.net.wrong_protocol import WrongProtocolError
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, Result, Verb, result_for
 from kvtier.protocol.block_socket import FrameSocket, require_no_payload
 from kvtier.store.store import Store
-from kvtier_pool.auth import Authenticator
+from kvtier_pool.auth import Login
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
 from kvtier_pool.block.large_requests import LargeRequests
@@ -22,6 +22,7 @@ from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
 from kvtier_pool.block.verbs import BlockVerbs, Handler
 from kvtier_pool.limits import PoolLimits
+from kvtier_pool.logins import Door
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.wrong_protocol import answer_for
 
@@ -39,7 +40,7 @@ class BlockSession:
         self,
         connection: FrameSocket,
         core: Store,
-        authenticator: Authenticator,
+        door: Door,
         limits: PoolLimits,
         metrics: PoolMetrics,
         clients: SharedClients | None = None,
@@ -50,6 +51,7 @@ class BlockSession:
     ) -> None:
         """
         :param connection: owned from now on.
+        :param door: where the peer logs in.
         :param clients: where the peer may share memory with the pool.
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
         :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
@@ -59,7 +61,7 @@ class BlockSession:
         """
         self._connection = connection
         self._core = core
-        self._authenticator = authenticator
+        self._door = door
         self._limits = limits
         self._metrics = metrics
         self._clients = clients
@@ -73,8 +75,8 @@ class BlockSession:
         self._large_bytes = 0
         """What the request being served has of `_large`. Own thread only."""
         self._log_in = log_in
-        self.greeted = False
-        """Whether the peer has shown which tenant it acts for. Written by the own thread only."""
+        self.login: Login | None = None
+        """What the peer has shown to be. Written by the own thread only."""
         self._request_id = 0
         """The id of the request being served. Own thread only."""
         self._lock = threading.Lock()
@@ -96,7 +98,9 @@ class BlockSession:
                         self._end_large(scope.tenant)
         except WrongProtocolError as error:
             self._on_stranger(error)
-            self._end_with(Result.INVALID, str(error), stranger=None if self.greeted else answer_for(error.first))
+            self._end_with(
+                Result.INVALID, str(error), stranger=None if self.login is not None else answer_for(error.first)
+            )
         except KvtierError as error:
             self._end_with(result_for(error), str(error))
         except TlsError as error:
@@ -136,9 +140,10 @@ class BlockSession:
             self._end_with(Result.INCOMPATIBLE, message)
             return None
         token = hello.text("token") if hello.has("token") else None
-        tenant = self._authenticator.tenant_of(token, self._certificate_names())
+        login = self._door.tenant(token, self._certificate_names())
+        tenant = login.tenant
         self._log_in(self, tenant)
-        self.greeted = True  # before the peer hears it and opens the next one
+        self.login = login  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])
         request.answer({"versions": list(VERSIONS), "version": common[0], "tenant": tenant, **self._offers(tenant)})
@@ -200,6 +205,8 @@ class BlockSession:
 
     def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler]) -> None:
         request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
+        if self.login is not None and not self._door.is_current(self.login):
+            raise UnauthenticatedError("the credentials of this connection are not accepted any more: log in anew")
         verb = request.request.text("verb")
         handler = handlers.get(verb)
         if handler is None:

@@ -2,9 +2,11 @@
 
 import logging
 import socket
+import sys
 import threading
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier_pool.operator_socket import peer_of
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 5.0
@@ -40,9 +42,9 @@ class StrangerLog:
 
 
 def name_of(connection: socket.socket) -> str:
-    """What the log calls the peer: `host:port`, or that it came over a Unix socket or is gone."""
+    """What the log calls the peer: `host:port`, or which user came over a Unix socket, or that it is gone."""
     if connection.family == socket.AF_UNIX:
-        return "a Unix socket"
+        return f"a Unix socket, user {peer_of(connection).uid}" if sys.platform == "linux" else "a Unix socket"
     try:
         host, port = connection.getpeername()[:2]
     except OSError:

@@ -14,6 +14,8 @@ _LEAST_SERVED = 2
 """Calls of each tenant, at least, that are served whatever the others do."""
 _WAIT_S = 10.0
 """How long a call waits to be served."""
+_LATER_TENANTS = 64
+"""Tenants that may be added while the pool runs. Each costs two threads at most, once it makes calls."""
 _SPARE_THREADS = 8
 """Threads that no tenant's calls keep: for health checks, and for calls until it is known whose they are."""
 
@@ -33,10 +35,18 @@ class CallPlaces:
             "calls_in_flight", _CALLS_PER_THREAD * self._served.num_places, names, metrics, least=_LEAST_SERVED
         )
         self._streams = TenantPlaces("max_event_streams", limits.max_event_streams, names, metrics)
-        self.num_streams = self._streams.num_places
-        """Streams of events at a time, of all tenants."""
-        self.num_threads = self._in_flight.num_places + self.num_streams + _SPARE_THREADS
+        self.most_tenants = len(names) + _LATER_TENANTS
+        """Tenants that it can divide places among."""
+        self.num_streams = max(self._streams.num_places, self.most_tenants)
+        """The most streams of events at a time, of all tenants, however many are added."""
+        num_calls = max(self._in_flight.num_places, _LEAST_SERVED * self.most_tenants)
+        self.num_threads = num_calls + self.num_streams + _SPARE_THREADS
         """Threads that a server needs, so that none of its tenants waits for one."""
+
+    def set_tenants(self, names: Mapping[TenantId, str]) -> None:
+        """Divides the places among these tenants from now on, `most_tenants` at most."""
+        for places in (self._served, self._in_flight, self._streams):
+            places.set_tenants(names)
 
     @contextmanager
     def of_call(self, tenant: TenantId) -> Iterator[None]:

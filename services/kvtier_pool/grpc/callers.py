@@ -5,29 +5,34 @@ from typing import Any
 
 import grpc
 
-from kvtier.identity.keys import TenantId
-from kvtier_pool.auth import Authenticator
+from kvtier_pool.auth import Login
 from kvtier_pool.grpc.connections import GrpcConnections
+from kvtier_pool.logins import Logins, grpc_peer
 from kvtier_pool.subject_names import names_in
 
 
 class Callers:
     """Knows who calls. Any thread."""
 
-    def __init__(self, authenticator: Authenticator, connections: GrpcConnections) -> None:
-        self._authenticator = authenticator
+    def __init__(self, logins: Logins, connections: GrpcConnections) -> None:
+        self._logins = logins
         self.connections = connections
         """The connections of all callers."""
 
-    def tenant_of(self, context: grpc.ServicerContext) -> TenantId:
+    def login_of(self, context: grpc.ServicerContext) -> Login:
         """The tenant that makes this call.
 
         :raises UnauthenticatedError: it has shown no credentials of one.
         :raises LimitExceededError: the tenant has no place for this connection.
         """
-        tenant = self._authenticator.authenticate(context.invocation_metadata(), _certificate_names_of(context))
-        self.connections.log_in(context.peer(), tenant)
-        return tenant
+        door = self._logins.at("grpc", grpc_peer(context.peer()))
+        login = door.authenticate(context.invocation_metadata(), _certificate_names_of(context))
+        self.connections.log_in(context.peer(), login.tenant)
+        return login
+
+    def is_current(self, login: Login) -> bool:
+        """Whether the credentials would still be accepted."""
+        return self._logins.authenticator.is_current(login)
 
 
 def _certificate_names_of(context: grpc.ServicerContext) -> frozenset[str]:

@@ -118,8 +118,8 @@ class _ReflectionGuard(grpc.ServerInterceptor):
 
         def guarded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                tenant = self._callers.tenant_of(context)
-                with self._places.of_call(tenant):
+                login = self._callers.login_of(context)
+                with self._places.of_call(login.tenant):
                     yield from serve(requests, context)
             except KvtierError as error:
                 context.abort(code_for(error), str(error))

@@ -1,6 +1,7 @@
 """gRPC adapter of the pool: decodes, calls `Store`, encodes. The API is `kvtier/protocol/pool.proto`."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
@@ -9,7 +10,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import InvalidInputError, KvtierError, UnavailableError
+from kvtier.errors import InvalidInputError, KvtierError, UnauthenticatedError, UnavailableError
 from kvtier.events import Event, EventKind, TierState
 from kvtier.identity.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_store_key
 from kvtier.protocol import pool_pb2
@@ -17,8 +18,10 @@ from kvtier.protocol.frames import decode_frames, encode_blocks
 from kvtier.protocol.groups import windows
 from kvtier.protocol.status import code_for
 from kvtier.store.cold_reads import Block
+from kvtier.store.event_hub import Subscription
 from kvtier.store.store import Store
 from kvtier.tiers.base import Status
+from kvtier_pool.auth import Login
 from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.callers import Callers
 from kvtier_pool.grpc.upload import Upload
@@ -68,6 +71,9 @@ class PoolServicer:
         self._limits = limits
         self._metrics = metrics
         self._places = places
+        self._lock = threading.Lock()
+        self._streams: dict[Subscription, Login] = {}
+        """Streams of events, with whose they are. Guarded by _lock."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""
@@ -84,16 +90,25 @@ class PoolServicer:
             handlers["Unpin"] = grpc.stream_unary_rpc_method_handler(self._unpin)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
+    def end_stale(self) -> int:
+        """Ends the streams of events whose credentials are not accepted any more; how many there were. Any thread."""
+        with self._lock:
+            streams = list(self._streams.items())
+        stale = [subscription for subscription, login in streams if not self._callers.is_current(login)]
+        for subscription in stale:
+            subscription.close()
+        return len(stale)
+
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Lookup", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.LookupRequest, requests).groups)
+        with self._call("Lookup", context) as login:
+            keys = self._keys(login.tenant, _parse(pool_pb2.LookupRequest, requests).groups)
             return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
 
     def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self._call("Read", context) as tenant:
+        with self._call("Read", context) as login:
             self._require_deadline(context)
             request = _parse(pool_pb2.ReadRequest, requests)
-            keys = self._keys(tenant, [group.keys for group in request.groups])
+            keys = self._keys(login.tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
             require_room(sizes, self._limits)
             for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
@@ -104,33 +119,33 @@ class PoolServicer:
             self._core.touch(keys)
 
     def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Write", context) as tenant:
+        with self._call("Write", context) as login:
             self._require_deadline(context)
-            with closing(Upload(self._core, tenant, self._limits)) as upload:
+            with closing(Upload(self._core, login.tenant, self._limits)) as upload:
                 for message in messages:
                     for frame in decode_frames(message):
                         upload.feed(frame)
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Discard", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
+        with self._call("Discard", context) as login:
+            keys = self._keys(login.tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
             return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
 
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Pin", context) as tenant:
+        with self._call("Pin", context) as login:
             request = _parse(pool_pb2.PinRequest, requests)
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
-            statuses = self._core.pin(tenant, self._keys(tenant, request.groups), ttl_ms / 1000)
+            statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
             return pool_pb2.PinResponse(statuses=bytes(statuses), ttl_ms=ttl_ms).SerializeToString()
 
     def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Unpin", context) as tenant:
-            keys = self._keys(tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
+        with self._call("Unpin", context) as login:
+            keys = self._keys(login.tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
             return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
 
     def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._call("Usage", context) as tenant:
+        with self._call("Usage", context) as login:
             _parse(pool_pb2.UsageRequest, requests)
             tiers = [
                 pool_pb2.TierUsage(
@@ -141,32 +156,48 @@ class PoolServicer:
                     used_percent=share.used_percent,
                     state=_TIER_STATES[share.state],
                 )
-                for share in self._core.usage(tenant)
+                for share in self._core.usage(login.tenant)
             ]
             return pool_pb2.UsageResponse(tiers=tiers).SerializeToString()
 
     def _events(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self._call("Events", context, self._places.of_stream) as tenant:
+        with self._call("Events", context, self._places.of_stream) as login:
             _parse(pool_pb2.EventsRequest, requests)
-            with closing(self._core.subscribe(tenant)) as subscription:
+            with (
+                closing(self._core.subscribe(login.tenant)) as subscription,
+                self._noted(subscription, login),
+            ):
                 if not context.add_callback(subscription.close):
                     return
                 while (batch := subscription.wait()) is not None:
                     events = [_event_message(event) for event in batch.events]
                     yield pool_pb2.EventBatch(events=events, lost=batch.lost).SerializeToString()
+            if not self._callers.is_current(login):
+                raise UnauthenticatedError("the credentials of this stream are not accepted any more")
             raise UnavailableError("the pool is shutting down")
 
     @contextmanager
-    def _call(self, verb: str, context: grpc.ServicerContext, place: _Place | None = None) -> Iterator[TenantId]:
-        """Gives the caller's tenant, takes a place for the call, turns exceptions into status codes, counts.
+    def _noted(self, subscription: Subscription, login: Login) -> Iterator[None]:
+        """Inside, `end_stale` knows of the stream."""
+        with self._lock:
+            self._streams[subscription] = login
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._streams[subscription]
+
+    @contextmanager
+    def _call(self, verb: str, context: grpc.ServicerContext, place: _Place | None = None) -> Iterator[Login]:
+        """Gives the caller, who is a tenant, takes a place for the call, turns exceptions into status codes, counts.
 
         :param place: that of a call if there is none.
         """
         code = grpc.StatusCode.CANCELLED
         try:
-            tenant = self._callers.tenant_of(context)
-            with (place or self._places.of_call)(tenant):
-                yield tenant
+            login = self._callers.login_of(context)
+            with (place or self._places.of_call)(login.tenant):
+                yield login
             code = grpc.StatusCode.OK
         except KvtierError as error:
             code = code_for(error)

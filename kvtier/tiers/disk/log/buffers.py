@@ -39,6 +39,11 @@ class Buffers:
                 if len(self._kept) > self._most_kept:
                     del self._kept[0]
 
+    def give_back(self) -> None:
+        """Gives memory that nobody uses back to the system, with what payloads have left in it."""
+        with self._lock:
+            self._kept.clear()
+
 
 def address_of(buffer: ReadableBuffer) -> int:
     """Address of a buffer's first byte, 0 if it is empty. `BufferError` or `ValueError` unless it is contiguous

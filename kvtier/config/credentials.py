@@ -1,0 +1,69 @@
+"""Tokens of tenants, operators and observers: how they are configured, and what a pool accepts."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AwareDatetime, BeforeValidator, Field
+
+from kvtier.config.fields import Section
+
+_ID_DIGITS = 8
+
+
+class Role(StrEnum):
+    """What a peer of the pool may do. A tenant has blocks of its own, and sees its own figures."""
+
+    TENANT = "tenant"
+    OPERATOR = "operator"
+    """Administers all tenants, and has no blocks."""
+    OBSERVER = "observer"
+    """Sees what all tenants have together, and has no blocks."""
+
+
+class TokenConfig(Section):
+    """One token that is accepted."""
+
+    sha256: str
+    """Lower-case hex SHA-256 of the token, as text or as `env:` / `file:`."""
+    expires_at: AwareDatetime | None = None
+    """The token is refused from then on, and connections that were opened with it end; with an offset, such as
+    `2027-01-31T00:00:00Z`. Left out: it holds until it is removed."""
+
+
+def _as_table(value: object) -> object:
+    return {"sha256": value} if isinstance(value, str) else value
+
+
+Tokens = list[Annotated[TokenConfig, BeforeValidator(_as_table)]]
+"""Digests, or tables of digests that end."""
+
+
+class RoleConfig(Section):
+    """One operator or observer. Pool only."""
+
+    token_sha256: Tokens = Field(default=[])
+    """The tokens, as those of a tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedToken:
+    """One token that the pool accepts."""
+
+    digest: str
+    """Hex SHA-256."""
+    role: Role
+    name: str
+    """The name of the tenant, operator or observer, which has it."""
+    expires_at_s: float | None = None
+    """Seconds since 1970. None: it has no end."""
+
+    @property
+    def id(self) -> str:
+        """The name by which logs and commands call it."""
+        return token_id(self.digest)
+
+
+def token_id(digest: str) -> str:
+    """The first digits of a token's digest: enough to tell tokens apart, too few to find one."""
+    return digest[:_ID_DIGITS]

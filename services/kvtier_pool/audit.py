@@ -1,0 +1,177 @@
+"""The audit log: who was let in or refused, and what operators did, as JSON lines. It holds nobody up."""
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO
+
+from kvtier.clock import MONOTONIC, Clock
+from kvtier.system.quiet_log import QuietLog
+from kvtier_pool.metrics import PoolMetrics
+
+_log = logging.getLogger(__name__)
+_MOST_WAITING = 1024
+"""Lines that wait to be written. More are lost, and counted."""
+_WINDOW_S = 10.0
+"""Seconds for which what repeats is counted before it gets another line."""
+_MOST_WINDOWS = 256
+"""Different things that are counted at a time. What else repeats is counted together."""
+_NUM_OLD_FILES = 3
+_TICK_S = 1.0
+_MAX_TEXT = 300
+
+
+@dataclass(slots=True)
+class _Window:
+    """One thing that may repeat. Guarded by the log's lock."""
+
+    until_s: float
+    count: int = 0
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+class AuditLog:
+    """Writes lines on a thread of its own. Any thread may note; that takes some microseconds, whatever the medium does.
+
+    What repeats, such as refusals of one address for one reason, gets one line at once, and one every ten seconds that
+    says how often it came. Lines that find the queue full are lost; the next line says how many, and a counter.
+    Nobody passes secrets: a token is known by the first digits of its digest.
+    """
+
+    def __init__(
+        self, file: Path | None, metrics: PoolMetrics, *, max_bytes: int = 16 << 20, clock: Clock = MONOTONIC
+    ) -> None:
+        """Opens nothing yet: see `start`.
+
+        :param file: None: standard error.
+        :param max_bytes: size of the file at which it is renamed to `.1`, the older ones to `.2` and `.3`.
+        """
+        self._file = file
+        self._max_bytes = max_bytes
+        self._metrics = metrics
+        self._clock = clock
+        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._windows: dict[tuple[object, ...], _Window] = {}
+        """What was noted lately and may repeat. Guarded by _lock."""
+        self._others: dict[str, int] = {}
+        """How often each event came for which there was no window. Guarded by _lock."""
+        self._num_lost = 0
+        """Lines that found no room since the last one that did. Guarded by _lock."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-audit", daemon=True)
+
+    def start(self) -> None:
+        """Opens the file, and starts the thread. `OSError`: it cannot be written."""
+        self._handler: logging.Handler = _Stderr() if self._file is None else _File(self._file, self._max_bytes)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes what waits, for a second at the most. Idempotent; allowed without `start`."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return
+        try:
+            self._lines.put(None, timeout=1.0)
+        except queue.Full:
+            return
+        self._thread.join(1.0)
+
+    def note(self, event: str, **fields: object) -> None:
+        """Has a line written for this event. Values are text, numbers, or lists of text. Never blocks."""
+        try:
+            self._lines.put_nowait(_line(event, fields))
+        except queue.Full:
+            self._metrics.audit_lost.inc()
+            with self._lock:
+                self._num_lost += 1
+
+    def note_repeated(self, event: str, key: tuple[object, ...], **fields: object) -> None:
+        """Notes an event that others can make happen as often as they like.
+
+        :param key: what makes it the same as an earlier one.
+        """
+        with self._lock:
+            window = self._windows.get((event, *key))
+            if window is not None:
+                window.count += 1
+                window.fields = fields
+                return
+            if len(self._windows) >= _MOST_WINDOWS:
+                self._others[event] = self._others.get(event, 0) + 1
+                return
+            self._windows[event, *key] = _Window(self._clock() + _WINDOW_S)
+        self.note(event, **fields)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line = self._lines.get(timeout=_TICK_S)
+            except queue.Empty:
+                line = ""
+            if line:
+                self._write(line)
+            self._sum_up(everything=line is None)
+            if line is None:
+                while not self._lines.empty():
+                    self._write(self._lines.get_nowait() or "")
+                self._handler.close()
+                return
+
+    def _sum_up(self, *, everything: bool) -> None:
+        """Writes what has repeated in windows that are over."""
+        now_s = self._clock()
+        due: list[tuple[str, dict[str, object]]] = []
+        with self._lock:
+            for key in [key for key, window in self._windows.items() if everything or window.until_s <= now_s]:
+                window = self._windows.pop(key)
+                if window.count:
+                    due.append((str(key[0]), window.fields | {"repeated": window.count}))
+                    self._windows[key] = _Window(now_s + _WINDOW_S)
+            if len(self._windows) < _MOST_WINDOWS:
+                due += [(event, {"others": count}) for event, count in self._others.items()]
+                self._others.clear()
+            if num_lost := self._num_lost:
+                self._num_lost = 0
+                due.append(("audit_lines_lost", {"count": num_lost}))
+        for event, fields in due:
+            self._write(_line(event, fields))
+
+    def _write(self, line: str) -> None:
+        if line:
+            self._handler.handle(logging.LogRecord(__name__, logging.INFO, "", 0, "%s", (line,), None))
+
+
+def _line(event: str, fields: Mapping[str, object]) -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    cut = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+    return json.dumps({"time": now, "event": event} | {n: value for n, value in cut.items() if value is not None})
+
+
+class _Stderr(logging.StreamHandler[IO[str]]):
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+
+class _File(RotatingFileHandler):
+    """A file that only its owner reads. What fails is a line of the log, twice a minute at most."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._quiet = QuietLog(_log)
+        super().__init__(path, maxBytes=max_bytes, backupCount=_NUM_OLD_FILES, encoding="utf-8")
+
+    def _open(self) -> IO[str]:  # type: ignore[override]
+        return open(self.baseFilename, "a", encoding="utf-8", opener=_private)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._quiet.warning(f"the audit log {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,174 @@
+"""`kvtier tenants`: commands for the tenants of a cache pool."""
+
+import hashlib
+import json
+import secrets
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnavailableError
+from kvtier.identity.keys import tenant_id
+from kvtier_pool.credential_file import CredentialFile
+from kvtier_pool.operator_client import ask, connected, received
+from kvtier_pool.operator_socket import Lines, running_pools
+
+_PURGE_S = 900.0
+"""Longer than a pool takes at the most."""
+app = typer.Typer(help="The tenants of a cache pool.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+_Pid = Annotated[int | None, typer.Option(help="Process of the pool; needed where several run.")]
+_File = Annotated[Path, typer.Option("--config", help="The pool's TOML file, which is edited.")]
+_Name = Annotated[str, typer.Argument(help="The tenant.")]
+
+
+@app.command("list")
+def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What each tenant has of a running pool on this host, and how often it hits.
+
+    For root and the user that the pool runs as, where the pool runs: in its container if it is in one. From elsewhere,
+    GET /tenants of the pool's HTTP port answers the same to an operator's token.
+    """
+    report = asked(pid, {"verb": "tenants"})
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    table = Table(box=None)
+    for column in ("tenant", "memory", "disk", "blocks", "hits", "misses", "evicted", "refused", "tokens"):
+        table.add_column(column, justify="left" if column == "tenant" else "right", no_wrap=True)
+    for name, figures in report["tenants"].items():
+        table.add_row(name, *_row(figures))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _row(figures: dict[str, Any]) -> list[str]:
+    tiers = figures["tiers"]
+    sizes = [f"{tiers[tier]['used_bytes'] / 2**20:,.0f} MiB" if tier in tiers else "-" for tier in ("memory", "disk")]
+    counts = [figures[key] for key in ("num_hits", "num_misses", "num_evicted", "num_refused")]
+    num_blocks = max(tier["num_blocks"] for tier in tiers.values())
+    return [*sizes, *(f"{count:,}" for count in (num_blocks, *counts)), str(len(figures["tokens"]))]
+
+
+@app.command()
+def add(name: _Name, config: _File, pid: _Pid = None) -> None:
+    """Adds a tenant, and prints its token, once.
+
+    The file gets the token's digest, the running pool reads it, and nobody but who reads this output has the token.
+    """
+    try:
+        tenant_id(name)
+    except InvalidInputError as error:
+        raise ConfigError(str(error)) from error
+    token, digest = _new_token()
+    file = CredentialFile(config)
+    file.add_tenant(name, digest)
+    file.save()
+    print(f"KVTIER_TOKEN={token}", flush=True)
+    _say(
+        f"Tenant {name} is in {config}. In the configuration of its engines, [tenants.{name}] needs this token "
+        '(token = "env:KVTIER_TOKEN") and a secret of their own, which keys their blocks and which the pool must not '
+        "have: echo KVTIER_SECRET=$(openssl rand -hex 32). Engines with the same secret and salt share; another secret "
+        "or salt forgets everything."
+    )
+    _reload(pid)
+
+
+@app.command()
+def rotate(
+    name: _Name,
+    config: _File,
+    overlap_s: Annotated[
+        float, typer.Option(min=0, help="Seconds for which the tenant's other tokens still hold.")
+    ] = 86_400.0,
+    pid: _Pid = None,
+) -> None:
+    """Gives a tenant another token, printed once, and lets its others end after --overlap-s."""
+    token, digest = _new_token()
+    file = CredentialFile(config)
+    ending = file.add_token(name, digest, datetime.now(UTC) + timedelta(seconds=overlap_s))
+    file.save()
+    print(f"KVTIER_TOKEN={token}", flush=True)
+    _say(f"Give it to the engines of {name} within {overlap_s:,.0f} s: then end {', '.join(ending) or 'no others'}.")
+    _reload(pid)
+
+
+@app.command()
+def revoke(
+    name: _Name,
+    config: _File,
+    token: Annotated[str | None, typer.Argument(metavar="TOKEN-ID", help="Left out: all of the tenant's.")] = None,
+    pid: _Pid = None,
+) -> None:
+    """Removes tokens of a tenant; connections that were opened with them end.
+
+    The first digits of a token's digest are its id; the audit log has them.
+    """
+    file = CredentialFile(config)
+    removed = file.remove_tokens(name, token)
+    file.save()
+    _say(f"Removed {', '.join(removed) or 'nothing'}; {name} has {len(file.tokens(name)) - len(removed)} tokens left.")
+    _reload(pid)
+
+
+@app.command()
+def purge(
+    name: _Name,
+    pid: _Pid = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether it is meant.")] = False,
+) -> None:
+    """Removes everything of a tenant from memory, disk and Redis of a running pool on this host.
+
+    Revoke its tokens before, or its engines write anew. Exit code 1 when something is left: run it again, also after a
+    pool that has died in the middle. Other pools of the same Redis, and disks of engines, have blocks of their own.
+    """
+    if not yes and not typer.confirm(f"Remove everything that tenant {name} has?"):
+        raise typer.Exit(1)
+    report = asked(pid, {"verb": "purge", "tenant": name}, answer_s=_PURGE_S)
+    for tier, count in report["removed"].items():
+        print(f"{tier}: {count:,} {'values' if tier == 'redis' else 'blocks'} removed")
+    if report["has_credentials"]:
+        _say(f"Tenant {name} may still log in, and write anew: `kvtier tenants revoke {name}` ends that.")
+    if report["problems"]:
+        raise UnavailableError(f"not everything is gone: {'; '.join(report['problems'])}; run this again")
+
+
+def asked(pid: int | None, request: dict[str, Any], *, answer_s: float | None = None) -> dict[str, Any]:
+    """What a pool on this host answers. Raises as `connected` and `received` do.
+
+    :param answer_s: how long the answer may take; None: as long as most do.
+    """
+    with connected(pid) as connection:
+        if answer_s is not None:
+            connection.settimeout(answer_s)
+        ask(connection, request)
+        return received(Lines(connection))
+
+
+def _new_token() -> tuple[str, str]:
+    """A token, and its digest."""
+    token = secrets.token_hex(32)
+    return token, hashlib.sha256(token.encode()).hexdigest()
+
+
+def _reload(pid: int | None) -> None:
+    """Has the running pool read its file, and says whether it did. Raises `ConfigError` where the pool refuses it."""
+    if pid is None and len(running_pools()) != 1:
+        _say("No pool was told: one that runs with this file reads it within a few seconds, and logs what is wrong.")
+        return
+    try:
+        problem = asked(pid, {"verb": "reload"})["problem"]
+    except KvtierError as error:
+        _say(f"The pool was not told ({error}); it reads the file within a few seconds, and logs what is wrong.")
+        return
+    if problem is not None:
+        raise ConfigError(f"the file is written, and the pool does not take it: {problem}")
+    _say("The pool has read its file.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,177 @@
+"""The audit log, and logins that fail: noted, counted, slowed down, and no tenant locked out for them."""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.clock import MONOTONIC
+from kvtier.config.credentials import AcceptedToken, Role
+from kvtier.errors import ConfigError, UnauthenticatedError
+from kvtier.net.address import Address
+from kvtier.protocol import pool_pb2
+from kvtier.tiers.pool.connection import PoolConnection
+from kvtier_pool.audit import AuditLog
+from kvtier_pool.auth import Authenticator, LoginRefusedError
+from kvtier_pool.logins import Logins
+from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.service import PoolService
+from pool_rig import RED, TENANTS, TOKENS, WAIT_S, dial, pool_config, running_pool, until
+
+WRONG = "a-wrong-token-of-nobody"
+WRONG_ID = hashlib.sha256(WRONG.encode()).hexdigest()[:8]
+RED_ID = hashlib.sha256(TOKENS["red"].encode()).hexdigest()[:8]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Desk:
+    """Logins with a clock of the test's own, their metrics, and how long each refusal was late."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 100.0
+        self.delays: list[float] = []
+        self.registry = CollectorRegistry()
+        metrics = PoolMetrics(self.registry)
+        known = Authenticator(AcceptedToken(digest, Role.TENANT, name) for digest, name in TENANTS.items())
+        self.path = folder / "audit.jsonl"
+        self.audit = AuditLog(self.path, metrics, clock=lambda: self.now_s)
+        self.logins = Logins(known, self.audit, metrics, clock=lambda: self.now_s, sleep=self.delays.append)
+        self.audit.start()
+
+    def fail(self, peer: str, door: str = "block", token: str = WRONG) -> None:
+        with pytest.raises(LoginRefusedError):
+            self.logins.at(door, peer).tenant(token)
+
+    def written(self) -> list[dict[str, Any]]:
+        """All lines, once the log has ended."""
+        self.audit.stop()
+        return lines(self.path)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    desk.audit.stop()
+
+
+def test_a_flood_of_refusals_is_counted_and_slowed_and_locks_nobody_out(desk: Desk) -> None:
+    for port in range(1000):
+        desk.fail(f"10.0.0.1:{port + 1}")
+        assert desk.logins.at("block", f"10.0.0.1:{port}").tenant(TOKENS["red"]).name == "red"
+    assert len(desk.delays) == 997, "the first three are answered at once, and no good login waits"
+    assert desk.delays == sorted(desk.delays)
+    assert desk.delays[-1] == 0.5
+    desk.fail("10.0.0.2:1")
+    assert len(desk.delays) == 997, "another address is none the worse"
+    desk.now_s += 61
+    desk.fail("10.0.0.1:1")
+    assert len(desk.delays) == 997, "forgiven"
+    found = desk.written()
+    refused = [line for line in found if line["event"] == "login_refused" and line["address"].startswith("10.0.0.1:")]
+    assert [line.get("repeated") for line in refused] == [None, 1000]
+    assert refused[0]["token"] == WRONG_ID
+    assert refused[0]["reason"] == "unknown_token"
+    accepted = [line for line in found if line["event"] == "login"]
+    assert [line.get("repeated") for line in accepted] == [None, 999]
+    assert {(line["name"], line["role"], line["token"]) for line in accepted} == {("red", "tenant", RED_ID)}
+    assert desk.registry.get_sample_value("kvtier_pool_logins_refused_total", {"reason": "unknown_token"}) == 1002
+
+
+def test_many_addresses_are_counted_together(desk: Desk) -> None:
+    for number in range(5000):
+        desk.fail(f"10.{number >> 8}.{number & 255}.1:9")
+    found = desk.written()
+    assert len(found) <= 260
+    assert sum(line.get("others", 0) for line in found) == 5000 - 256
+
+
+def test_no_line_has_a_token_in_it(desk: Desk) -> None:
+    for token in (WRONG, "too-short", "long" * 1000):
+        with pytest.raises(LoginRefusedError) as error:
+            desk.logins.at("http", "a Unix socket").log_in(token)
+        assert token not in str(error.value)
+    desk.logins.at("http", "a Unix socket").log_in(TOKENS["red"])
+    desk.audit.stop()
+    text = desk.path.read_text()
+    assert not [token for token in (WRONG, "longlong", TOKENS["red"]) if token in text]
+    reasons = {line.get("reason") for line in lines(desk.path)}
+    assert reasons == {None, "unknown_token", "short_token", "long_token"}
+
+
+def test_a_medium_that_hangs_holds_nobody_up_and_what_is_lost_is_said(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    log = AuditLog(tmp_path / "audit.jsonl", PoolMetrics(registry))
+    log.start()
+    writing, may_write = threading.Event(), threading.Event()
+    write = log._handler.emit
+
+    def hang(record: Any) -> None:
+        writing.set()
+        assert may_write.wait(WAIT_S)
+        write(record)
+
+    log._handler.emit = hang  # type: ignore[method-assign]
+    log.note("first")
+    assert writing.wait(WAIT_S)
+    for number in range(1500):
+        log.note("next", number=number)
+    assert registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1500 - 1024
+    may_write.set()
+    until(lambda: any(line["event"] == "audit_lines_lost" for line in lines(tmp_path / "audit.jsonl")))
+    log.stop()
+    (lost,) = [line["count"] for line in lines(tmp_path / "audit.jsonl") if line["event"] == "audit_lines_lost"]
+    assert lost == 1500 - 1024
+
+
+def test_the_file_is_bounded_and_private(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl", PoolMetrics(CollectorRegistry()), max_bytes=4096)
+    log.start()
+    for number in range(1000):
+        log.note("event", number=number)
+    log.stop()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2", "audit.jsonl.3"]
+    for file in files:
+        assert file.stat().st_size <= 4096
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert lines(file)
+
+
+def test_a_pool_says_who_was_let_in_and_refused_at_all_its_doors(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    unix = f"unix:{tmp_path}/pool.sock"
+    with running_pool(audit_log=path, listen=["127.0.0.1:0", unix]) as pool:
+        for address in pool.block:
+            with pytest.raises(UnauthenticatedError):
+                PoolConnection.open(Address.parse(address), WRONG, RED, MONOTONIC() + WAIT_S)
+            dial(address).close()
+        with grpc.insecure_channel(pool.grpc[0]) as channel:
+            usage = channel.unary_unary("/kvtier.pool.v1.Pool/Usage")
+            metadata = [("authorization", f"Bearer {TOKENS['red']}")]
+            for _ in range(3):
+                usage(pool_pb2.UsageRequest().SerializeToString(), metadata=metadata, timeout=WAIT_S)
+            with pytest.raises(grpc.RpcError, match="not known to this pool"):
+                usage(b"", metadata=[("authorization", f"Bearer {WRONG}")], timeout=WAIT_S)
+    noted = lines(path)
+    found = [(line["event"], line["door"], line["address"].rpartition(":")[0], line.get("name")) for line in noted]
+    tcp = "127.0.0.1"
+    for door, host in (("block", tcp), ("block", ""), ("grpc", tcp)):
+        assert found.count(("login_refused", door, host, None)) == 1
+        assert found.count(("login", door, host, "red")) == 1
+    assert f"a Unix socket, user {os.geteuid()}" in {line["address"] for line in noted}
+
+
+def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool_service\.audit_log: .* cannot be written"):
+        PoolService(pool_config(audit_log=tmp_path / "nowhere" / "audit.jsonl")).start()

@@ -1,0 +1,128 @@
+"""Tokens and tenants of a pool that runs: rotated, revoked, expired and reloaded, while others go on."""
+
+import signal
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from configured_pool import BOSS, NEW, OLD, OTHER, configuration, digest, is_let_in, running
+from kvtier.config.credentials import AcceptedToken, Role
+from kvtier.errors import UnauthenticatedError
+from kvtier.identity.keys import tenant_id
+from kvtier.protocol import pool_pb2
+from kvtier.testing.contract import make_key
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier_pool.auth import Authenticator, LoginRefusedError
+from pool_rig import BLUE, RED, WAIT_S, connect, items, keys
+
+
+def test_a_rotation_needs_no_pause_and_a_revoked_token_ends_its_connections(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    with running(path) as pool:
+        tier, blue = connect(pool.block, token=OLD), connect(pool.block, "blue", token=OTHER)
+        try:
+            assert tier.write(items(range(4))) == [WriteStatus.STORED] * 4
+            blue.write(items(range(1), BLUE))
+            configuration(path, f'"{digest(OLD)}", "{digest(NEW)}"')
+            pool.says("the configuration has changed: the pool has")
+            assert is_let_in(pool, NEW)
+            assert is_let_in(pool, OLD)
+            assert tier.lookup(keys(range(4))) == [Status.HIT] * 4
+            configuration(path, f'"{digest(NEW)}"')
+            pool.says("the configuration has changed: the pool has", times=2)
+            assert not is_let_in(pool, OLD)
+            assert tier.lookup(keys(range(4))) == [Status.MISS] * 4, "its connections are cut"
+            assert blue.lookup(keys(range(1), BLUE)) == [Status.HIT], "others notice nothing"
+        finally:
+            tier.close()
+            blue.close()
+        again = connect(pool.block, token=NEW)
+        assert again.lookup(keys(range(4))) == [Status.HIT] * 4
+        again.close()
+
+
+def test_a_bad_file_leaves_what_is_in_force_and_says_file_key_and_remedy(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    with running(path) as pool:
+        for text, said in (
+            ('"not a digest"', "pool.toml: tenants.red.token_sha256: not 64 lower-case hex digits; make it with"),
+            (f'"{digest(OTHER)}"', "pool.toml: tenants.blue.token_sha256: the same token as tenant 'red'"),
+            ('"env:NOT_THERE"', "environment variable NOT_THERE is missing or empty; export it"),
+        ):
+            configuration(path, text)
+            pool.service.process.send_signal(signal.SIGHUP)
+            pool.says(said)
+            assert is_let_in(pool, OLD)
+        path.unlink()
+        pool.says("cannot read the configuration")
+        assert is_let_in(pool, OLD)
+
+
+def test_tenants_that_are_new_get_in_and_those_that_are_gone_do_not(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    with running(path) as pool:
+        # More than the pool has streams of events, and half of its gRPC threads.
+        tables = [f'[tenants.t{i}]\ntoken_sha256 = ["{digest(f"the-token-of-t{i}")}"]\n' for i in range(20)]
+        configuration(path, f'"{digest(OLD)}"', "".join(tables))
+        pool.service.process.send_signal(signal.SIGHUP)
+        pool.says("SIGHUP: the pool has the tenants")
+        for address in (pool.block, f"grpc:{pool.grpc}"):
+            tier = connect(address, "t19", token="the-token-of-t19")
+            assert tier.write(items([address], tenant_id("t19"))) == [WriteStatus.STORED], address
+            tier.close()
+        configuration(path, f'"{digest(OLD)}"')
+        pool.says("the configuration has changed: the pool has")
+        assert not is_let_in(pool, "the-token-of-t19", "t19")
+
+
+def test_a_token_that_expires_ends_its_connections_and_streams(tmp_path: Path) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=6)
+    path = configuration(tmp_path / "pool.toml", f'{{sha256 = "{digest(OLD)}", expires_at = {soon.isoformat()}}}')
+    with running(path) as pool, grpc.insecure_channel(pool.grpc) as channel:
+        events = channel.unary_stream("/kvtier.pool.v1.Pool/Events")(
+            pool_pb2.EventsRequest().SerializeToString(),
+            metadata=[("authorization", f"Bearer {OLD}")],
+            timeout=WAIT_S,
+        )
+        tier = connect(pool.block, token=OLD)
+        assert tier.write(items(range(1))) == [WriteStatus.STORED]
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in events:
+                pass
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, error.value.details()
+        assert tier.lookup(keys(range(1))) == [Status.MISS]
+        tier.close()
+        with pytest.raises(UnauthenticatedError, match="has expired: have another one made"):
+            pool.dial(OLD)
+
+
+def test_operators_and_observers_have_no_blocks(tmp_path: Path) -> None:
+    roles = f'[operators.boss]\ntoken_sha256 = ["{digest(BOSS)}"]\n[observers.bob]\ntoken_sha256 = ["{digest(NEW)}"]\n'
+    with running(configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"', roles)) as pool:
+        for token, role in ((BOSS, "operator"), (NEW, "observer")):
+            with pytest.raises(UnauthenticatedError, match=f"the token is an {role}'s, who has no blocks"):
+                pool.dial(token)
+            tier = connect(f"grpc:{pool.grpc}", token=token)
+            assert tier.lookup([make_key(1, tenant=RED)]) == [Status.MISS]
+            tier.close()
+
+
+def test_the_clock_decides() -> None:
+    now = [100.0]
+    auth = Authenticator([AcceptedToken(digest(OLD), Role.TENANT, "red", 200.0)], clock=lambda: now[0])
+    login = auth.tenant(OLD)
+    assert auth.is_current(login)
+    now[0] = 200.0
+    assert not auth.is_current(login)
+    with pytest.raises(LoginRefusedError) as error:
+        auth.tenant(OLD)
+    assert (error.value.reason, error.value.token, error.value.name) == ("expired_token", digest(OLD)[:8], "red")
+    auth.accept([AcceptedToken(digest(OLD), Role.TENANT, "red", 300.0)], {})
+    assert auth.is_current(login), "a token's end may be put off"
+    auth.accept([AcceptedToken(digest(OLD), Role.TENANT, "blue")], {})
+    assert not auth.is_current(login), "a login is one tenant's for good"
+    with pytest.raises(LoginRefusedError, match="not known") as error:
+        auth.tenant(NEW)
+    assert error.value.token == digest(NEW)[:8]

@@ -1,0 +1,131 @@
+"""`kvtier tenants`, against pools that run: what it shows, what it writes, and what the pool makes of it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from configured_pool import NEW, OLD, configuration, digest, is_let_in, running
+from kvtier.errors import ConfigError
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier_pool.credential_file import CredentialFile
+from pool_rig import BLOCK_BYTES, WAIT_S, connect, items, keys
+
+COMMAND = [sys.executable, "-c", "from kvtier_pool.tenants_command import app; app(prog_name='kvtier tenants')"]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output, errors."""
+    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def token_in(output: str) -> str:
+    (token,) = re.fullmatch(r"KVTIER_TOKEN=([0-9a-f]{64})\n", output).groups()  # type: ignore[union-attr]
+    return str(token)
+
+
+def test_a_tenant_is_added_rotated_and_revoked_while_the_pool_runs(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    path.write_text("# A comment that stays.\n" + path.read_text())
+    path.chmod(0o640)
+    with running(path) as pool:
+        where = ("--config", str(path), "--pid", str(pool.service.process.pid))
+        code, out, err = run("add", "green", *where)
+        assert (code, "The pool has read its file." in err) == (0, True), err
+        first = token_in(out)
+        assert is_let_in(pool, first, "green")
+        code, out, err = run("rotate", "green", *where, "--overlap-s", "3600")
+        second = token_in(out)
+        assert is_let_in(pool, first, "green")
+        assert is_let_in(pool, second, "green")
+        assert digest(first)[:8] in err
+        code, out, err = run("revoke", "green", digest(first)[:8], *where)
+        assert (code, out) == (0, "")
+        assert not is_let_in(pool, first, "green")
+        assert is_let_in(pool, second, "green")
+        assert run("revoke", "green", *where)[0] == 0
+        assert not is_let_in(pool, second, "green")
+        text = path.read_text()
+        assert text.startswith("# A comment that stays.\n")
+        assert first not in text + pool.log.read_text()
+        assert second not in text + pool.log.read_text()
+        assert tomllib.loads(text)["tenants"]["green"] == {"token_sha256": []}
+        assert path.stat().st_mode & 0o777 == 0o640
+        assert [file.name for file in tmp_path.iterdir() if "pool.toml" in file.name] == ["pool.toml"]
+
+
+def test_what_the_command_lists(tmp_path: Path) -> None:
+    quota = '[tenants.red.memory]\ncap_bytes = "8MiB"\n'
+    with running(configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"', quota)) as pool:
+        tier = connect(pool.block, token=OLD)
+        assert tier.write(items(range(200)))[-1] in (WriteStatus.STORED, WriteStatus.FULL)
+        buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(200)]
+        statuses = tier.read(keys(range(200)), buffers)
+        tier.close()
+        pid = str(pool.service.process.pid)
+        code, out, err = run("list", "--pid", pid, "--json")
+        assert code == 0, err
+        report = json.loads(out)
+        red, blue = report["tenants"]["red"], report["tenants"]["blue"]
+        num_hits = statuses.count(Status.HIT)
+        assert (red["num_hits"], red["num_misses"]) == (num_hits, 200 - num_hits)
+        assert red["tiers"]["memory"] == {"num_blocks": num_hits, "used_bytes": num_hits * BLOCK_BYTES}
+        assert red["quota"]["memory"]["cap_bytes"] == 8 << 20
+        assert (blue["num_hits"], blue["tiers"]["memory"]["num_blocks"]) == (0, 0)
+        code, out, _ = run("list", "--pid", pid)
+        assert re.search(rf"^\s*red .*{num_hits}", out, re.MULTILINE)
+
+
+def test_a_recording_does_not_keep_the_pool_from_other_operators(tmp_path: Path) -> None:
+    with running(configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')) as pool:
+        pid = str(pool.service.process.pid)
+        trace = [sys.executable, "-c", "from kvtier_pool.trace_command import app; app()", "record"]
+        with subprocess.Popen(
+            [*trace, str(tmp_path / "trace"), "--pid", pid], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("recording to")
+            assert run("list", "--pid", pid)[0] == 0
+            process.send_signal(signal.SIGINT)
+            assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("add", "red"), "tenants.red is there already"),
+        (("add", "Red!"), "use 1 to 63"),
+        (("rotate", "redd"), "did you mean 'red'"),
+        (("revoke", "red", "00000000"), "has no token '00000000'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    before = path.read_text()
+    code, out, err = run(*arguments, "--config", str(path))
+    assert (code != 0, out, path.read_text()) == (True, "", before)
+    assert message in err
+
+
+def test_an_edit_keeps_the_rest_and_tokens_from_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "pool.toml"
+    (tmp_path / "red.sha256").write_text(digest(NEW))
+    red = '[tenants.red]\ntoken_sha256 = [\n  "env:NOT_HERE",  # the old one\n{}]\nsalt = "x"  # kept\n'
+    path.write_text(red.format('  "file:red.sha256",\n'))
+    file = CredentialFile(path)
+    assert [token for token, _ in file.tokens("red")] == ["env:NOT_HERE", digest(NEW)[:8]]
+    assert file.remove_tokens("red", digest(NEW)[:8]) == [digest(NEW)[:8]]
+    file.save()
+    assert (
+        path.read_text() == '[tenants.red]\ntoken_sha256 = [\n  "env:NOT_HERE",  # the old one\n]\nsalt = "x"  # kept\n'
+    )
+    with pytest.raises(ConfigError, match="cannot read"):
+        CredentialFile(tmp_path / "nowhere.toml")
