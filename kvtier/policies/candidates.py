@@ -4,14 +4,17 @@ import heapq
 from collections import deque
 
 from kvtier.policies.evidence import BUCKET, LAST, OLDEST, BlockClass, Cohort
+from kvtier.policies.use_order import NO_SLOT, length_at_first
 
-NO_SLOT = -1
+NO_ENTRY = -1 << 200
+_SERIAL_BITS = 48
+_SERIAL = (1 << _SERIAL_BITS) - 1
 
 
 class Segment:
     """Blocks of one class that were last used in one epoch. The owner's lock guards it."""
 
-    __slots__ = ("cohort", "epoch", "first", "in_turns", "known", "last", "level", "serial", "shift")
+    __slots__ = ("cohort", "entry", "epoch", "first", "known", "last", "serial", "shift")
 
     def __init__(self, known: BlockClass, cohort: Cohort, shift: int, serial: int) -> None:
         self.known = known
@@ -23,9 +26,8 @@ class Segment:
         """The rank by age among segments of one level: the older one, with the smaller number, goes first."""
         self.first = self.last = NO_SLOT
         """Its candidates for eviction: the ends of a list."""
-        self.level: int | None = None
-        """The level with which the segment stands in the heap; None when it is not in the heap."""
-        self.in_turns = False
+        self.entry = NO_ENTRY
+        """What the segment stands in the heap with; `NO_ENTRY` when it is not in the heap."""
 
 
 class Candidates:
@@ -35,18 +37,24 @@ class Candidates:
     cost more time and memory. Every call is O(1), or O(log n) in the number of segments, which is some hundreds.
     """
 
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
+    def __init__(self, gone: Segment) -> None:
+        """:param gone: the segment of slots without a block."""
+        self.segments = [gone] * length_at_first(6)
         """The segment of each slot; the owner sets it. All fields: guarded by the owner's lock."""
         self.epoch = 0
         """The owner counts it."""
-        self._next: list[int] = []
+        self._next = [NO_SLOT] * length_at_first(7)
         """The neighbours in the list of the segment, whose first one goes first."""
-        self._previous: list[int] = []
+        self._previous = [NO_SLOT] * length_at_first(8)
         self._turns: deque[Segment] = deque()
         """Segments with candidates, the next to be ranked again first."""
-        self._heap: list[tuple[int, int, Segment]] = []
-        """Segments in a heap by level and serial; an entry with another level than its segment's is void."""
+        self._heap: list[int] = []
+        """Segments in a heap by level and serial, both in one number: the garbage collector passes over numbers.
+        An entry that is not its segment's is void."""
+        self.top: Segment | None = None
+        """The segment with the blocks that go first, while it has any; None: it has to be looked for."""
+        self._by_serial: dict[int, Segment] = {}
+        """The segments that have turns."""
 
     def add_slot(self, segment: Segment) -> None:
         self.segments.append(segment)
@@ -60,7 +68,7 @@ class Candidates:
         self._previous[slot] = last
         self._next[slot] = NO_SLOT
         segment.last = slot
-        if last >= 0:
+        if last:
             self._next[last] = slot
         else:
             segment.first = slot
@@ -73,7 +81,7 @@ class Candidates:
         self._previous[slot] = NO_SLOT
         self._next[slot] = first
         segment.first = slot
-        if first >= 0:
+        if first:
             self._previous[first] = slot
         else:
             segment.last = slot
@@ -82,11 +90,11 @@ class Candidates:
     def unlist(self, slot: int) -> None:
         before, after = self._previous[slot], self._next[slot]
         segment = self.segments[slot]
-        if before >= 0:
+        if before:
             self._next[before] = after
         else:
             segment.first = after
-        if after >= 0:
+        if after:
             self._previous[after] = before
         else:
             segment.last = before
@@ -96,11 +104,11 @@ class Candidates:
         segment = self.segments[slot]
         before = self._previous[other] = self._previous[slot]
         after = self._next[other] = self._next[slot]
-        if before >= 0:
+        if before:
             self._next[before] = other
         else:
             segment.first = other
-        if after >= 0:
+        if after:
             self._previous[after] = other
         else:
             segment.last = other
@@ -109,11 +117,11 @@ class Candidates:
         """Undoes `unlist`, where everything since is undone."""
         before, after = self._previous[slot], self._next[slot]
         segment = self.segments[slot]
-        if before >= 0:
+        if before:
             self._next[before] = slot
         else:
             segment.first = slot
-        if after >= 0:
+        if after:
             self._previous[after] = slot
         else:
             segment.last = slot
@@ -122,31 +130,34 @@ class Candidates:
         """The slot that goes first; `NO_SLOT` where there is none."""
         heap = self._heap
         while heap:
-            level, _, segment = heap[0]
-            if level == segment.level:
-                if segment.first >= 0:
+            entry = heap[0]
+            segment = self._by_serial.get(entry & _SERIAL)
+            if segment is not None and entry == segment.entry:
+                if segment.first:
+                    self.top = segment
                     return segment.first
-                segment.level = None
+                segment.entry = NO_ENTRY
             heapq.heappop(heap)
         return NO_SLOT
 
-    def levels(self) -> list[tuple[Segment, int | None]]:
-        """The segments with candidates, each with its level, for `restore_levels`. O(segments)."""
-        return [(segment, segment.level) for segment in self._turns]
+    def levels(self) -> list[tuple[Segment, int]]:
+        """The segments with candidates, each with its entry, for `restore_levels`. O(segments)."""
+        return [(segment, segment.entry) for segment in self._turns]
 
-    def restore_levels(self, levels: list[tuple[Segment, int | None]]) -> None:
+    def restore_levels(self, levels: list[tuple[Segment, int]]) -> None:
         """Undoes what looking for the coldest has done. O(segments)."""
-        for segment, level in levels:
-            if segment.level != level:
-                self._push(segment, level)
+        for segment, entry in levels:
+            if segment.entry != entry:
+                self._push(segment, entry)
 
     def rank_some(self, most: int, most_empty: int) -> None:
         """Puts at most so many segments where they belong by now, each in its turn, and drops so many empty ones."""
         turns = self._turns
         for _ in range(min(len(turns), most + most_empty)):
             segment = turns.popleft()
-            if segment.first < 0:
-                segment.in_turns, segment.level = False, None
+            if not segment.first:
+                segment.entry = NO_ENTRY
+                del self._by_serial[segment.serial]
                 continue
             turns.append(segment)
             self._rank(segment)
@@ -154,19 +165,21 @@ class Candidates:
             if not most:
                 break
         if len(self._heap) > 2 * len(turns) + 64:
-            self._heap = [(s.level, s.serial, s) for s in turns if s.level is not None]
+            self._heap[:] = [segment.entry for segment in turns if segment.entry != NO_ENTRY]
             heapq.heapify(self._heap)
 
     def _rank(self, segment: Segment) -> None:
         age = self.epoch - segment.epoch
         level = segment.known.levels[BUCKET[age] if age < OLDEST else LAST] + segment.shift
-        if level != segment.level:
-            self._push(segment, level)
-        if not segment.in_turns:
-            segment.in_turns = True
+        entry = level << _SERIAL_BITS | segment.serial
+        if entry != segment.entry:
+            self._push(segment, entry)
+        if segment.serial not in self._by_serial:
+            self._by_serial[segment.serial] = segment
             self._turns.append(segment)
 
-    def _push(self, segment: Segment, level: int | None) -> None:
-        segment.level = level
-        if level is not None:
-            heapq.heappush(self._heap, (level, segment.serial, segment))
+    def _push(self, segment: Segment, entry: int) -> None:
+        self.top = None
+        segment.entry = entry
+        if entry != NO_ENTRY:
+            heapq.heappush(self._heap, entry)

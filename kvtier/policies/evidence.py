@@ -34,7 +34,7 @@ class Cohort:
 class BlockClass:
     """The evidence about blocks that were used alike. Not thread-safe: the policy owner's lock guards all of it."""
 
-    __slots__ = ("_censored", "_cohorts", "_falls", "_group", "_shown", "hits", "kind", "levels")
+    __slots__ = ("_falls", "_group", "_shown_hits", "_shown_times", "censored", "cohorts", "hits", "kind", "levels")
 
     def __init__(self, kind: int, group: "ClassGroup", *, falls: bool = False) -> None:
         """`learn` has to be called before it is used.
@@ -47,29 +47,22 @@ class BlockClass:
         self._falls = falls
         self.hits = [0.0] * len(_STARTS)
         """Ages that ended with a use, by bucket. The policy counts them."""
-        self._censored = [0.0] * len(_STARTS)
+        self.censored = [0.0] * len(_STARTS)
         """Ages whose end nobody will know, as the block was forgotten, by bucket."""
-        self._cohorts: dict[int, Cohort] = {}
+        self.cohorts: dict[int, Cohort] = {}
         """The cohorts of this class, by epoch."""
-        self._shown = [(0.0, 0.0)] * len(_STARTS)
+        self._shown_hits = [0.0] * len(_STARTS)
+        self._shown_times = [0.0] * len(_STARTS)
         """The uses and the time that the group's sums hold of this class."""
-        self.levels: list[int] = []
+        self.levels = [0] * len(_STARTS)
         """What a block is worth by the bucket of its age, as `LEVELS_PER_DOUBLING` times a logarithm."""
 
     def cohort(self, epoch: int) -> Cohort:
         """The one of an epoch, new where there is none."""
-        cohort = self._cohorts.get(epoch)
+        cohort = self.cohorts.get(epoch)
         if cohort is None:
-            cohort = self._cohorts[epoch] = Cohort(epoch)
+            cohort = self.cohorts[epoch] = Cohort(epoch)
         return cohort
-
-    def end(self, epoch: int, now: int, is_hit: bool) -> None:
-        """A block that is remembered was used again, or is forgotten. Does nothing where none waits."""
-        cohort = self._cohorts.get(epoch)
-        if cohort is not None and cohort.num_waiting:
-            cohort.num_waiting -= 1
-            age = now - epoch
-            (self.hits if is_hit else self._censored)[BUCKET[age] if age < OLDEST else LAST] += 1.0
 
     def learn(self, now: int, num_assumed: float) -> None:
         """Works out the levels, then lets the evidence fade. About 25 us.
@@ -78,9 +71,9 @@ class BlockClass:
         """
         waiting = self._waiting(now)
         group_hits, group_times, rates = self._group.hits, self._group.times, self._group.rates(num_assumed)
-        hits, censored, shown = self.hits, self._censored, self._shown
+        hits, censored, levels = self.hits, self.censored, self.levels
+        shown_hits, shown_times = self._shown_hits, self._shown_times
         beyond = 0.0
-        levels = [0] * len(_STARTS)
         ahead: list[tuple[float, float, float]] = []
         for i in range(LAST, -1, -1):
             num_hits, width = hits[i], _WIDTH[i]
@@ -88,10 +81,9 @@ class BlockClass:
             ended = num_hits + censored[i] + waiting[i]
             time = width * (beyond + ended / 2)
             beyond += ended
-            shown_hits, shown_time = shown[i]
-            group_hits[i] += num_hits - shown_hits
-            group_times[i] += time - shown_time
-            shown[i] = num_hits, time
+            group_hits[i] += num_hits - shown_hits[i]
+            group_times[i] += time - shown_times[i]
+            shown_hits[i], shown_times[i] = num_hits, time
             rate = (num_hits + rates[i] * weight) / (time + weight)
             stay = math.exp(-rate * width)
             gain = 1.0 - stay
@@ -103,22 +95,24 @@ class BlockClass:
             ahead.append((gain, cost, stay))
             levels[i] = math.floor(math.log2(gain / cost) * LEVELS_PER_DOUBLING)
         if self._falls:
-            levels = list(itertools.accumulate(levels, min))
-        self.levels = levels
-        self.hits = [count * _DECAY for count in hits]
-        self._censored = [count * _DECAY for count in censored]
+            levels[:] = itertools.accumulate(levels, min)
+        hits[:] = [count * _DECAY for count in hits]
+        censored[:] = [count * _DECAY for count in censored]
 
     def _waiting(self, now: int) -> list[float]:
         """Blocks that wait, by the bucket of their age. A block that waited too long is no longer followed."""
         waiting = [0.0] * len(_STARTS)
-        for epoch, cohort in list(self._cohorts.items()):
-            age = now - epoch
-            if age < OLDEST:
-                waiting[BUCKET[age]] += cohort.num_waiting
-            else:
-                del self._cohorts[epoch]
-                self._censored[LAST] += cohort.num_waiting
-                cohort.num_waiting = 0
+        ended = []
+        for epoch, cohort in self.cohorts.items():
+            age, num_waiting = now - epoch, cohort.num_waiting
+            if age < OLDEST and (num_waiting or not age):
+                waiting[BUCKET[age]] += num_waiting
+                continue
+            ended.append(epoch)
+            self.censored[LAST] += num_waiting
+            cohort.num_waiting = 0
+        for epoch in ended:
+            del self.cohorts[epoch]
         return waiting
 
 

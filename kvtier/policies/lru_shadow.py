@@ -40,12 +40,12 @@ class LRUShadow:
         """Blocks that were last used before this tick would not be in the cache of LRU any more."""
         self._cut_of_run = 0
         """The cut when the request began that is used now: hits are what was there before it."""
-        self._num_latest = 0
-        """Blocks that were last used in this tick."""
+        self._num_not_latest = 0
+        """Uses in this tick of blocks that were used in it before, or are discarded."""
         self._num_by_tick: dict[int, int] = {}
         """Blocks by the tick of their last use, from the oldest on; those after `_cut` and before this tick."""
         self._num_within = 0
-        """The blocks after `_cut`, and those of this tick."""
+        """The blocks after `_cut` and before this tick."""
         self._credit = _FIRST_CREDIT * self._capacity
 
     def set_capacity(self, num_blocks: int) -> None:
@@ -59,7 +59,7 @@ class LRUShadow:
         self._cut_of_run = self._cut
 
     def use(self, last: int, is_hit: bool) -> None:
-        """Notes a use of a block.
+        """Notes a use of a block. That of one which was not there, and not known, need not be told.
 
         :param last: the tick of its use before; -1 where that is not known.
         :param is_hit: whether the block was there when the run began.
@@ -71,30 +71,26 @@ class LRUShadow:
             self._credit += 0.5 if last == self._cut_of_run else 1.0
         elif last == self._cut_of_run:
             self._credit -= 0.5
-        if last == self.tick:
-            return
-        self._num_latest += 1
-        by_tick = self._num_by_tick
-        if last in by_tick:
-            self._leave(last)
-        else:
-            self._num_within += 1
+        self.discard(last)
 
     def discard(self, last: int) -> None:
         """Forgets a block that was last used at that tick, as if it had never been there."""
         if last == self.tick:
-            self._num_latest -= 1
-            self._num_within -= 1
+            self._num_not_latest += 1
         elif last in self._num_by_tick:
             self._num_within -= 1
-            self._leave(last)
+            self._num_by_tick[last] -= 1
+            if not self._num_by_tick[last]:
+                del self._num_by_tick[last]
 
     def next_tick(self, num_uses: int) -> None:
         """:param num_uses: that the tick had."""
         by_tick = self._num_by_tick
-        if self._num_latest:
-            by_tick[self.tick] = self._num_latest
-            self._num_latest = 0
+        num_latest = num_uses - self._num_not_latest
+        self._num_not_latest = 0
+        if num_latest:
+            by_tick[self.tick] = num_latest
+            self._num_within += num_latest
         self.tick += 1
         capacity = self._capacity
         if not capacity:
@@ -105,11 +101,6 @@ class LRUShadow:
         if self._cut:
             self._credit = min(self._credit + num_uses * _GRANT, _MOST_CREDIT * capacity)
             self.is_trusted = self._credit >= (0.0 if self.is_trusted else _TRUST_FROM * capacity)
-
-    def _leave(self, tick: int) -> None:
-        self._num_by_tick[tick] -= 1
-        if not self._num_by_tick[tick]:
-            del self._num_by_tick[tick]
 
 
 def uses_per_tick(num_blocks: int) -> int:

@@ -244,10 +244,10 @@ def test_what_it_remembers_is_bounded() -> None:
     assert policy._ghosts is not None
     assert policy._ghosts._num_pairs == 3 * capacity
     assert len(policy._shadow._num_by_tick) <= capacity
-    assert len(policy._keys) <= capacity + 1
+    assert len(policy._keys) <= capacity + 2
     assert len(policy._candidates._turns) <= 2 * capacity
     assert len(policy._candidates._heap) <= 4 * capacity + 64
-    assert all(len(known._cohorts) < 1000 for known in policy._classes._classes if known is not None)
+    assert all(len(known.cohorts) < 1000 for known in policy._classes._classes if known is not None)
 
 
 def test_a_capacity_that_changes_is_noticed() -> None:

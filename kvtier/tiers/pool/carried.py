@@ -57,7 +57,8 @@ class SealedPayload:
 
 
 class SealedTarget:
-    """Where a sealed block is to be opened, as long as it is before. Any thread; the target is the caller's."""
+    """The place at which a sealed block is to be opened, as long as it is before. Any thread; the target is the
+    caller's."""
 
     __slots__ = ("_key", "_keys", "_target")
 
@@ -111,7 +112,8 @@ def carried(item: Item[Outgoing]) -> tuple[Payload, int]:
 
 
 def landing(target: Incoming) -> memoryview:
-    """Where bytes that come one after the other may go: the target itself, or memory for `land` to take them from."""
+    """The memory that bytes which come one after the other may go to: the target itself, or memory that `land` takes
+    them from."""
     return np.empty(len(target), np.uint8).data if isinstance(target, SealedTarget) else landing_of(target)
 
 

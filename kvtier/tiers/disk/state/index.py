@@ -32,7 +32,7 @@ RECORD = np.dtype(
 """What is needed to read a record and to know that it is the right one: the checksum covers the whole key. Form is the
 codec and, 16 times, the version of its stored form, key id that of the key it is sealed with."""
 VERSION_SHIFT, CODEC_MASK = 4, 15
-"""Where in `form` the version begins, and which part of it is the codec."""
+"""The bit of `form` at which the version begins, and the mask of the codec."""
 
 _FEWEST = 64
 _ROW_GROWTH, _MOST_GROWTH = 10, 1 << 16
