@@ -68,7 +68,7 @@ class Learned(Generic[K]):
         """The block of the last use, and the one that should be used next, where that is told."""
         self._next_key: K | None = None
         self._below_position = self._below_length = 0
-        """Where that is not told: the place of the last use in its request, and the request's length."""
+        """Kept where that is not told: the place of the last use in its request, and the request's length."""
         self._shift = self._priority = self._nbytes = 0
         """What priority and size of the last use add to a level, and the two."""
         self._gone_in_run: set[K] = set()

@@ -19,7 +19,7 @@ class BlockPacker:
 
     def __init__(self, codec: Codec, *, tier: str, metrics: Metrics, seals: StorageSeals = NO_SEALS) -> None:
         """
-        :param codec: what blocks are packed with, where it gains. Those of any codec are read.
+        :param codec: what blocks are packed with, where it gains. Blocks of any codec are read.
         :param tier: the name by which `Metrics.codec_bytes` and `unopened_blocks` count.
         :param seals: the tenants whose blocks are sealed.
         """
