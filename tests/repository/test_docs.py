@@ -87,6 +87,16 @@ def test_recipes_of_secrets_make_no_halves_of_pairs(page: str, there: str, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == [there]
 
 
+def test_the_threat_model_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
+    assert len(named) > 80
+    assert text.count("::") == len(re.findall(r"`tests/[\w/]+\.py::test_\w+`", text)), "each with its path"
+    texts = {path: (ROOT / path).read_text() for path, _ in named if (ROOT / path).exists()}
+    missing = {(path, name) for path, name in named if f"def {name}(" not in texts.get(path, "")}
+    assert missing == set()
+
+
 def test_public_names_are_there() -> None:
     table = (ROOT / "docs" / "api.md").read_text().split("## Python")[1].split("## ")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `kvtier.")]
