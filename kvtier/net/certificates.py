@@ -74,7 +74,7 @@ class Renewed(Generic[_T]):
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Makes the context of accepted connections; with `files.ca` only clients whose certificate holds are let in."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, files)
-    context.num_tickets = 0  # nobody resumes; and a client that never reads would have them reset its connection
+    context.num_tickets = 0  # a client that never reads would have them reset its connection
     if files.ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -97,7 +97,8 @@ def read_pem(path: Path) -> bytes:
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
+    context.hostname_checks_common_name = False
     for path in files.paths:
         read_pem(path)  # what `ssl` raises does not name the file
     if files.certificate is not None and files.key is not None:
