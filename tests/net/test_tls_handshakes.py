@@ -41,7 +41,7 @@ def test_a_server_is_known_by_its_alternative_names(tmp_path: Path) -> None:
 
 
 def test_a_common_name_is_no_name_of_a_server(tmp_path: Path) -> None:
-    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch|not valid for"):
+    with pytest.raises(ssl.SSLCertVerificationError, match="not valid for"):
         Ends(tmp_path).shake_hands()
 
 
