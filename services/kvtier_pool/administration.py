@@ -89,7 +89,7 @@ class Administration:
         :param deed: what it is that the peer wants to do.
         """
         if role is not Role.OPERATOR:
-            self._audit.note("refused", role=role, name=name, deed=deed)
+            self._audit.note_repeated("refused", (role, name), role=role, name=name, deed=deed)
             raise LoginRefusedError("role", f"{role} {name!r} may not {deed}: only operators may", name=name)
 
     def _tiers(self) -> dict[str, Answer]:

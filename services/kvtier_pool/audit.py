@@ -1,12 +1,14 @@
 """The audit log: who was let in or refused, and what operators did, as JSON lines. It holds nobody up."""
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -23,7 +25,8 @@ _MOST_WAITING = 1024
 _WINDOW_S = 10.0
 """Seconds for which what repeats is counted before it gets another line."""
 _MOST_WINDOWS = 256
-"""Different things that are counted at a time. What else repeats is counted together."""
+"""Different things that are counted at a time, of each event: refusals leave logins theirs. What else repeats is
+counted together."""
 _NUM_OLD_FILES = 3
 _TICK_S = 1.0
 _MAX_TEXT = 300
@@ -60,8 +63,8 @@ class AuditLog:
         self._clock = clock
         self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
         self._lock = threading.Lock()
-        self._windows: dict[tuple[object, ...], _Window] = {}
-        """What was noted lately and may repeat. Guarded by _lock."""
+        self._windows: defaultdict[str, dict[tuple[object, ...], _Window]] = defaultdict(dict)
+        """What was noted lately and may repeat, by event and key. Guarded by _lock."""
         self._others: dict[str, int] = {}
         """How often each event came for which there was no window. Guarded by _lock."""
         self._num_lost = 0
@@ -70,7 +73,9 @@ class AuditLog:
 
     def start(self) -> None:
         """Opens the file, and starts the thread. `OSError`: it cannot be written."""
-        self._handler: logging.Handler = _Stderr() if self._file is None else _File(self._file, self._max_bytes)
+        self._handler: logging.Handler = (
+            _Stderr() if self._file is None else _File(self._file, self._max_bytes, self._metrics.audit_lost.inc)
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -98,15 +103,16 @@ class AuditLog:
         :param key: what makes it the same as an earlier one.
         """
         with self._lock:
-            window = self._windows.get((event, *key))
+            windows = self._windows[event]
+            window = windows.get(key)
             if window is not None:
                 window.count += 1
                 window.fields = fields
                 return
-            if len(self._windows) >= _MOST_WINDOWS:
+            if len(windows) >= _MOST_WINDOWS:
                 self._others[event] = self._others.get(event, 0) + 1
                 return
-            self._windows[event, *key] = _Window(self._clock() + _WINDOW_S)
+            windows[key] = _Window(self._clock() + _WINDOW_S)
         self.note(event, **fields)
 
     def _run(self) -> None:
@@ -121,7 +127,8 @@ class AuditLog:
             if line is None:
                 while not self._lines.empty():
                     self._write(self._lines.get_nowait() or "")
-                self._handler.close()
+                with contextlib.suppress(OSError):  # what the medium had refused is refused again
+                    self._handler.close()
                 return
 
     def _sum_up(self, *, everything: bool) -> None:
@@ -129,14 +136,14 @@ class AuditLog:
         now_s = self._clock()
         due: list[tuple[str, dict[str, object]]] = []
         with self._lock:
-            for key in [key for key, window in self._windows.items() if everything or window.until_s <= now_s]:
-                window = self._windows.pop(key)
-                if window.count:
-                    due.append((str(key[0]), window.fields | {"repeated": window.count}))
-                    self._windows[key] = _Window(now_s + _WINDOW_S)
-            if len(self._windows) < _MOST_WINDOWS:
-                due += [(event, {"others": count}) for event, count in self._others.items()]
-                self._others.clear()
+            for event, windows in self._windows.items():
+                for key in [key for key, window in windows.items() if everything or window.until_s <= now_s]:
+                    window = windows.pop(key)
+                    if window.count:
+                        due.append((event, window.fields | {"repeated": window.count}))
+                        windows[key] = _Window(now_s + _WINDOW_S)
+                if event in self._others and len(windows) < _MOST_WINDOWS:
+                    due.append((event, {"others": self._others.pop(event)}))
             if num_lost := self._num_lost:
                 self._num_lost = 0
                 due.append(("audit_lines_lost", {"count": num_lost}))
@@ -160,17 +167,25 @@ class _Stderr(logging.StreamHandler[IO[str]]):
 
 
 class _File(RotatingFileHandler):
-    """A file that only its owner reads. What fails is a line of the log, twice a minute at most."""
+    """A file that only its owner reads. What fails is counted, and a line of the log, twice a minute at most."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, on_lost: Callable[[], None]) -> None:
         self._quiet = QuietLog(_log)
+        self._on_lost = on_lost
         super().__init__(path, maxBytes=max_bytes, backupCount=_NUM_OLD_FILES, encoding="utf-8")
 
     def _open(self) -> IO[str]:  # type: ignore[override]
         return open(self.baseFilename, "a", encoding="utf-8", opener=_private)
 
     def handleError(self, record: logging.LogRecord) -> None:
+        self._on_lost()
         self._quiet.warning(f"the audit log {self.baseFilename} cannot be written: {sys.exc_info()[1]}")
+
+
+def require_writable(file: Path) -> None:
+    """Makes the file where there is none, for its owner alone. `OSError`: it cannot be written, or is a pipe that
+    nobody reads, which would hold up whoever opens it."""
+    os.close(_private(str(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 def _private(path: str, flags: int) -> int:

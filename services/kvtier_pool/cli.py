@@ -124,8 +124,8 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
         signal.signal(number, on_signal)
     raise_open_files_limit()  # a connection or a slab of memory takes one or two
     service = PoolService(config)
+    reloader = Reloader(service, config, read_again)  # looks at the files before a start that may take long
     addresses = service.start()
-    reloader = Reloader(service, config, read_again)
     ending = threading.Event()
     operators = OperatorServer(OperatorVerbs(service, reloader, ending.is_set).verbs())
     operators.start()

@@ -10,7 +10,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Array
 
-from kvtier.config import load_config, nearest
+from kvtier.config import OVERRIDE_PREFIX, load_config, nearest
 from kvtier.config.credentials import TokenConfig, token_id
 from kvtier.errors import ConfigError
 
@@ -21,7 +21,7 @@ class CredentialFile:
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` when it is no configuration."""
         self._path = path.resolve()  # a link stays one
-        self._config = load_config(self._path)
+        self._config = load_config(self._path, _without_overrides())
         try:
             self._document = tomlkit.parse(self._path.read_text())
         except (OSError, TOMLKitError) as error:
@@ -85,7 +85,7 @@ class CredentialFile:
                 if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                 os.fsync(descriptor)
-            load_config(new)
+            load_config(new, _without_overrides())
             new.replace(self._path)
         except OSError as error:
             new.unlink(missing_ok=True) if new.name else None
@@ -123,3 +123,8 @@ class CredentialFile:
                 f"{self._path}: tenants.{name}.token_sha256 is written as tables [[...]]; write it as a list"
             )
         return array
+
+
+def _without_overrides() -> dict[str, str]:
+    """The environment without values that stand in for those of the file: only what the file has can be edited."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(OVERRIDE_PREFIX)}

@@ -82,13 +82,19 @@ class Logins:
             certificate=login.certificate_name,
         )
 
-    def refused(self, door: str, peer: str, error: LoginRefusedError) -> None:
-        """Notes and counts a refusal. Blocks for half a second at the most."""
+    def refused(
+        self, door: str, peer: str, error: LoginRefusedError, wait: Callable[[float], object] | None = None
+    ) -> None:
+        """Notes and counts a refusal. Blocks for half a second at the most.
+
+        :param wait: waits so long, or until the peer's connection makes way for another one; None: no matter what.
+        """
         self._metrics.logins_refused.labels(error.reason).inc()
         host = _host(peer)
         self.audit.note_repeated(
+            # Not by tokens that nobody has: a stranger shows another one each time.
             "login_refused",
-            (door, host, error.reason, error.token),
+            (door, host, error.reason, error.name, error.token if error.name is not None else None),
             door=door,
             address=peer,
             reason=error.reason,
@@ -97,7 +103,7 @@ class Logins:
         )
         delay_s = self._delay_s(host)
         if delay_s and door != "grpc":
-            self._sleep(delay_s)
+            (wait or self._sleep)(delay_s)
         elif delay_s and self._late.acquire(blocking=False):
             try:
                 self._sleep(delay_s)
@@ -125,9 +131,14 @@ class Door:
     def __init__(self, logins: Logins, door: str, peer: str) -> None:
         self._logins, self._door, self._peer = logins, door, peer
 
-    def tenant(self, token: str | None, certificate_names: frozenset[str] = _NOBODY) -> Login:
-        """`Authenticator.tenant`, noted. Blocks for a moment before it raises."""
-        return self._noted(lambda auth: auth.tenant(token, certificate_names))
+    def tenant(
+        self,
+        token: str | None,
+        certificate_names: frozenset[str] = _NOBODY,
+        wait: Callable[[float], object] | None = None,
+    ) -> Login:
+        """`Authenticator.tenant`, noted. Blocks for a moment before it raises: by `wait`, see `Logins.refused`."""
+        return self._noted(lambda auth: auth.tenant(token, certificate_names), wait)
 
     def log_in(self, token: str | None) -> Login:
         """`Authenticator.log_in`, noted. Blocks for a moment before it raises."""
@@ -143,11 +154,11 @@ class Door:
         """Whether the credentials would still be accepted."""
         return self._logins.authenticator.is_current(login)
 
-    def _noted(self, log_in: Callable[[Authenticator], Login]) -> Login:
+    def _noted(self, log_in: Callable[[Authenticator], Login], wait: Callable[[float], object] | None = None) -> Login:
         try:
             login = log_in(self._logins.authenticator)
         except LoginRefusedError as error:
-            self._logins.refused(self._door, self._peer, error)
+            self._logins.refused(self._door, self._peer, error, wait)
             raise
         self._logins.accepted(self._door, self._peer, login)
         return login

@@ -38,6 +38,8 @@ class Reloader:
             before = {file: _stamp(file) for file in self._taken}
             try:
                 config = self._read_again()
+                # Those that it names and that are no good yet are looked at, too.
+                before |= {file: _stamp(file) for file in config.pool_files() if file not in before}
                 self._service.set_tenants(config)
             except KvtierError as error:
                 self._taken = before
@@ -49,7 +51,7 @@ class Reloader:
                 _log.exception("%s: tenants, tokens and shares stay as they are", why)
                 self._service.audit.note("reload_refused", why=why, problem=type(error).__name__)
                 return f"{type(error).__name__}, see the pool's log"
-            self._taken = {file: before[file] if file in before else _stamp(file) for file in config.pool_files()}
+            self._taken = {file: before[file] for file in config.pool_files()}
         self._service.audit.note("reload", why=why)
         _log.info("%s: the pool has the tenants, tokens and shares of the configuration now", why)
         return None

@@ -28,7 +28,7 @@ from kvtier.tiers.common.gauges import TierGauges
 from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.administration import Administration
-from kvtier_pool.audit import AuditLog
+from kvtier_pool.audit import AuditLog, require_writable
 from kvtier_pool.auth import Authenticator
 from kvtier_pool.block.client_memory import ClientLimits
 from kvtier_pool.block.server import BlockServer
@@ -284,7 +284,7 @@ def _audit_of(config: Config, metrics: PoolMetrics) -> AuditLog:
         return AuditLog(None, metrics)
     file = config.resolve_path(table.audit_log)
     try:
-        file.open("ab").close()
+        require_writable(file)
     except OSError as error:
         raise ConfigError(
             f"pool_service.audit_log: {file} cannot be written: {error}; name a file in a folder of the pool's user"

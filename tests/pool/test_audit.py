@@ -1,8 +1,10 @@
 """The audit log, and logins that fail: noted, counted, slowed down, and no tenant locked out for them."""
 
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.errors import ConfigError, UnauthenticatedError
 from kvtier.net.address import Address
 from kvtier.protocol import pool_pb2
+from kvtier.protocol.block import VERSIONS, encode_head
 from kvtier.tiers.pool.connection import PoolConnection
+from kvtier_pool.administration import Administration
 from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import Authenticator, LoginRefusedError
 from kvtier_pool.logins import Logins
@@ -96,6 +100,44 @@ def test_many_addresses_are_counted_together(desk: Desk) -> None:
     assert sum(line.get("others", 0) for line in found) == 5000 - 256
 
 
+def test_a_stranger_that_guesses_hides_no_login(desk: Desk) -> None:
+    for number in range(1000):
+        desk.fail("10.0.0.1:9", token=f"a-wrong-token-number-{number}")
+    for number in range(1000):
+        desk.fail(f"11.{number >> 8}.{number & 255}.1:9")
+    desk.logins.at("block", "10.0.0.2:1").tenant(TOKENS["red"])
+    found = desk.written()
+    guessed = [line for line in found if line.get("address") == "10.0.0.1:9"]
+    assert [line.get("repeated") for line in guessed] == [None, 999]
+    assert [line["address"] for line in found if line["event"] == "login"] == ["10.0.0.2:1"]
+
+
+def test_a_tenant_that_is_refused_often_gets_a_line_for_many(desk: Desk) -> None:
+    administration = Administration(None, None, desk.audit, pool_config())  # type: ignore[arg-type] - refused first
+    for _ in range(1000):
+        with pytest.raises(LoginRefusedError, match="only operators may"):
+            administration.purge(Role.TENANT, "red", "blue")
+    assert [line.get("repeated") for line in desk.written()] == [None, 999]
+
+
+def test_strangers_whose_answers_are_late_keep_no_tenant_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[str] = []
+
+    def delay_s(logins: Logins, host: str) -> float:
+        late.append(host)
+        return 2 * WAIT_S
+
+    monkeypatch.setattr(Logins, "_delay_s", delay_s)
+    with running_pool(max_connections=4) as pool, contextlib.ExitStack() as strangers:
+        hello = {"id": 1, "verb": "hello", "versions": list(VERSIONS), "client": "a stranger", "token": WRONG}
+        host, _, port = pool.block[0].rpartition(":")
+        for number in range(8):
+            stranger = strangers.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+            stranger.sendall(encode_head(hello))
+            until(lambda number=number: len(late) > number)  # type: ignore[misc]
+        dial(pool.block[0]).close()
+
+
 def test_no_line_has_a_token_in_it(desk: Desk) -> None:
     for token in (WRONG, "too-short", "long" * 1000):
         with pytest.raises(LoginRefusedError) as error:
@@ -152,6 +194,7 @@ def test_a_pool_says_who_was_let_in_and_refused_at_all_its_doors(tmp_path: Path)
     path = tmp_path / "audit.jsonl"
     unix = f"unix:{tmp_path}/pool.sock"
     with running_pool(audit_log=path, listen=["127.0.0.1:0", unix]) as pool:
+        assert path.stat().st_mode & 0o777 == 0o600, "from the start"
         for address in pool.block:
             with pytest.raises(UnauthenticatedError):
                 PoolConnection.open(Address.parse(address), WRONG, RED, MONOTONIC() + WAIT_S)
@@ -175,3 +218,15 @@ def test_a_pool_says_who_was_let_in_and_refused_at_all_its_doors(tmp_path: Path)
 def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool_service\.audit_log: .* cannot be written"):
         PoolService(pool_config(audit_log=tmp_path / "nowhere" / "audit.jsonl")).start()
+    os.mkfifo(tmp_path / "nobody-reads")
+    with pytest.raises(ConfigError, match="nobody-reads cannot be written"):
+        PoolService(pool_config(audit_log=tmp_path / "nobody-reads")).start()
+
+
+def test_lines_that_a_full_medium_refuses_are_counted() -> None:
+    registry = CollectorRegistry()
+    log = AuditLog(Path("/dev/full"), PoolMetrics(registry))
+    log.start()
+    log.note("first")
+    until(lambda: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1)
+    log.stop()

@@ -1,6 +1,10 @@
 """Tokens and tenants of a pool that runs: rotated, revoked, expired and reloaded, while others go on."""
 
+import os
 import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -58,6 +62,58 @@ def test_a_bad_file_leaves_what_is_in_force_and_says_file_key_and_remedy(tmp_pat
         path.unlink()
         pool.says("cannot read the configuration")
         assert is_let_in(pool, OLD)
+
+
+def test_a_change_while_the_pool_starts_is_noticed(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", '"file:red.fifo"')
+    os.mkfifo(tmp_path / "red.fifo")
+
+    def change() -> None:
+        with (tmp_path / "red.fifo").open("w") as fifo:  # once the pool has read the configuration, and reads this
+            configuration(path, f'"{digest(NEW)}"')
+            fifo.write(digest(OLD))
+
+    with ThreadPoolExecutor(1) as other:
+        changed = other.submit(change)
+        with running(path) as pool:
+            changed.result(WAIT_S)
+            pool.says("the configuration has changed: the pool has")
+            assert not is_let_in(pool, OLD)
+            assert is_let_in(pool, NEW)
+
+
+def test_a_file_that_was_missing_is_read_when_it_is_there(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    with running(path) as pool:
+        configuration(path, '"file:new.sha256"')
+        pool.says("cannot read")
+        assert is_let_in(pool, OLD)
+        (tmp_path / "new.sha256").write_text(digest(NEW))
+        pool.says("the configuration has changed: the pool has")
+        assert is_let_in(pool, NEW)
+
+
+def test_a_revoked_token_keeps_no_call_and_no_place_of_grpc(tmp_path: Path) -> None:
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}", "{digest(NEW)}"')
+    never = threading.Event()
+
+    def says_nothing() -> Iterator[bytes]:
+        never.wait(WAIT_S)
+        yield from ()
+
+    with running(path) as pool, grpc.insecure_channel(pool.grpc) as channel:
+        metadata = [("authorization", f"Bearer {OLD}")]
+        usage = channel.unary_unary("/kvtier.pool.v1.Pool/Usage")
+        usage(pool_pb2.UsageRequest().SerializeToString(), metadata=metadata, timeout=WAIT_S)
+        waiting = channel.stream_unary("/kvtier.pool.v1.Pool/Lookup").future(says_nothing(), metadata=metadata)
+        configuration(path, f'"{digest(NEW)}"')
+        with pytest.raises(grpc.RpcError) as error:
+            waiting.result(WAIT_S)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        never.set()
+        metadata = [("authorization", f"Bearer {NEW}")]
+        request = pool_pb2.UsageRequest().SerializeToString()
+        assert usage(request, metadata=metadata, timeout=WAIT_S, wait_for_ready=True), "with a token that holds"
 
 
 def test_tenants_that_are_new_get_in_and_those_that_are_gone_do_not(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert message in err
 
 
+def test_tenants_of_the_environment_alone_cannot_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER__TENANTS__GREEN__TOKEN_SHA256", f'["{digest(NEW)}"]')
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    for arguments in (("rotate", "green"), ("revoke", "green")):
+        code, out, err = run(*arguments, "--config", str(path))
+        assert (code != 0, out) == (True, "")
+        assert "ConfigError" in err
+        assert "tenants.green is not there" in err
+    monkeypatch.setenv("KVTIER__TENANTS__RED__TOKEN_SHA256", f'["{digest(NEW)}", "{digest("another-one")}"]')
+    assert CredentialFile(path).remove_tokens("red", None) == [digest(OLD)[:8]]
+
+
 def test_an_edit_keeps_the_rest_and_tokens_from_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "pool.toml"
     (tmp_path / "red.sha256").write_text(digest(NEW))

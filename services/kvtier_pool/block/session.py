@@ -84,6 +84,7 @@ class BlockSession:
         """Whether the connection is between two requests. Guarded by _lock."""
         self._finishing = False
         """Guarded by _lock."""
+        self._cut = threading.Event()
 
     def run(self) -> None:
         """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
@@ -125,6 +126,7 @@ class BlockSession:
 
     def cut(self) -> None:
         """Ends it in the middle of whatever it is doing."""
+        self._cut.set()
         self._connection.shut_down()
 
     def _greet(self) -> ClientScope | None:
@@ -140,7 +142,7 @@ class BlockSession:
             self._end_with(Result.INCOMPATIBLE, message)
             return None
         token = hello.text("token") if hello.has("token") else None
-        login = self._door.tenant(token, self._certificate_names())
+        login = self._door.tenant(token, self._certificate_names(), self._cut.wait)
         tenant = login.tenant
         self._log_in(self, tenant)
         self.login = login  # before the peer hears it and opens the next one

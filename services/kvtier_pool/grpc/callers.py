@@ -27,8 +27,12 @@ class Callers:
         """
         door = self._logins.at("grpc", grpc_peer(context.peer()))
         login = door.authenticate(context.invocation_metadata(), _certificate_names_of(context))
-        self.connections.log_in(context.peer(), login.tenant)
+        self.connections.log_in(context.peer(), login)
         return login
+
+    def end_stale(self) -> None:
+        """Ends connections whose credentials have not been accepted any more for a second."""
+        self.connections.end_stale(self.is_current)
 
     def is_current(self, login: Login) -> bool:
         """Whether the credentials would still be accepted."""

@@ -3,12 +3,13 @@
 import logging
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import unquote
 
 from kvtier.clock import MONOTONIC
 from kvtier.identity.keys import TenantId
 from kvtier.net.own_sockets import Ends, OwnSocket, OwnSockets
+from kvtier_pool.auth import Login
 from kvtier_pool.places import TenantPlaces
 
 _log = logging.getLogger(__name__)
@@ -17,6 +18,8 @@ _PAUSE_S = 0.5
 _PAUSE_CROWDED_S = 0.02
 """Seconds where half of the places are taken, or 9 times what a look takes. As many may come in that time as there are
 places; gRPC refuses more."""
+_LAST_WORDS_S = 1.0
+"""Seconds that a connection has to end what it is told, before it is ended."""
 _ANY = ("0.0.0.0", "::")
 _OVER_TCP = ("ipv4:", "ipv6:")
 _Found = dict[Ends, tuple[OwnSocket, int]]
@@ -43,8 +46,11 @@ class GrpcConnections:
         self._lock = threading.Lock()
         self._open: dict[Ends, None] = {}
         """Peers of connections, the oldest first, as of the last look. Guarded by _lock."""
-        self._tenants: dict[str, tuple[Ends, TenantId]] = {}
-        """The tenant whose place a connection has, by what gRPC calls its peer. Changed under _lock, read without."""
+        self._logins: dict[str, tuple[Ends, Login]] = {}
+        """The last login over each connection that has a place, by what gRPC calls its peer. Changed under _lock,
+        read without."""
+        self._stale_since_s: dict[str, float] = {}
+        """The time at which the login of a peer was first found to be accepted no more. Guarded by _lock."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-grpc-peers", daemon=True)
 
@@ -67,23 +73,51 @@ class GrpcConnections:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def log_in(self, peer: str, tenant: TenantId) -> None:
+    def log_in(self, peer: str, login: Login) -> None:
         """Takes one of the tenant's places for the connection of a call, with its first call. 0.1 us after that, and
         2 us for each descriptor of the process before.
 
         :param peer: as gRPC calls it.
         :raises LimitExceededError: the tenant has none left.
         """
-        if peer in self._tenants or not self._listening or not peer.startswith(_OVER_TCP):
+        if not self._listening or not peer.startswith(_OVER_TCP):
+            return
+        if (known := self._logins.get(peer)) is not None:
+            if known[1] != login:
+                self._renew(peer, login)
             return
         self._look()  # places of connections that have ended go back
-        self._places.take(tenant)
+        self._places.take(login.tenant)
         with self._lock:
-            is_first = peer not in self._tenants
+            is_first = peer not in self._logins
             if is_first:
-                self._tenants[peer] = _ends_of(peer), tenant
+                self._logins[peer] = _ends_of(peer), login
         if not is_first:
-            self._places.give_back(tenant)
+            self._places.give_back(login.tenant)
+
+    def end_stale(self, is_current: Callable[[Login], bool]) -> None:
+        """Ends connections whose last login has not been accepted any more for a second, in which their calls hear why:
+        whoever had a token that is gone keeps no places of its tenant. Called every second or so, by one thread."""
+        with self._lock:
+            stale = [peer for peer, (_, login) in self._logins.items() if not is_current(login)]
+            now_s = MONOTONIC()
+            self._stale_since_s = {peer: self._stale_since_s.get(peer, now_s) for peer in stale}
+            is_due = any(now_s - since_s >= _LAST_WORDS_S for since_s in self._stale_since_s.values())
+        if not is_due:
+            return
+        there = self._look()
+        with self._lock:
+            for peer, since_s in self._stale_since_s.items():
+                ends, _ = self._logins.get(peer, (None, None))
+                if ends in there and now_s - since_s >= _LAST_WORDS_S:
+                    self._sockets.end(*there[ends])
+
+    def _renew(self, peer: str, login: Login) -> None:
+        """The tenant shows another token over a connection that it has. The place stays that of the first tenant."""
+        with self._lock:
+            known = self._logins.get(peer)
+            if known is not None and known[1].tenant == login.tenant:
+                self._logins[peer] = known[0], login
 
     def _run(self) -> None:
         """Looks often while many are there, so that whoever comes finds room."""
@@ -105,8 +139,8 @@ class GrpcConnections:
                 for found, descriptor in self._sockets.look().items():
                     if found.there is not None and self._is_ours(found):
                         there[found.there] = found, descriptor
-                for peer in [peer for peer, (ends, _) in self._tenants.items() if ends not in there]:
-                    gone.append(self._tenants.pop(peer)[1])
+                for peer in [peer for peer, (ends, _) in self._logins.items() if ends not in there]:
+                    gone.append(self._logins.pop(peer)[1].tenant)
                 self._open = {ends: None for ends in (*self._open, *there) if ends in there}
         except OSError as error:
             _log.warning("cannot see the connections to the gRPC port: %s", error)
@@ -117,7 +151,7 @@ class GrpcConnections:
     def _make_room(self, there: _Found) -> None:
         """Ends connections that nobody has logged in over, the oldest first, as far as there are too many."""
         with self._lock:
-            logged_in = {ends for ends, _ in self._tenants.values()}
+            logged_in = {ends for ends, _ in self._logins.values()}
             nameless = [ends for ends in self._open if ends in there and ends not in logged_in]
             for ends in nameless[: max(0, len(there) - self.num_places)]:
                 self._sockets.end(*there[ends])

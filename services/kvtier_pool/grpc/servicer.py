@@ -91,12 +91,14 @@ class PoolServicer:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def end_stale(self) -> int:
-        """Ends the streams of events whose credentials are not accepted any more; how many there were. Any thread."""
+        """Ends the streams of events whose credentials are not accepted any more, and connections a second after it.
+        Returns how many streams there were. Any thread."""
         with self._lock:
             streams = list(self._streams.items())
         stale = [subscription for subscription, login in streams if not self._callers.is_current(login)]
         for subscription in stale:
             subscription.close()
+        self._callers.end_stale()
         return len(stale)
 
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
