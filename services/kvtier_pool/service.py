@@ -155,7 +155,8 @@ class PoolService:
         gone.
 
         Raises `ConfigError`, and changes nothing, for credentials that cannot be, when more is guaranteed than this
-        pool has, and for more new tenants than it has threads for.
+        pool has, for more new tenants than it has threads for, and for tenants that have storage keys now and had none
+        when the pool started: it would store their blocks as they are.
         """
         tokens, certificates, names = config.accepted_tokens(), config.accepted_certificates(), tenant_names(config)
         if len(names) > self._calls.most_tenants:
@@ -163,6 +164,7 @@ class PoolService:
                 f"tenants: {len(names)}, and this pool can take {self._calls.most_tenants} until it is started anew: "
                 "restart it"
             )
+        self._require_seals(config)
         self._set_shares(config)
         for places in self._places:
             places.set_tenants(names)
@@ -175,6 +177,17 @@ class PoolService:
     def end_stale(self) -> int:
         """Ends connections and streams whose tokens have expired or are accepted no more; how many there were."""
         return self._block.end_stale() + self._servicer.end_stale()
+
+    def _require_seals(self, config: Config) -> None:
+        started, table = self._config.tenants, self._config.pool_service
+        if table.disk_dir is None and not table.redis_url:
+            return
+        for name, tenant in config.tenants.items():
+            if tenant.storage_keys is not None and (name not in started or started[name].storage_keys is None):
+                raise ConfigError(
+                    f"tenants.{name}.storage_keys: this pool started without, and would store its blocks as they are: "
+                    "restart it"
+                )
 
     def _set_shares(self, config: Config) -> None:
         table, tenants = self._config.pool_service, config.tenants

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import parse_config
+from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.testing.blocks import make_payload, read_blocks, summed
 from kvtier.tiers.base import WriteStatus
@@ -124,3 +124,31 @@ def test_keys_that_are_none_are_refused_at_the_start(tmp_path: Path, text: str, 
     with pytest.raises(ConfigError, match=rf"tenants\.red\.storage_keys: .*{reason}") as error:
         PoolService(config).start()
     assert "secret" not in str(error.value).replace("write the secret into it", "")
+
+
+def test_a_tenant_that_gets_keys_while_a_pool_runs_is_refused(tmp_path: Path) -> None:
+    """Keys are read at the start: the pool would store its blocks as they are, though it is to have them sealed."""
+    free = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"}
+    table = {
+        **free,
+        "memory_bytes": 16 * MIB,
+        "disk_reserve_bytes": 0,
+        "disk_dir": str(tmp_path),
+        "disk_bytes": 64 * MIB,
+    }
+    plain: dict[str, dict[str, object]] = {name: {"token_sha256": [digest]} for digest, name in TENANTS.items()}
+    keyed = {**plain, "red": {**plain["red"], "storage_keys": "env:KEYS"}}
+    environ = {"KEYS": f"1:{KEYS[1].hex()}"}
+
+    def config(tenants: dict[str, dict[str, object]]) -> Config:
+        return parse_config({"pool_service": table, "tenants": tenants}, source="a test", environ=environ)
+
+    service = PoolService(config(plain))
+    try:
+        service.start()
+        for tenants in (keyed, {**plain, "new": {"storage_keys": "env:KEYS"}}):
+            with pytest.raises(ConfigError, match=r"storage_keys.*restart"):
+                service.set_tenants(config(tenants))
+        service.set_tenants(config(plain))
+    finally:
+        service.stop()

@@ -112,6 +112,7 @@ class PoolTier:
         self._call_timeout_s = call_timeout_s
         self._name = name
         self._sealing = sealing
+        self._clock = clock
         self._calls = RemoteCalls(
             name,
             metrics=metrics,
@@ -161,9 +162,11 @@ class PoolTier:
                     unopened.append(keys[batch.start + offset])
 
         with self._guard:
+            deadline = self._clock() + self._call_timeout_s
             self._calls.in_batches("read", [len(target) for target in targets], ask)
-        if unopened:  # as long as it is there, nobody can store it again
-            self.discard(unopened)
+            left_s = deadline - self._clock()
+            if unopened and left_s > 0:  # as long as it is there, nobody can store it again
+                self._discard(unopened, left_s)
         return statuses
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
@@ -193,14 +196,8 @@ class PoolTier:
         """Forgets these keys in the pool; returns how many were there. A pool that cannot be reached discards nothing:
         the counter tells."""
         self._require_own(keys)
-        counts: list[int] = []
-
-        def ask(batch: slice, timeout_s: float) -> None:
-            counts.append(self._transport.discard(keys[batch], timeout_s))
-
         with self._guard:
-            self._calls.in_batches("discard", [0] * len(keys), ask)
-        return sum(counts)
+            return self._discard(keys, self._call_timeout_s)
 
     def pin(self, keys: Sequence[StoreKey], ttl_s: float) -> int:
         """Asks the pool to keep blocks in its memory for `ttl_s` seconds; returns how many it keeps.
@@ -262,6 +259,15 @@ class PoolTier:
         """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
         if self._guard.close():
             self._transport.close()
+
+    def _discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
+        counts: list[int] = []
+
+        def ask(batch: slice, left_s: float) -> None:
+            counts.append(self._transport.discard(keys[batch], left_s))
+
+        self._calls.in_batches("discard", [0] * len(keys), ask, timeout_s)
+        return sum(counts)
 
     def _note_bad(self, error: CorruptBlockError) -> bool:
         """True: a block that nobody can open, to be discarded."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.codec.stored_form import parse_stored_header
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.redis.blocks import BlockFormat
@@ -32,7 +33,7 @@ class BlockWriter:
         self.refusal = ""
         """What a server said that was full."""
         self.to_drop: list[bytes] = []
-        """Names of parts of blocks that did not become whole."""
+        """Names of parts of blocks that did not become whole, or were there already in other parts."""
         self.names = names
         self._items = items
         self._form = form
@@ -70,7 +71,15 @@ class BlockWriter:
             return [i for i in batch if whole[i] in moved]
 
         names, sizes = [self.names[place] for place in whole], [len(blocks[place].parts[0]) for place in whole]
-        return num_moved + servers.each("write", names, sizes, work, deadline)
+        num_moved += servers.each("write", names, sizes, work, deadline)
+        self.to_drop += [name for place in whole if self._is_useless(blocks[place]) for name in blocks[place].names]
+        return num_moved
+
+    def _is_useless(self, block: _Block) -> bool:
+        """Whether nobody will read the parts that were written of a block: each time that a block is sealed, its parts
+        have other names than those of what is there. All writers of a plain block share the names of its parts."""
+        is_refused = self.statuses[block.place] in (WriteStatus.EXISTS, WriteStatus.FULL)
+        return is_refused and parse_stored_header(block.head).key_id != 0
 
     def _write_parts(self, servers: Servers, blocks: Sequence[_Block], deadline: float) -> tuple[int, set[int]]:
         """The parts after the first, last to first: how many moved, and the places of blocks that lack one."""

@@ -13,11 +13,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvtier.codec import sealing
 from kvtier.codec.checksums import checksum
+from kvtier.errors import CorruptBlockError, SealedBlockError, SealFault
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.pieces import Pieces
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.pool.carried import CARRIED_BYTES, SealedPayload, SealedTarget
 from kvtier.tiers.pool.tier import PoolTier
 from pool_contract import OverPool, run_states
@@ -131,6 +133,42 @@ def test_blocks_in_pieces_are_sealed_and_opened(tmp_path: Path) -> None:
             into[:] = 0
             assert tier.read([KEY], [target]) == [Status.HIT]
             assert into.tobytes() == PAYLOAD
+
+
+class _SlowPool:
+    """Answers a read after some seconds, with a block that cannot be opened."""
+
+    def __init__(self, read_s: float) -> None:
+        self.read_s, self.now_s = read_s, 0.0
+        self.discard_timeouts_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def read(self, keys: object, into: object, timeout_s: float) -> Iterator[tuple[int, CorruptBlockError | None]]:
+        self.now_s += self.read_s
+        yield 0, SealedBlockError(SealFault.ALTERED, "forged")
+
+    def discard(self, keys: object, timeout_s: float) -> int:
+        self.discard_timeouts_s.append(timeout_s)
+        return 1
+
+
+@pytest.mark.parametrize(("read_s", "left_s"), [(4.0, [1.0]), (5.0, [])])
+def test_a_read_that_discards_takes_no_longer_than_a_call_may(read_s: float, left_s: list[float]) -> None:
+    """A tier process is ended when its tier takes longer."""
+    pool, breaker = _SlowPool(read_s), CircuitBreaker(3, 1.0)
+    tier = PoolTier(
+        pool,  # type: ignore[arg-type]
+        RED,
+        metrics=Metrics(),
+        breaker=breaker,
+        call_timeout_s=5.0,
+        sealing=carriage_keys(1),
+        clock=pool.clock,
+    )
+    assert read_blocks(tier, [KEY], BLOCK_BYTES) == [None]
+    assert pool.discard_timeouts_s == left_s
 
 
 REGIONS = {"magic": 0, "key id": 4, "random": 10, "masked checksum": 34, "ciphertext": 5000, "tag": -3}

@@ -124,3 +124,13 @@ def test_a_block_of_before_put_in_the_place_of_a_sealed_one_is_a_miss(server: Re
     assert read_blocks(tier, KEYS[:1], BLOCK_BYTES) == [None]
     for each in (tier, forger):
         each.close()
+
+
+def test_blocks_that_somebody_else_has_stored_first_leave_no_parts(server: RedisServer, client: redis.Redis) -> None:
+    """Sealed twice, a block has other parts, of which nobody else knows."""
+    payload = make_payload("kv", 3 * BLOCK_BYTES)
+    tier = connect(server.url, max_value_bytes=BLOCK_BYTES, seals=seals(1))
+    assert tier.write([summed(KEYS[0], payload)] * 2) == [WriteStatus.STORED, WriteStatus.EXISTS]
+    assert client.dbsize() == 4
+    assert read_blocks(tier, KEYS[:1], len(payload)) == [payload]
+    tier.close()
