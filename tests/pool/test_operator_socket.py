@@ -8,13 +8,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import InvalidInputError
 from kvtier.traces.recorder import TraceRecorder
+from kvtier_pool.operator_server import RECORD, OperatorServer
 from kvtier_pool.operator_socket import Lines, address_of, send
-from kvtier_pool.recording import RecordingServer
+from kvtier_pool.recording import Record, Recordings
 from pool_rig import WAIT_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
@@ -29,9 +31,25 @@ def recorder(path: Path, max_bytes: int) -> Iterator[TraceRecorder]:
     recorder.close()
 
 
+class Server(OperatorServer):
+    """One that records, and nothing else."""
+
+    def __init__(self, record: Record = recorder) -> None:
+        self.ending = threading.Event()
+        self._recordings = Recordings(record)
+        super().__init__({RECORD: self._record})
+
+    def _record(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        self._recordings.serve(connection, request, self.ending.is_set)
+
+    def stop(self) -> None:
+        self.ending.set()
+        super().stop()
+
+
 @pytest.fixture
-def server() -> Iterator[RecordingServer]:
-    server = RecordingServer(recorder)
+def server() -> Iterator[Server]:
+    server = Server()
     server.start()
     yield server
     server.stop()
@@ -48,7 +66,7 @@ def operator() -> Iterator[socket.socket]:
 @pytest.mark.usefixtures("server")
 def test_a_request_has_its_time_however_it_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """It kept a pool from ending."""
-    monkeypatch.setattr("kvtier_pool.recording._REQUEST_S", 0.2)
+    monkeypatch.setattr("kvtier_pool.operator_server._REQUEST_S", 0.2)
 
     def is_cut() -> bool:
         with contextlib.suppress(BrokenPipeError):
@@ -87,7 +105,8 @@ def test_others_who_connect_hasten_no_report(tmp_path: Path, monkeypatch: pytest
         send(first, {**REQUEST, "file": str(tmp_path / "trace")})
         lines = Lines(first)
         assert "recording" in (lines.receive() or {})
-        for other in [stack.enter_context(operator()) for _ in range(50)]:
+        for other in [stack.enter_context(operator()) for _ in range(5)]:
+            send(other, {**REQUEST, "file": str(tmp_path / "another")})
             assert "somebody else" in str((Lines(other).receive() or {})["error"])
         progress = lines.receive()
         assert progress is not None
@@ -95,7 +114,7 @@ def test_others_who_connect_hasten_no_report(tmp_path: Path, monkeypatch: pytest
 
 
 def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_pool.recording._PAUSE_S", 3600.0)
+    monkeypatch.setattr("kvtier_pool.operator_server._PAUSE_S", 3600.0)
     tried, tries = threading.Event(), []
 
     def refuse(listening: socket.socket) -> None:
@@ -104,7 +123,7 @@ def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: 
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket.socket, "accept", refuse)
-    server = RecordingServer(recorder)
+    server = Server()
     server.start()
     assert tried.wait(WAIT_S)
     server.stop()
@@ -114,7 +133,7 @@ def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: 
 def test_a_stop_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtier_pool.recording._LAST_WAIT_S", 0.1)
+    monkeypatch.setattr("kvtier_pool.operator_server._LAST_WAIT_S", 0.1)
     answers = threading.Event()
 
     @contextlib.contextmanager
@@ -123,12 +142,19 @@ def test_a_stop_does_not_wait_for_a_disk_that_hangs(
             yield real
             answers.wait(WAIT_S)
 
-    server = RecordingServer(hanging)
+    server = Server(hanging)
     server.start()
     with operator() as connection:
         send(connection, {**REQUEST, "file": str(tmp_path / "trace")})
         assert "recording" in (Lines(connection).receive() or {})
         server.stop()
-        assert "its disk does not answer" in caplog.text
+        assert "a disk does not answer" in caplog.text
         answers.set()
-        server.stop()
+        until(lambda: all(thread.name != "kvtier-operator-call" for thread in threading.enumerate()))
+
+
+@pytest.mark.usefixtures("server")
+def test_operators_who_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_pool.operator_server._MOST_AT_ONCE", 2)
+    with operator(), operator(), operator() as third:
+        assert "enough operators" in str((Lines(third).receive() or {})["error"])
