@@ -3,11 +3,13 @@
 
 FROM python:3.11-slim-bookworm AS dependencies
 ARG PIP_INDEX_URL
+# Extras of kvtier, with spaces between: "seal" is 16 MB that only pools with storage keys need.
+ARG KVTIER_EXTRAS
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/kvtier
 # From the list in pyproject.toml alone, so that a change of the source does not download them again.
 COPY pyproject.toml deploy/base_requirements.py /build/
-RUN python /build/base_requirements.py /build/pyproject.toml > /build/requirements.txt \
+RUN python /build/base_requirements.py /build/pyproject.toml $KVTIER_EXTRAS > /build/requirements.txt \
     && pip --python /opt/kvtier/bin/python install --no-compile --only-binary :all: -r /build/requirements.txt \
     && find /opt/kvtier -type d -name tests -prune -exec rm -r {} +
 
