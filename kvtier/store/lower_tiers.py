@@ -108,11 +108,11 @@ class LowerTiers:
                 reads.fetch(cold, payload_bytes, blocks)
 
     def is_behind(self, tenant: TenantId) -> bool:
-        """Too much waits for a tier that keeps what is acknowledged: take no new block of this tenant."""
+        """Too much of this tenant waits for a tier that keeps what is acknowledged: take no new block of it."""
         return any(way.is_behind(tenant) for way in self._ways)
 
     def make_room(self) -> bool:
-        """Memory would refuse a write: lets go of what may wait no longer. True when it did."""
+        """Memory would refuse a write: lets go of some of what may wait no longer. True when it did."""
         made_room = [way.make_room() for way in self._ways]
         return any(made_room)
 

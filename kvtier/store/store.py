@@ -336,8 +336,8 @@ class Store:
         if self._below.is_behind(tenant_of(key)) and self._memory.lookup([key]) == [Status.MISS]:
             return WriteStatus.THROTTLED
         outcome = self._memory.prepare(key, nbytes, writer=writer)
-        if outcome is WriteStatus.FULL and self._below.make_room():
-            return self._memory.prepare(key, nbytes, writer=writer)
+        while outcome is WriteStatus.FULL and self._below.make_room():
+            outcome = self._memory.prepare(key, nbytes, writer=writer)
         return outcome
 
     def _count_read(self, keys: Sequence[StoreKey], blocks: Sequence[Block | None]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.write_queue import WriteQueue
 from kvtier.store.write_workers import WriteWorkers
@@ -30,9 +30,10 @@ class WriteBehindSettings:
     selective_uses: int = 2
     """The use at which `write_through_selective` writes a block. Writing it to the pool is the first."""
     queue_bytes: int
-    """Payload bytes pinned, queued and being written, from which on a tier that keeps what is acknowledged is behind;
-    at most, for another. Too small: writers are refused, or bursts kept in memory only. Too large: memory has room
-    for little else while the tier catches up."""
+    """Payload bytes pinned, queued and being written, of a tenant that is alone, from which on a tier that keeps what
+    is acknowledged is behind; at most, for another. All tenants together have twice as much at most, and each may have
+    as much as is free (`FairRoom`). Too small: writers are refused, or bursts kept in memory only. Too large: memory
+    has room for little else while the tier catches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ class WriteBehind:
     What is queued is pinned: it cannot be evicted, so it is readable until the tier has it. A tier that
     `keeps_acknowledged` gets every acknowledged block into its queue: whoever admits writes asks `is_behind` first. A
     write that was under way by then may still exceed `queue_bytes`; its room in memory was taken already. Any other
-    tier's queue ends at `queue_bytes`, and gives its room back when memory needs it (`make_room`).
+    tier's queue ends at `queue_bytes`, and gives its room back when memory needs it (`make_room`). Tenants share that
+    room and are served in turns, so a tenant waits for what it has queued itself and for a turn of each other one, and
+    never for all that another one has queued (docs/adr/0031-fair-scheduling.md).
 
     A block that finds no place in the queue, or that the tier does not take, stays in memory only; it is tried again
     while the writers are idle, when the tier has taken others, every few seconds, and at the end. So a tier that takes
@@ -84,7 +87,7 @@ class WriteBehind:
         self._settings = settings
         self._selective = settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._write_back = settings.policy is WritePolicy.WRITE_BACK
-        self._waiting = WriteQueue(metrics.write_down_queue_bytes.labels(tier.name).set)
+        self._waiting = WriteQueue(settings.queue_bytes, metrics.write_down_queue_bytes.labels(tier.name).set)
         self._uses: UseCounts[StoreKey] = UseCounts(settings.selective_uses, _MAX_COUNTED_USES)
         """Guarded by the queue's lock."""
         self._num_before_drain = 0
@@ -101,12 +104,12 @@ class WriteBehind:
         return self._writers.alive
 
     def is_behind(self, tenant: TenantId) -> bool:
-        """Too much waits for a tier that keeps what is acknowledged: take no new block of this tenant. Never of another
-        tier, and not for one that would not take the block either."""
+        """Too much of this tenant waits for a tier that keeps what is acknowledged: take no new block of it. Never of
+        another tier, and not for one that would not take the block either."""
         if not self._settings.keeps_acknowledged:
             return False
         with self._waiting.changed:
-            return self._waiting.takes_of(tenant) and self._waiting.pinned_bytes >= self._settings.queue_bytes
+            return self._waiting.takes_of(tenant) and self._waiting.is_full_for(tenant)
 
     def entered(self, keys: Sequence[StoreKey], *, acknowledged: bool, run_blocks: int) -> list[bool]:
         """Memory has these blocks from now on, and did not get them from this tier. A use. Never waits.
@@ -149,7 +152,8 @@ class WriteBehind:
             (self._owe if self._write_back else self._queue)(due, run_blocks)
 
     def make_room(self) -> bool:
-        """Memory would refuse a write: lets go of what is queued for a tier that keeps nothing. True when it did."""
+        """Memory would refuse a write: lets go of what is queued for a tier that keeps nothing, of the tenant that has
+        most waiting. True when it did."""
         if self._settings.keeps_acknowledged:
             return False
         with self._waiting.changed:
@@ -256,8 +260,8 @@ class WriteBehind:
         more than the rest. Caller holds the queue's lock."""
         if self._waiting.closing or self._waiting.is_on_its_way(key) or self._waiting.is_barred(key):
             return False
-        promised = promised and self._waiting.takes_of(TenantId(key[:TENANT_ID_BYTES]))
-        return promised or self._waiting.pinned_bytes + nbytes <= self._settings.queue_bytes
+        promised = promised and self._waiting.takes_of(tenant_of(key))
+        return promised or self._waiting.has_room(key, nbytes)
 
     def _take_back_discarded(self, queued: Sequence[StoreKey]) -> None:
         """What was discarded between its lease and the queue, the tier must not get back."""

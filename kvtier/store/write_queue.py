@@ -1,11 +1,13 @@
 """What memory has and one tier below has not got yet, and in which order it gets it. Bookkeeping only."""
 
-import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
+from kvtier.store.fair_queue import FairQueue
+from kvtier.store.fair_room import FairRoom
+from kvtier.store.keys_in_turn import KeysInTurn
 from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.host.pins import ReadPin
 
@@ -17,11 +19,15 @@ class WriteQueue:
     """Blocks on their way down. Hold `changed` around every use; every method is O(keys it names).
 
     A block is in one of these places at most: queued or owed, then with a writer; or put off, left out, or declined.
-    Only what is queued or with a writer is pinned in memory.
+    Only what is queued or with a writer is pinned in memory. Tenants are served in turns and share the room for what is
+    pinned: see `FairQueue`, `FairRoom` and docs/adr/0031-fair-scheduling.md.
     """
 
-    def __init__(self, on_pinned: Callable[[int], None]) -> None:
-        """:param on_pinned: told `pinned_bytes` whenever it has changed; must not block."""
+    def __init__(self, room_bytes: int, on_pinned: Callable[[int], None]) -> None:
+        """
+        :param room_bytes: payload bytes that one tenant may have pinned while nobody else has any.
+        :param on_pinned: told how many bytes are pinned whenever it has changed; must not block.
+        """
         self.changed = threading.Condition()
         """Guards all fields. Notified by those who change what somebody may wait for."""
         self.works = True
@@ -36,22 +42,25 @@ class WriteQueue:
         """Memory has got a block since a writer last looked at the cold end."""
         self.num_written = 0
         self._on_pinned = on_pinned
-        self._queued: dict[StoreKey, ReadPin] = {}
-        """Oldest first."""
-        self._owed: dict[StoreKey, None] = {}
-        """Blocks to be written when memory is about to evict them, or at the end. Oldest first."""
+        self._queued = FairQueue()
+        self._owed = KeysInTurn()
+        """Blocks to be written when memory is about to evict them, or at the end."""
         self._writing: dict[StoreKey, ReadPin | None] = {}
         """Blocks that are with a writer; None until the writer has its lease."""
-        self._put_off: dict[StoreKey, None] = {}
-        """Blocks in memory only, refused or crowded out, and worth another try. Oldest first."""
+        self._put_off = KeysInTurn()
+        """Blocks in memory only, refused or crowded out, and worth another try."""
         self._left_out: set[StoreKey] = set()
         """Blocks in memory only, for good, since they came too late."""
         self._declined: set[StoreKey] = set()
         """Blocks in memory only, since the tier's admission kept them out when they were last used."""
         self._barred: Counter[StoreKey] = Counter()
         """Keys that are being discarded."""
-        self.pinned_bytes = 0
-        """Payload bytes that cannot be evicted, queued and with writers. Only this class writes it."""
+        self._room = FairRoom(room_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Payload bytes that cannot be evicted, queued and with writers."""
+        return self._room.taken_bytes
 
     @property
     def num_waiting(self) -> int:
@@ -81,6 +90,14 @@ class WriteQueue:
         """Only when nothing else is pinned: what found the queue full must not lengthen it."""
         return bool(self._put_off and self.works and not self._writing)
 
+    def is_full_for(self, tenant: TenantId) -> bool:
+        """Whether as much of the tenant's is pinned as may be."""
+        return self._room.is_full_for(tenant)
+
+    def has_room(self, key: StoreKey, nbytes: int) -> bool:
+        """Whether a block of so many bytes may be pinned that nobody was promised."""
+        return self._room.fits(tenant_of(key), nbytes)
+
     def takes_of(self, tenant: TenantId) -> bool:
         """Whether the tier may be expected to take the tenant's blocks, though perhaps late."""
         return not self._fails and tenant not in self._without_room
@@ -93,8 +110,8 @@ class WriteQueue:
         """Notes what the tier said of the blocks that it was last given."""
         if not answers:
             return
-        took = {_tenant_of(key) for key, answer in answers.items() if answer in TAKEN}
-        refused = {_tenant_of(key) for key, answer in answers.items() if answer is WriteStatus.FULL}
+        took = {tenant_of(key) for key, answer in answers.items() if answer in TAKEN}
+        refused = {tenant_of(key) for key, answer in answers.items() if answer is WriteStatus.FULL}
         self._without_room = (self._without_room | refused) - took
         self.works = bool(took)
         if took or any(answer is not WriteStatus.FULL for answer in answers.values()):
@@ -110,17 +127,17 @@ class WriteQueue:
 
     def push(self, key: StoreKey, lease: ReadPin) -> None:
         """Queues a block that is not on its way; `lease` is the queue's until somebody takes it out."""
-        self._put_off.pop(key, None)
+        self._put_off.discard(key)
         self._declined.discard(key)
-        self._queued[key] = lease
-        self._add_pinned(len(lease.view))
+        self._queued.push(key, lease)
+        self._note_pinned({key: lease})
 
     def owes(self, keys: Iterable[StoreKey]) -> bool:
         """Whether one of `keys` is owed."""
         return any(key in self._owed for key in keys)
 
     def owe(self, key: StoreKey) -> None:
-        self._owed[key] = None
+        self._owed.add(key)
         self._declined.discard(key)
 
     def decline(self, key: StoreKey) -> None:
@@ -131,58 +148,58 @@ class WriteQueue:
         return [key for key in keys if key in self._declined]
 
     def put_off(self, key: StoreKey) -> None:
-        self._put_off[key] = None
+        self._put_off.add(key)
 
     def leave_out(self, key: StoreKey) -> None:
         self._left_out.add(key)
 
     def take_queued(self, most: int) -> dict[StoreKey, ReadPin | None]:
-        """Hands the oldest queued blocks to a writer, with their leases."""
-        batch: dict[StoreKey, ReadPin | None] = {
-            key: self._queued.pop(key) for key in list(itertools.islice(self._queued, most))
-        }
+        """Hands the queued blocks whose turn it is to a writer, with their leases."""
+        batch: dict[StoreKey, ReadPin | None] = {**self._queued.take(most)}
         self._writing.update(batch)
         return batch
 
     def take_owed(self, among: Iterable[StoreKey] | None, most: int) -> list[StoreKey]:
         """Hands owed blocks to a writer, who pins them: those of `among`, or any when that is None."""
-        owed = self._owed if among is None else (key for key in among if key in self._owed)
-        return self._hand_over(itertools.islice((key for key in owed if key not in self._writing), most))
+        return self._hand_over(self._owed.take(most, among=among, but=self._writing))
 
     def take_put_off(self, most: int) -> list[StoreKey]:
-        """Hands blocks that were put off to a writer, who pins them. Oldest first."""
-        return self._hand_over(itertools.islice(self._put_off, most))
+        """Hands blocks that were put off to a writer, who pins them."""
+        return self._hand_over(self._put_off.take(most))
 
     def pin(self, batch: dict[StoreKey, ReadPin | None]) -> None:
         """What `take_owed` or `take_put_off` gave has these leases; None: memory has it no more."""
         self._writing.update(batch)
-        self._add_pinned(sum(len(lease.view) for lease in batch.values() if lease is not None))
+        self._note_pinned({key: lease for key, lease in batch.items() if lease is not None})
 
     def finish(self, key: StoreKey, lease: ReadPin | None) -> None:
         """The writer is done with the block."""
         del self._writing[key]
         if lease is not None:
-            self._add_pinned(-len(lease.view))
+            self._note_pinned({key: lease}, -1)
 
     def unpin(self) -> list[ReadPin]:
-        """Puts off all that is queued; the caller releases the leases."""
-        self._put_off.update(dict.fromkeys(self._queued))
-        return self._drain_queued()
+        """Puts off all that is queued of the tenant of whom most is pinned; the caller releases the leases."""
+        most = max(self._queued.tenants, key=self._room.taken_by, default=None)
+        leases = self._drain([most] if most is not None else [])
+        for key in leases:
+            self._put_off.add(key)
+        return list(leases.values())
 
     def give_up(self) -> list[ReadPin]:
         """Forgets what waits, and leaves out what was put off; the caller releases the leases."""
         self._owed.clear()
         self._left_out.update(self._put_off)
         self._put_off.clear()
-        return self._drain_queued()
+        return list(self._drain(self._queued.tenants).values())
 
     def bar(self, keys: set[StoreKey]) -> list[ReadPin]:
         """None of these blocks gets on its way until `unbar`; the caller releases the leases of those that waited."""
         self._barred.update(keys)
-        leases = [self._queued.pop(key) for key in keys & self._queued.keys()]
-        self._add_pinned(-sum(len(lease.view) for lease in leases))
+        leases = {key: self._queued.pop(key) for key in keys if key in self._queued}
+        self._note_pinned(leases, -1)
         self.forget(keys)
-        return leases
+        return list(leases.values())
 
     def unbar(self, keys: set[StoreKey]) -> None:
         self._barred -= Counter(keys)
@@ -198,29 +215,26 @@ class WriteQueue:
     def forget(self, keys: Iterable[StoreKey]) -> None:
         """These blocks are not missed by the tier any more. Not for what is queued."""
         for key in keys:
-            self._owed.pop(key, None)
-            self._put_off.pop(key, None)
+            self._owed.discard(key)
+            self._put_off.discard(key)
             self._left_out.discard(key)
             self._declined.discard(key)
 
-    def _hand_over(self, keys: Iterator[StoreKey]) -> list[StoreKey]:
-        taken = list(keys)
+    def _hand_over(self, taken: list[StoreKey]) -> list[StoreKey]:
         for key in taken:
-            self._owed.pop(key, None)
-            self._put_off.pop(key, None)
+            self._owed.discard(key)
+            self._put_off.discard(key)
         self._writing.update(dict.fromkeys(taken))
         return taken
 
-    def _drain_queued(self) -> list[ReadPin]:
-        leases = list(self._queued.values())
-        self._queued.clear()
-        self._add_pinned(-sum(len(lease.view) for lease in leases))
+    def _drain(self, tenants: Iterable[TenantId]) -> dict[StoreKey, ReadPin]:
+        """Takes all of these tenants out of the queue."""
+        leases = self._queued.pop_all(tenants)
+        self._note_pinned(leases, -1)
         return leases
 
-    def _add_pinned(self, nbytes: int) -> None:
-        self.pinned_bytes += nbytes
-        self._on_pinned(self.pinned_bytes)
-
-
-def _tenant_of(key: StoreKey) -> TenantId:
-    return TenantId(key[:TENANT_ID_BYTES])
+    def _note_pinned(self, leases: Mapping[StoreKey, ReadPin], sign: int = 1) -> None:
+        """These leases pin their blocks from now on or, with -1, do so no more."""
+        for key, lease in leases.items():
+            self._room.add(tenant_of(key), sign * len(lease.view))
+        self._on_pinned(self._room.taken_bytes)
