@@ -18,7 +18,15 @@ from typer.core import TyperCommand, TyperGroup
 class LazyGroup(TyperGroup):
     """A group of commands by entry points, and of others beside them."""
 
-    def __init__(self, name: str, group: str, *, help: str, beside: Sequence[TyperCommand | TyperGroup] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        *,
+        help: str,
+        epilog: str | None = None,
+        beside: Sequence[TyperCommand | TyperGroup] = (),
+    ) -> None:
         """`group` is the group of entry points, each of a `typer.Typer` or of a function; `beside` are in memory."""
         self._entries: Mapping[str, EntryPoint] = {entry.name: entry for entry in entry_points(group=group)}
         commands: dict[str, Any] = {name: _listed(entry) for name, entry in self._entries.items()}
@@ -27,9 +35,11 @@ class LazyGroup(TyperGroup):
         super().__init__(
             name=name,
             help=help,
+            epilog=epilog,
             commands=dict(sorted(commands.items())),
             no_args_is_help=True,
             rich_markup_mode=None,
+            context_settings={"help_option_names": ["-h", "--help"]},  # of the commands below, too
         )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

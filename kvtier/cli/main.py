@@ -5,7 +5,10 @@ kvtier.bench      name -> function: one case of `kvtier bench`
 """
 
 import sys
+from importlib.metadata import version
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvtier.cli.commands import LazyGroup, has_entries
@@ -13,12 +16,25 @@ from kvtier.errors import KvtierError
 
 COMMANDS = "kvtier.commands"
 BENCH_CASES = "kvtier.bench"
+_HELP = "Multi-tier KV cache offload for LLM inference."
+_EPILOG = (
+    "Exit codes: 0 done; 1 it failed, and the last line of standard error says why and what to do; 2 the command line "
+    "is wrong. Completion: kvtier --install-completion."
+)
 _BENCH_HELP = "Measure, beside a floor or a peer in the same run."
+
+
+def _print_version(ctx: typer.Context, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        print(f"kvtier {version('kvtier')}")
+        ctx.exit()
 
 
 def make_app() -> TyperGroup:
     """The whole command tree. Imports no module of a command: that comes with the call of one."""
-    return LazyGroup("kvtier", COMMANDS, help="Multi-tier KV cache offload for LLM inference.", beside=[_bench()])
+    app = LazyGroup("kvtier", COMMANDS, help=_HELP, epilog=_EPILOG, beside=[_bench()])
+    app.params.extend(_top_options())
+    return app
 
 
 def main() -> None:
@@ -37,6 +53,21 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+
+
+def _top_options() -> list[Any]:
+    """The options of `kvtier` itself: the release, and what makes shells complete its commands."""
+    around = typer.Typer(rich_markup_mode=None)  # adds --install-completion and --show-completion
+    around.callback()(_top)
+    return [param for param in typer.main.get_command(around).params if param.name != "help"]
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the release and exit.")
+    ] = False,
+) -> None:
+    """Does nothing: its options end the process."""
 
 
 def _bench() -> TyperCommand | TyperGroup:

@@ -1,8 +1,9 @@
 """Options that commands have in common, and the check that what they name can be written."""
 
+import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,6 +11,11 @@ from kvtier.cli.plot import require_drawable
 from kvtier.errors import ConfigError
 
 STANDARD_OUTPUT = Path("-")
+
+
+def print_json(value: Any) -> None:
+    """Prints `value` to standard output, indented."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def require_writable(option: str, path: Path) -> None:

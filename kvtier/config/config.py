@@ -43,6 +43,7 @@ class Config(Section):
     """Tenants that a request to this engine may name for itself. Only for engines that only a gateway reaches, which
     lets no client choose: whoever names a tenant reads its cache."""
     tenants: dict[str, TenantConfig] = Field(default={})
+    """The tenants, each a table by its name."""
     operators: dict[str, RoleConfig] = Field(default={})
     """Pool only: who administers all tenants over the HTTP port, and has no blocks."""
     observers: dict[str, RoleConfig] = Field(default={})

@@ -278,6 +278,7 @@ class PoolConfig(Section):
     tls_server_name: str | None = None
     """What the pool's certificate must be for; without, the host in `address`."""
     connect_timeout_s: Seconds = 1.0
+    """Deadline of one connection, its TLS handshake included."""
     call_timeout_s: Annotated[float, Field(gt=0, le=30)] = 5.0
     """Deadline of one call; the pool itself ends those that take over a minute. Below the time of a good transfer
     of `batch_blocks`, nothing hits."""

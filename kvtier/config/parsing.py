@@ -57,7 +57,8 @@ def parse_config(
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(source, e) for e in error.errors())) from error
+        variables = overridden_keys(environ)
+        raise ConfigError("\n".join(_explain(source, variables, e) for e in error.errors())) from error
     config._source, config._folder, config._environ = source, folder, environ
     for table in _NAMED_TABLES:
         for name in getattr(config, table):
@@ -72,6 +73,15 @@ def parse_config(
         if name not in config.tenants:
             raise ConfigError(f"{source}: {key}: {name!r} has no table{nearest(name, config.tenants)}")
     return config
+
+
+def overridden_keys(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the keys that variables of the environment set, with dots, and the name of the variable of each."""
+    return {
+        variable.removeprefix(OVERRIDE_PREFIX).lower().replace("__", "."): variable
+        for variable in environ
+        if variable.startswith(OVERRIDE_PREFIX)
+    }
 
 
 def merge_tables(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,9 +128,15 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def _explain(source: str, error: Any) -> str:
+def _explain(source: str, variables: Mapping[str, str], error: Any) -> str:
+    """Returns a line about one error of pydantic's.
+
+    :param variables: key -> the variable of the environment that has set it, which is then to blame, not the file.
+    """
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
+    of_key = [variable for known, variable in variables.items() if f"{key}.".startswith(f"{known}.")]
+    source = f"environment variable {of_key[0]}" if of_key else source
     if error["type"] == "extra_forbidden":
         return f"{source}: {key}: unknown key{nearest(location[-1], _fields_beside(location))}"
     message = error["msg"].removeprefix("Value error, ")  # pydantic's, before words of ours

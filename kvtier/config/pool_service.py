@@ -115,6 +115,7 @@ class PoolServiceConfig(Section):
     """Redis or Valkey below memory and disk, shared by all pools of a site: `redis://host:port/0`, `rediss://`,
     `unix://`, `redis+sentinel://host:port,host:port/service`, `redis+cluster://host:port`. Without: no such tier."""
     redis_username: str | None = None
+    """The user of its ACLs; without, the server's default user."""
     redis_password: str | None = None
     """`env:NAME` or `file:PATH`, never the password itself."""
     redis_ttl_s: Annotated[int, Field(ge=0, le=2**31)] = 86_400

@@ -1,0 +1,46 @@
+"""What a configuration comes to, key by key, and who has set each."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvtier.config import load_config
+from kvtier.config.parsing import overridden_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a configuration that was read."""
+
+    key: str
+    """The name, with dots."""
+    value: Any
+    """The value as JSON has it. Secrets stand there as they stand in the file: `env:NAME` or `file:PATH`."""
+    source: str
+    """`default`, the file's name, or the name of a variable of the environment."""
+
+
+def settings_of(file: Path, environ: Mapping[str, str]) -> list[Setting]:
+    """Returns every key with its value. Raises `ConfigError` for a file that cannot be read or has errors."""
+    config = load_config(file, environ)
+    variables = overridden_keys(environ)
+    return [
+        Setting(key, value, variables.get(key, str(file) if is_set else "default"))
+        for key, value, is_set in _values("", config)
+    ]
+
+
+def _values(prefix: str, section: BaseModel) -> Iterator[tuple[str, Any, bool]]:
+    for name in type(section).model_fields:
+        value, is_set = getattr(section, name), name in section.model_fields_set
+        path = f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from _values(f"{path}.", value)
+        elif isinstance(value, dict):
+            for named, below in value.items():
+                yield from _values(f"{path}.{named}.", below)
+        else:
+            yield path, section.model_dump(mode="json", include={name})[name], is_set

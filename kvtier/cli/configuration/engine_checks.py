@@ -1,0 +1,90 @@
+"""What `kvtier config check` says of an engine's settings, whichever engine it is."""
+
+from collections.abc import Iterable
+
+from kvtier.config import Config
+from kvtier.config.findings import Finding, Severity, errors_of, fields_of, room_on_disk, size_words, without_effect
+from kvtier.system.memory import available_bytes
+
+_FEW_BLOCKS = 200
+
+
+def is_of_an_engine(config: Config) -> bool:
+    """Whether the file says whose blocks an engine has, which every engine needs."""
+    return config.tenant is not None or bool(config.gateway_tenants)
+
+
+def engine_findings(config: Config) -> Iterable[Finding]:
+    """Looks at what kvtier's own engine, vLLM's and SGLang's plug-ins have in common."""
+    if not is_of_an_engine(config):
+        return
+    yield from errors_of(lambda: config.verifies_on_device("cuda"), config.pool_tls)
+    for name in config.engine_tenants():
+        yield from errors_of(lambda name=name: config.chain_secret(name), lambda name=name: config.carriage_keys(name))  # type: ignore[misc]
+        yield from errors_of(lambda name=name: config.storage_seals([name]))  # type: ignore[misc]
+        if config.pool.address:
+            yield from errors_of(lambda name=name: config.pool_token(name))  # type: ignore[misc]
+    yield from _memory(config)
+    yield from _disk(config)
+    yield from _pool(config)
+
+
+def _memory(config: Config) -> Iterable[Finding]:
+    wanted, available = config.host_bytes(), available_bytes()
+    if available is not None and wanted > available:
+        yield Finding(
+            Severity.WARNING,
+            "host.capacity_bytes",
+            f"{size_words(wanted)} are touched at the start, and {size_words(available)} are available now: the kernel "
+            "may end the engine. Lower it, or free memory",
+        )
+
+
+def _disk(config: Config) -> Iterable[Finding]:
+    disk = config.disk
+    if disk.directory is None:
+        yield from without_effect(config, "disk", fields_of(config, "disk"), "directory")
+        return
+    folder = config.resolve_path(disk.directory)
+    yield from room_on_disk(
+        "disk.capacity_bytes", folder, int(disk.capacity_bytes), int(disk.reserve_bytes), "disk.reserve_bytes"
+    )
+
+
+def _pool(config: Config) -> Iterable[Finding]:
+    pool, cache = config.pool, config.cache
+    if not pool.address:
+        yield from without_effect(config, "pool", fields_of(config, "pool"), "address")
+        if config.disk.directory is None:
+            yield Finding(
+                Severity.WARNING,
+                "pool.address",
+                "neither a pool nor a disk is below host memory: nothing is shared, and nothing survives a restart. "
+                "Set pool.address or disk.directory",
+            )
+        return
+    if pool.call_timeout_s > cache.load_deadline_s:
+        yield Finding(
+            Severity.WARNING,
+            "pool.call_timeout_s",
+            f"{pool.call_timeout_s:g} s, and the whole load ends after cache.load_deadline_s = "
+            f"{cache.load_deadline_s:g} s: a call that is slow costs the load, and the breaker hears of it late",
+        )
+    if pool.connect_timeout_s > cache.lookup_deadline_s:
+        yield Finding(
+            Severity.WARNING,
+            "pool.connect_timeout_s",
+            f"{pool.connect_timeout_s:g} s, and a lookup waits cache.lookup_deadline_s = {cache.lookup_deadline_s:g} s "
+            "at the most: make it no longer",
+        )
+    others = [address for address in pool.address if not address.removeprefix("grpc:").startswith("unix:")]
+    if others and pool.tls_ca is None and not all(_is_local(address) for address in others):
+        yield Finding(
+            Severity.WARNING,
+            "pool.tls_ca",
+            f"not set: token and blocks travel to {', '.join(others)} in the clear (docs/tls.md)",
+        )
+
+
+def _is_local(address: str) -> bool:
+    return address.removeprefix("grpc:").rpartition(":")[0].strip("[]") in ("localhost", "127.0.0.1", "::1")

@@ -1,0 +1,97 @@
+"""What a look at a configuration finds, before anything is started with it."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvtier.config.config import Config
+from kvtier.config.reference import texts_of
+from kvtier.errors import ConfigError
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    """Nothing starts with it."""
+    WARNING = "warning"
+    """It starts, and something is wasted, useless or contradictory."""
+    NOTE = "note"
+    """Nothing is wrong: it says what the settings come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about a configuration."""
+
+    severity: Severity
+    key: str
+    """The key that it is about, with dots."""
+    text: str
+    """What is found, and what to do about it."""
+
+
+Checks = Callable[[Config], Iterable[Finding]]
+"""What looks at a configuration for one kind of process. It changes nothing, opens no connection and loads no model."""
+
+
+def errors_of(*attempts: Callable[[], object]) -> Iterable[Finding]:
+    """Calls each, and yields an error for each `ConfigError` that is raised."""
+    for attempt in attempts:
+        try:
+            attempt()
+        except ConfigError as error:
+            yield Finding(Severity.ERROR, "", str(error))
+
+
+def without_effect(config: Config, table: str, names: Iterable[str], needed: str) -> Iterable[Finding]:
+    """Yields a warning for each key of `names` that is set although `needed`, which gives it a meaning, is not.
+
+    :param needed: the key without which the others do nothing, in the same table.
+    """
+    section = getattr(config, table)
+    for name in names:
+        if name != needed and name in section.model_fields_set:
+            yield Finding(Severity.WARNING, f"{table}.{name}", f"has no effect without {table}.{needed}; set that too")
+
+
+def fields_of(config: Config, table: str, prefix: str = "") -> list[str]:
+    """Returns the names of all keys of a table that begin with `prefix`."""
+    return [name for name in texts_of(type(getattr(config, table))) if name.startswith(prefix)]
+
+
+def room_on_disk(
+    key: str, folder: Path, capacity_bytes: int, reserve_bytes: int, reserve_key: str
+) -> Iterable[Finding]:
+    """Yields what is wrong with a disk tier's size, on the file system that its folder is on or will be on."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        yield Finding(Severity.ERROR, key, f"{there} is not a folder; name another one")
+        return
+    usage = shutil.disk_usage(there)
+    if usage.free <= reserve_bytes:
+        yield Finding(
+            Severity.WARNING,
+            reserve_key,
+            f"{size_words(reserve_bytes)} are kept free for others, and the file system of {folder} has "
+            f"{size_words(usage.free)} free: nothing will be stored. Lower {reserve_key}, or use a larger file system",
+        )
+    elif capacity_bytes > usage.total - reserve_bytes:
+        yield Finding(
+            Severity.WARNING,
+            key,
+            f"{size_words(capacity_bytes)} will never be had: the file system of {folder} has "
+            f"{size_words(usage.total)}, of which {size_words(reserve_bytes)} stay free; the tier takes what there is",
+        )
+
+
+def size_words(amount: float) -> str:
+    """`amount` bytes for people: at most one decimal, in the largest unit that it fills."""
+    value, unit = float(amount), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:,.1f}".removesuffix(".0") + f" {unit}"

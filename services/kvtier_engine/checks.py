@@ -1,0 +1,67 @@
+"""What `kvtier config check` says of the settings of kvtier's own engine."""
+
+from collections.abc import Iterable
+
+from kvtier.cli.sizing.model_shape import load_model_shape
+from kvtier.config import Config
+from kvtier.config.findings import Finding, Severity, size_words
+from kvtier.errors import ConfigError
+
+_MOST_TOKENS_PER_BLOCK = 256
+_FEW_TOKENS = 4096
+
+
+def own_engine_findings(config: Config) -> Iterable[Finding]:
+    """Looks at a file whose table `engine` is set. Imports no torch."""
+    engine = config.engine
+    if "engine" not in config.model_fields_set:
+        return
+    if not engine.cache and (config.pool.address or config.disk.directory is not None):
+        yield Finding(Severity.WARNING, "engine.cache", "false: neither the pool nor the disk is used; set it to true")
+    if engine.lossy_codec != "none" and engine.dtype != "bfloat16":
+        yield Finding(Severity.ERROR, "engine.lossy_codec", 'needs engine.dtype = "bfloat16"; set it, or "none" here')
+    tokens = config.cache.tokens_per_block
+    if tokens > _MOST_TOKENS_PER_BLOCK or tokens & (tokens - 1):
+        yield Finding(Severity.ERROR, "cache.tokens_per_block", f"{tokens}: this engine takes powers of two up to 256")
+    yield from _model(config)
+
+
+def _model(config: Config) -> Iterable[Finding]:
+    if config.engine.model is None:
+        yield Finding(Severity.WARNING, "engine.model", "missing: `kvtier engine serve` then needs --model")
+        return
+    path = config.resolve_path(config.engine.model)
+    if not path.exists():
+        yield Finding(Severity.ERROR, "engine.model", f"{path} is not there; name a Hugging Face folder or a GGUF file")
+        return
+    if path.is_file():
+        return  # a GGUF's shape is known when it has been dequantised
+    try:
+        shape = load_model_shape(path)
+    except ConfigError as error:
+        yield Finding(Severity.ERROR, "engine.model", str(error))
+        return
+    yield from _sizes(config, shape.bytes_per_token(config.engine.dtype))
+
+
+def _sizes(config: Config, token_bytes: int) -> Iterable[Finding]:
+    tokens = int(config.engine.kv_bytes) // token_bytes
+    if tokens < _FEW_TOKENS:
+        yield Finding(
+            Severity.WARNING,
+            "engine.kv_bytes",
+            f"{tokens:,} tokens at {size_words(token_bytes)} each: longer prompts are refused, and prefixes are "
+            "evicted before they are hit; raise it",
+        )
+    block = token_bytes * config.cache.tokens_per_block
+    capacities = [("engine.kv_bytes", int(config.engine.kv_bytes)), ("host.capacity_bytes", config.host_bytes())]
+    if config.disk.directory is not None:
+        capacities.append(("disk.capacity_bytes", int(config.disk.capacity_bytes)))
+    for key, nbytes in capacities:
+        yield Finding(
+            Severity.NOTE,
+            key,
+            f"{size_words(nbytes)} are {nbytes // block:,} blocks of {config.cache.tokens_per_block} tokens, "
+            f"{nbytes // token_bytes:,} tokens, or {nbytes // (token_bytes * _FEW_TOKENS):,} conversations of "
+            f"{_FEW_TOKENS:,} tokens",
+        )

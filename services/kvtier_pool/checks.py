@@ -1,0 +1,104 @@
+"""What `kvtier config check` says of a pool's settings."""
+
+from collections.abc import Iterable
+
+from kvtier.config import Config
+from kvtier.config.findings import Finding, Severity, errors_of, fields_of, room_on_disk, size_words, without_effect
+from kvtier.system.memory import available_bytes
+from kvtier.system.open_files import reachable_open_files
+from kvtier_pool.exposure import require_protected, tokens_in_clear
+
+_DESCRIPTORS_PER_CONNECTION = 4
+"""Two ports, and for a moment twice as many connections of each."""
+
+
+def pool_findings(config: Config) -> Iterable[Finding]:
+    """Looks at a file with credentials of tenants, or with the table `pool_service`."""
+    is_a_pools = any(tenant.token_sha256 or tenant.certificate_names for tenant in config.tenants.values())
+    if not is_a_pools and "pool_service" not in config.model_fields_set:
+        return
+    yield from errors_of(
+        config.require_clients,
+        config.accepted_tokens,
+        config.accepted_certificates,
+        config.redis_password,
+        lambda: require_protected(config),
+        lambda: config.storage_seals(config.tenants),
+    )
+    yield from _http(config)
+    yield from _memory(config)
+    yield from _disk(config)
+    yield from _guarantees(config)
+    if config.pool_service.redis_url is None:
+        yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "redis_"), "redis_url")
+    yield from _connections(config)
+
+
+def _http(config: Config) -> Iterable[Finding]:
+    reason = tokens_in_clear(config)
+    if reason is not None:
+        yield Finding(Severity.WARNING, "pool_service.http_listen", f"takes no token of an operator: {reason}")
+
+
+def _memory(config: Config) -> Iterable[Finding]:
+    wanted, available = int(config.pool_service.memory_bytes), available_bytes()
+    if available is not None and wanted > available:
+        yield Finding(
+            Severity.WARNING,
+            "pool_service.memory_bytes",
+            f"{size_words(wanted)}, and {size_words(available)} are available now: the kernel will end the pool when "
+            "its memory fills. Lower it, or free memory",
+        )
+
+
+def _disk(config: Config) -> Iterable[Finding]:
+    table = config.pool_service
+    if table.disk_dir is None:
+        yield from without_effect(config, "pool_service", fields_of(config, "pool_service", "disk_"), "disk_dir")
+        return
+    yield from room_on_disk(
+        "pool_service.disk_bytes",
+        config.resolve_path(table.disk_dir),
+        int(table.disk_bytes),
+        int(table.disk_reserve_bytes),
+        "pool_service.disk_reserve_bytes",
+    )
+
+
+def _guarantees(config: Config) -> Iterable[Finding]:
+    table = config.pool_service
+    tiers = {"memory": int(table.memory_bytes)} | ({"disk": int(table.disk_bytes)} if table.disk_dir else {})
+    for tier, nbytes in tiers.items():
+        guaranteed = sum(getattr(tenant, tier).guaranteed_bytes for tenant in config.tenants.values())
+        if guaranteed > nbytes:
+            yield Finding(
+                Severity.ERROR,
+                f"tenants.*.{tier}.guaranteed_bytes",
+                f"{size_words(guaranteed)} in all, and pool_service.{tier}_bytes is {size_words(nbytes)}; "
+                "guarantee less",
+            )
+    if table.disk_dir is None:
+        for name, tenant in config.tenants.items():
+            if "disk" in tenant.model_fields_set:
+                yield Finding(
+                    Severity.WARNING,
+                    f"tenants.{name}.disk",
+                    "has no effect without pool_service.disk_dir; set that too",
+                )
+            if table.redis_url is None and tenant.storage_keys is not None:
+                yield Finding(
+                    Severity.WARNING,
+                    f"tenants.{name}.storage_keys",
+                    "has no effect: there is neither a disk (disk_dir) nor a Redis (redis_url)",
+                )
+
+
+def _connections(config: Config) -> Iterable[Finding]:
+    needed, limit = config.pool_service.max_connections * _DESCRIPTORS_PER_CONNECTION, reachable_open_files()
+    if needed > limit:
+        yield Finding(
+            Severity.WARNING,
+            "pool_service.max_connections",
+            f"{config.pool_service.max_connections} need {needed:,} open files at times, and this process may have "
+            f"{limit:,}: raise the limit (ulimit -Hn, LimitNOFILE=), or lower the key",
+        )

@@ -1,0 +1,157 @@
+"""`kvtier config`, in processes of its own as people call it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.configuration.command import findings as findings_of
+from kvtier.cli.configuration.command import markdown_page
+from kvtier.config.reference import keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+SECRETS = {
+    "KVTIER_SECRET": "0123456789abcdef0123",
+    "KVTIER_TOKEN": "fedcba9876543210fedc",
+    "KVTIER_TOKEN_SHA256": "ab" * 32,
+}
+
+ENGINE = "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\ntoken = 'env:KVTIER_TOKEN'\n"
+POOL = f"[tenants.a]\ntoken_sha256 = ['{'ab' * 32}']\n[pool_service]\n"
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER")}
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.cli.main", "config", *arguments],
+        capture_output=True,
+        text=True,
+        env=clean | environ,
+        timeout=60,
+        check=False,
+    )
+
+
+def findings(file: Path, **environ: str) -> tuple[int, list[dict[str, str]]]:
+    done = run("check", str(file), "--json", **environ)
+    answer = json.loads(done.stdout)
+    assert answer["ok"] is (done.returncode == 0), done.stderr
+    return done.returncode, answer["findings"]
+
+
+@pytest.mark.parametrize("role", ["engine", "pool"])
+def test_a_file_to_begin_with_can_be_used(role: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    assert run("init", role, "--output", str(file)).returncode == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    code, found = findings(file, **SECRETS)
+    assert code == 0, found
+    again = run("init", role, "--output", str(file))
+    assert (again.returncode, "File exists" in again.stderr) == (1, True)
+
+
+def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    for role in ("engine", "pool"):
+        text = run("init", role).stdout
+        lines = [line.removeprefix("# ") for line in text.splitlines()]
+        wanted = {line.split(" = ")[0]: line for line in lines if line.startswith("[") or " = " in line}
+        file.write_text("\n".join(wanted.values()))
+        _, found = findings(file, **SECRETS, KVTIER_REDIS_PASSWORD="x", KVTIER_OPERATOR_SHA256="cd" * 32)
+        wrong = [finding["text"] for finding in found if "unknown key" in finding["text"] or "TOML" in finding["text"]]
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "severity", "parts"),
+    [
+        ("[pool]\nadress = 'x:1'", "error", ["pool.adress", "did you mean 'address'"]),
+        ("tenant = 'a'\n[tenants.a]\nsecret = 'env:NOPE'", "error", ["tenants.a.secret", "NOPE is missing"]),
+        (f"{ENGINE}[disk]\nsync = 'batch'", "warning", ["disk.sync", "disk.directory"]),
+        (ENGINE, "warning", ["pool.address", "nothing is shared"]),
+        (f"{ENGINE}[host]\ncapacity_bytes = '1000TiB'", "warning", ["host.capacity_bytes"]),
+        (f"{ENGINE}[pool]\naddress = 'pool.site:7600'", "warning", ["pool.tls_ca", "in the clear"]),
+        (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),
+        (f"{POOL}listen = ['0.0.0.0:7600']", "error", ["pool_service.listen", "insecure"]),
+        (f"{POOL}memory_bytes = '1000TiB'", "warning", ["pool_service.memory_bytes"]),
+        (f"{POOL}redis_ttl_s = 5", "warning", ["pool_service.redis_ttl_s", "redis_url"]),
+        (f"{POOL}disk_dir = 'd'\ndisk_bytes = '900TiB'", "warning", ["pool_service.disk_bytes", "never be had"]),
+        (
+            f"{POOL}disk_dir = 'd'\ndisk_reserve_bytes = '900TiB'",
+            "warning",
+            ["pool_service.disk_reserve_bytes", "nothing will be stored"],
+        ),
+        (
+            f"{POOL}memory_bytes = '2MiB'\n[tenants.a.memory]\nguaranteed_bytes = '4MiB'",
+            "error",
+            ["guaranteed_bytes", "guarantee less"],
+        ),
+        ("[pool_service]\nmemory_bytes = '2MiB'", "error", ["no token_sha256 anywhere"]),
+        ("", "warning", ["no key is set"]),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_starts(
+    text: str, severity: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("KVTIER__")]:
+        monkeypatch.delenv(name)
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "kvtier.toml"
+    file.write_text(text)
+    found = findings_of(file)
+    said = [f"{finding.key}: {finding.text}" for finding in found if finding.severity == severity]
+    assert any(all(part in line for part in parts) for line in said), found
+    assert severity == "error" or not any(finding.severity == "error" for finding in found), found
+
+
+def test_sizes_are_told_in_tokens_of_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (model / "config.json").write_text(json.dumps(shape))
+    file = tmp_path / "kvtier.toml"
+    file.write_text(
+        "tenant = 'a'\n[tenants.a]\nsecret = 'env:KVTIER_SECRET'\n[engine]\nmodel = 'model'\nkv_bytes = '64MiB'"
+    )
+    _, found = findings(file, **SECRETS)
+    texts = [finding["text"] for finding in found if finding["key"] == "engine.kv_bytes"]
+    assert any("2,912 tokens" in text or "2,912" in text for text in texts), texts
+
+
+def test_an_error_of_the_environment_names_the_variable(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[pool_service]\nmemory_bytes = '1GiB'\n")
+    for variable, part in (("MEMORY_BYTES", "could not parse"), ("MEMROY_BYTES", "did you mean 'memory_bytes'")):
+        _, found = findings(file, **{f"KVTIER__POOL_SERVICE__{variable}": "banana"})
+        assert f"environment variable KVTIER__POOL_SERVICE__{variable}: " in found[0]["text"]
+        assert part in found[0]["text"]
+        assert str(file) not in found[0]["text"]
+
+
+def test_show_says_who_has_set_what(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[pool_service]\nmemory_bytes = '1GiB'\nredis_password = 'env:NEVER_SHOWN'\n")
+    done = run("show", str(file), "--json", KVTIER__HOST__POLICY="lfu", NEVER_SHOWN="hidden")
+    settings = {found["key"]: (found["value"], found["source"]) for found in json.loads(done.stdout)["settings"]}
+    assert settings == {
+        "host.policy": ("lfu", "KVTIER__HOST__POLICY"),
+        "pool_service.memory_bytes": (2**30, str(file)),
+        "pool_service.redis_password": ("env:NEVER_SHOWN", str(file)),
+    }
+    everything = json.loads(run("show", str(file), "--all", "--json").stdout)["settings"]
+    assert {"key": "cache.tokens_per_block", "value": 16, "source": "default"} in everything
+
+
+def test_keys_by_their_beginning() -> None:
+    found = json.loads(run("keys", "pool_service.redis_t", "--json").stdout)["keys"]
+    assert [key["key"] for key in found] == ["pool_service.redis_ttl_s", "pool_service.redis_timeout_s"]
+    wrong = run("keys", "pol")
+    assert (wrong.returncode, "no key begins with 'pol'" in wrong.stderr) == (1, True)
+
+
+def test_the_page_is_what_the_command_prints() -> None:
+    assert PAGE.read_text() == markdown_page(keys()), "kvtier config keys --markdown > docs/configuration.md"
