@@ -1,0 +1,80 @@
+"""`kvtier size`: bytes of KV by the shape of models, and what is worth fetching."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+
+from kvtier.cli.sizing.cli import size
+from kvtier.cli.sizing.estimate import Demand, break_even_bytes_per_s, estimate, ways
+from kvtier.cli.sizing.model_shape import load_model_shape
+from kvtier.errors import ConfigError
+
+LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+def folder(tmp_path: Path, raw: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("raw", "values", "windowed"),
+    [
+        (LLAMA_8B, 32 * 2 * 8 * 128, 0),
+        ({**LLAMA_8B, "head_dim": 256}, 32 * 2 * 8 * 256, 0),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 2 * 2 * 4 * 16, 0),
+        ({**LLAMA_8B, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 32 * 576, 0),
+        ({"text_config": LLAMA_8B, "vision_config": {}}, 32 * 2 * 8 * 128, 0),
+        ({**LLAMA_8B, "layer_types": ["sliding_attention"] * 24 + ["full_attention"] * 8}, 8 * 2 * 8 * 128, 24),
+        ({**LLAMA_8B, "sliding_window": 4096}, 0, 32),
+        ({**LLAMA_8B, "sliding_window": 4096, "use_sliding_window": False}, 32 * 2 * 8 * 128, 0),
+    ],
+)
+def test_what_a_token_takes(tmp_path: Path, raw: Any, values: int, windowed: int) -> None:
+    shape = load_model_shape(folder(tmp_path, raw))
+    assert (shape.kv_values_per_token, shape.num_windowed_layers) == (values, windowed)
+    assert shape.bytes_per_token("bfloat16") == 2 * values
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [({}, "num_hidden_layers"), ({**LLAMA_8B, "num_hidden_layers": "x"}, "num_hidden_layers"), ([], "not a table")],
+)
+def test_what_is_no_model_is_said(tmp_path: Path, raw: Any, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        load_model_shape(folder(tmp_path, raw))
+    with pytest.raises(ConfigError, match=r"cannot read"):
+        load_model_shape(tmp_path / "nowhere")
+
+
+def test_only_full_blocks_are_kept() -> None:
+    found = estimate(Demand(100, 16, 40, conversations=10, active_conversations=2))
+    assert (found.block_bytes, found.conversation_bytes, found.disk_bytes) == (1600, 3200, 32000)
+    assert found.memory_bytes == 2 * 2 * (1600 + 768)
+
+
+def test_at_the_break_even_fetching_takes_as_long_as_computing() -> None:
+    bandwidth = break_even_bytes_per_s(131_072, 9000)
+    assert bandwidth == pytest.approx(1.18e9, rel=0.01)
+    for way in ways(131_072 * 4096, 4096, 9000):
+        assert way.gain is not None
+        assert (way.gain > 1) == (way.bytes_per_s > bandwidth), way
+
+
+def test_the_command(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(size)
+    runner, model = typer.testing.CliRunner(), str(folder(tmp_path, LLAMA_8B))
+    answer = json.loads(runner.invoke(app, [model, "--json", "--conversations", "50"]).stdout)
+    assert (answer["bytes_per_token"], answer["active_conversations"]) == (131_072, 5)
+    assert answer["disk_bytes"] == 50 * 4096 * 131_072
+    assert answer["break_even_bytes_per_s"] is None
+    shown = runner.invoke(app, [model, "--prefill-tokens-per-s", "9000", "--hosts", "4"]).stdout
+    assert "128 KiB of KV a token" in shown
+    assert "on each of 4 hosts" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    too_many = runner.invoke(app, [model, "--conversations", "5", "--active", "6"])
+    assert isinstance(too_many.exception, ConfigError)
