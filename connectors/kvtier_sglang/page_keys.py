@@ -1,12 +1,14 @@
 """What the pool calls SGLang's pages: the digests that SGLang makes of tokens, keyed with the tenant's secret."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
 from kvtier.config import Config
 from kvtier.identity.keys import BlockKey, PrefixHasher, block_key, tenant_id
 
+_log = logging.getLogger(__name__)
 _ANY_TOKENS = 16
 """Tokens of a block, which every key's root holds. Any number does: a page's length is in its namespace."""
 _DIGEST_DIGITS = 64
@@ -21,6 +23,8 @@ class PageKeys:
         """:raises ConfigError: the tenant's secret is missing."""
         name = config.only_tenant()
         tenant = tenant_id(name)
+        if config.tenants[name].previous_secrets:
+            _log.warning("tenants.%s.previous_secrets: SGLang's pages are looked for under the secret alone", name)
         hasher = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, _ANY_TOKENS)
 
         @lru_cache(maxsize=_REMEMBERED)

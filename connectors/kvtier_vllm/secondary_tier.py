@@ -84,6 +84,8 @@ class KvtierTier(SecondaryTierManager):
         row_bytes, num_chunks = self.block_size_bytes, primary_kv_view.shape[0] if primary_kv_view.shape else 0
         namespace = namespace_of(offloading_spec, engine, row_bytes=row_bytes, digests=DIGESTS).id
         name = config.only_tenant()
+        if config.tenants[name].previous_secrets:
+            _log.warning("tenants.%s.previous_secrets: this tier looks for chunks under the secret alone", name)
         hasher = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, offloading_spec.tokens_per_hash)
         key_of = partial(_store_key, hasher, tenant_id(name), namespace)
         metrics = Metrics()

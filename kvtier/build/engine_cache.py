@@ -14,7 +14,7 @@ from kvtier.config import Config
 from kvtier.device.kv import DeviceKV
 from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
+from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, PreviousHasher, tenant_id
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
@@ -263,9 +263,19 @@ def planner(config: Config, directory: Directory) -> Planner:
 
 
 def _hasher(config: Config, name: str) -> BlockHasher:
-    """The hasher of one of the engine's tenants."""
-    chain = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, config.cache.tokens_per_block)
-    return BlockHasher(tenant_id(name), chain)
+    """The hasher of one of the engine's tenants, with those of its previous secrets."""
+
+    def of_secret(secret: bytes, previous: Sequence[PreviousHasher] = ()) -> BlockHasher:
+        chain = PrefixHasher(secret, config.tenants[name].salt, config.cache.tokens_per_block)
+        return BlockHasher(tenant_id(name), chain, previous)
+
+    previous = [PreviousHasher(of_secret(secret), retire_at_s) for secret, retire_at_s in config.previous_secrets(name)]
+    for place, each in enumerate(previous):
+        if each.is_retired:
+            _log.warning(
+                "tenants.%s.previous_secrets[%d]: its retire_at has passed, so it is not used; remove it", name, place
+            )
+    return of_secret(config.chain_secret(name), previous)
 
 
 def _num_slots(config: Config, block_bytes: int) -> int:

@@ -82,10 +82,25 @@ class Config(Section):
         key = f"tenants.{name}.secret"
         if tenant.secret is None:
             raise self._error(key, 'missing; set it to "env:NAME" or "file:PATH" of at least 16 random bytes')
-        secret = self._resolve(key, tenant.secret).encode()
-        if len(secret) < 16:
-            raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
-        return secret
+        return self._chain_secret(key, tenant.secret)
+
+    def previous_secrets(self, name: str) -> list[tuple[bytes, float]]:
+        """The secrets that one of the engine's tenants had before, the newest first, and when each retires, in seconds
+        since 1970: also those that have retired.
+
+        Raises `ConfigError` when one cannot be read, and where two are the same, the present one included.
+        """
+        known = {self.chain_secret(name): "the secret"}
+        found: list[tuple[bytes, float]] = []
+        for place, previous in enumerate(self.tenants[name].previous_secrets):
+            entry = f"previous_secrets[{place}]"
+            key = f"tenants.{name}.{entry}"
+            secret = self._chain_secret(key, previous.secret)
+            if secret in known:
+                raise self._error(key, f"the same as {known[secret]}; name secrets that were replaced, each once")
+            known[secret] = entry
+            found.append((secret, previous.retire_at.timestamp()))
+        return found
 
     def storage_seals(self, names: Iterable[str]) -> StorageSeals:
         """How blocks of these tenants are sealed on disk and in Redis, where they have `storage_keys`."""
@@ -236,6 +251,12 @@ class Config(Section):
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""
         return self._folder / path.expanduser()
+
+    def _chain_secret(self, key: str, reference: str) -> bytes:
+        secret = self._resolve(key, reference).encode()
+        if len(secret) < 16:
+            raise self._error(key, f"only {len(secret)} bytes; make one with: openssl rand -hex 32")
+        return secret
 
     def _sealing_keys(self, purpose: Purpose, name: str, field: str) -> SealingKeys | None:
         """None where the tenant has none. Raises `ConfigError` for what are no keys, and without `cryptography`."""

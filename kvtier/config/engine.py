@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AwareDatetime,
     BeforeValidator,
     ByteSize,
     Field,
@@ -65,11 +66,25 @@ class RedisShareConfig(Section):
     than the tenant writes in two seconds. All pools of the Redis need the same. Left out: no such bound."""
 
 
+class PreviousSecretConfig(Section):
+    """A secret that keyed the prefix chain before."""
+
+    secret: str
+    """`env:NAME` or `file:PATH` of it."""
+    retire_at: AwareDatetime
+    """It is not used from then on; with an offset, such as `2027-01-31T00:00:00Z`. Early: what has not been asked for
+    since the rotation is lost. Late: whoever stole the secret may guess at names of blocks for so long, as before."""
+
+
 class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
     secret: str | None = None
     """The secret that keys the prefix chain, of 16 random bytes or more. Engines only: the pool must not have it."""
+    previous_secrets: list[PreviousSecretConfig] = Field(default=[], max_length=4)
+    """Secrets that `secret` has replaced, the newest first, 4 at the most. Blocks that no tier has under `secret` are
+    looked for under these, loaded, and saved under `secret`: so a rotation loses nothing. Each costs a prompt that is
+    not found whole one more lookup of a block. Without: a new secret forgets everything. Engines only."""
     salt: str = ""
     """Separates caches under one secret. Changing it forgets everything."""
     token: str | None = None

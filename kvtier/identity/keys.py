@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.clock import WALL, Clock
 from kvtier.errors import InvalidInputError
 
 ChainHash = NewType("ChainHash", bytes)
@@ -193,9 +194,12 @@ class PrefixHasher:
 class BlockHasher:
     """Block keys of one tenant. Any thread."""
 
-    def __init__(self, tenant: TenantId, hasher: PrefixHasher) -> None:
-        """:param hasher: with this tenant's secret and salt."""
-        self.tenant, self._hasher = tenant, hasher
+    def __init__(self, tenant: TenantId, hasher: PrefixHasher, previous: "Sequence[PreviousHasher]" = ()) -> None:
+        """
+        :param hasher: with this tenant's secret and salt.
+        :param previous: the hashers of secrets that this tenant had before, the newest first.
+        """
+        self.tenant, self._hasher, self.previous = tenant, hasher, tuple(previous)
         self.tokens_per_block = hasher.tokens_per_block
 
     def hash_blocks(
@@ -214,6 +218,22 @@ class BlockHasher:
     def external_key(self, digest: bytes) -> ChainHash:
         """Returns the chain hash that stands for an engine-supplied `digest`. Never equals one of `hash_blocks`."""
         return self._hasher.external_key(digest)
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousHasher:
+    """Block keys of one tenant under a secret that was replaced. Any thread."""
+
+    hasher: BlockHasher
+    """A hasher of the same tenant, salt and block size, without previous ones."""
+    retire_at_s: float
+    """The time at which the secret retires, in seconds since 1970."""
+    clock: Clock = WALL
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether the secret is used no longer: from `retire_at_s` on."""
+        return self.clock() >= self.retire_at_s
 
 
 def encode_extras(extras: Iterable[Extra], tokens_per_block: int) -> bytes:

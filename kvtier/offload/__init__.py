@@ -15,6 +15,7 @@ from kvtier.offload.jobs import Block, DirectorySettings, JobResult
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.mover import OTHER_COPIES, Mover, MoverTiers
 from kvtier.offload.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
+from kvtier.offload.previous import PreviousKeys
 from kvtier.offload.replica import ALONE, Replica
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "Mover",
     "MoverTiers",
     "Planner",
+    "PreviousKeys",
     "Replica",
 ]

@@ -40,6 +40,7 @@ from kvtier.offload.messages import (
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.pending_writes import PendingWrites
 from kvtier.offload.planner import BlockStatus
+from kvtier.offload.previous import PreviousKeys, PreviousNames
 from kvtier.offload.saves import Saves
 from kvtier.offload.stores import Stores
 from kvtier.policies.admission import Admission
@@ -95,7 +96,10 @@ class Directory:
         asking: SharedLookups | None = None
         if shared is not None:
             asking = SharedLookups(shared, namespaces, max_asking=settings.max_lookups, on_answer=on_answer)
-        self._lookups = Lookups(self._index, asking, metrics, deadline_s=settings.lookup_deadline_s, clock=clock)
+        self._previous = PreviousNames()
+        self._lookups = Lookups(
+            self._index, asking, self._previous, metrics, deadline_s=settings.lookup_deadline_s, clock=clock
+        )
         uses: UseCounts[BlockKey] = UseCounts(settings.selective_uses, _MAX_COUNTED_USES)
         below = [*local_tiers, *([shared.name] if shared is not None else [])]
         policies = {tier: settings.tier_policies.get(tier, WritePolicy.WRITE_THROUGH) for tier in below}
@@ -106,6 +110,7 @@ class Directory:
             self._index,
             self._owed,
             settings,
+            previous=self._previous,
             shared_tier=shared.name if shared is not None else "",
             movers=self._movers,
             policy=self._policy,
@@ -128,11 +133,15 @@ class Directory:
 
     # Lookups
 
-    def start_lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Asks where these blocks are; returns the ticket for `poll_lookup`."""
+    def start_lookup(self, keys: Sequence[BlockKey], previous: Sequence[PreviousKeys] = ()) -> int:
+        """Asks where these blocks are; returns the ticket for `poll_lookup`.
+
+        :param previous: their keys under previous secrets, the newest first, for what is missing under the present one:
+            loads bring what is found by them, under the keys given here.
+        """
         self._record(Kind.LOOKUP, keys)
         ticket = self._movers.new_id()
-        self._lookups.start(ticket, keys)
+        self._lookups.start(ticket, keys, previous)
         return ticket
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
@@ -235,6 +244,7 @@ class Directory:
         moving = self._stores.moving() | self._loads.forget() | self._saves.forget()
         self._index.note(HOST, self._index.slots.discard_ready())
         self._owed.clear()
+        self._previous.clear()
         for tier in self._local_tiers:
             batch_id = self._movers.new_id()
             self._discards[batch_id] = _Discard(tier, set(self._movers.ranks))

@@ -9,6 +9,7 @@ from kvtier.offload.jobs import Block, JobResult
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.mover import Mover
 from kvtier.offload.planner import BlockStatus, Planner
+from kvtier.offload.previous import PreviousKeys
 
 
 class Hierarchy:
@@ -36,10 +37,10 @@ class Hierarchy:
         self._settle_s, self._clock = settle_s, clock
         self._pump()
 
-    def start_lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Asks where these blocks are; returns the ticket for `poll_lookup`."""
+    def start_lookup(self, keys: Sequence[BlockKey], previous: Sequence[PreviousKeys] = ()) -> int:
+        """Asks where these blocks are and returns the ticket for `poll_lookup`, as `Directory.start_lookup` does."""
         self._pump()
-        return self._directory.start_lookup(keys)
+        return self._directory.start_lookup(keys, previous)
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus] | None:
         """Returns a status per key, in order, which ends the ticket; None while the shared tier is being asked."""

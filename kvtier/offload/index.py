@@ -46,6 +46,10 @@ class BlockIndex:
         entry = self.slots.find(key)
         if entry is not None:
             return BlockStatus(Status.HIT, HOST) if entry.ready else PENDING
+        return self.locate_below(key)
+
+    def locate_below(self, key: BlockKey) -> BlockStatus:
+        """What is known of the local tiers below the arenas."""
         for tier in self._mirrors:
             if self.has(tier, key):
                 return BlockStatus(Status.HIT, tier)

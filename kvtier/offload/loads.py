@@ -12,8 +12,9 @@ from kvtier.offload.jobs import Block, DirectorySettings, JobResult, chunks, col
 from kvtier.offload.message_queue import MessageQueue
 from kvtier.offload.messages import HOST, CancelBatch, LoadBatch, Loaded, LoadWay
 from kvtier.offload.metrics import HierarchyMetrics
-from kvtier.offload.pending_writes import PendingWrites
-from kvtier.offload.planner import PENDING
+from kvtier.offload.pending_writes import NO_TIER, PendingWrites
+from kvtier.offload.planner import MISSING, PENDING, BlockStatus
+from kvtier.offload.previous import PreviousNames
 from kvtier.offload.speeds import Speeds
 from kvtier.tiers.host.entries import Entry
 
@@ -34,6 +35,8 @@ class _Job:
     ok: set[int] = field(default_factory=set)
     not_leased: set[int] = field(default_factory=set)
     """Blocks that the shared tier did not lend: they come by way of the arenas."""
+    names: dict[int, BlockKey] = field(default_factory=dict)
+    """The keys by which their tiers are asked for blocks that were found under a previous secret, by index."""
     is_cancelled: bool = False
 
 
@@ -72,6 +75,7 @@ class Loads:
         owed: PendingWrites,
         settings: DirectorySettings,
         *,
+        previous: PreviousNames,
         shared_tier: str,
         movers: MessageQueue,
         policy: HostPolicy,
@@ -80,11 +84,12 @@ class Loads:
         on_end: Callable[[JobResult], None],
     ) -> None:
         """
+        :param previous: what lookups have found under previous secrets. It forgets what loads have tried.
         :param shared_tier: where blocks are read from that neither the arenas nor local tiers have; empty: nowhere.
         :param policy: told what was used.
         :param on_end: told of every job that is over.
         """
-        self._index, self._owed, self._settings = index, owed, settings
+        self._index, self._owed, self._settings, self._previous = index, owed, settings, previous
         self._shared_tier, self._movers, self._policy = shared_tier, movers, policy
         self._metrics, self._clock, self._on_end = metrics, clock, on_end
         self.speeds = Speeds(clock)
@@ -171,10 +176,12 @@ class Loads:
         for index in queued:
             key = job.blocks[index][0]
             where = self._index.locate(key)
+            if where is MISSING:
+                where = self._locate_previous(job, index)
             source = where.tier or self._shared_tier
             if where is PENDING:
                 waiting.append(index)  # another job is bringing it: then it comes from the arena
-            elif self._settings.borrows and source == self._shared_tier and index not in job.not_leased:
+            elif source == self._shared_tier and self._may_be_lent(job, index):
                 leased.append(index)
             elif source:
                 entry = self._index.slots.pin(key) if source == HOST else self._index.prepare(key)
@@ -189,6 +196,20 @@ class Loads:
             for indexes in chunks(list(entries), self._settings.batch_of(source)):
                 self._send(job, indexes, source, [entries[index] for index in indexes])
         self._end_if_over(job)
+
+    def _locate_previous(self, job: _Job, index: int) -> BlockStatus:
+        """Which tier has a block that none is known to have under its own key. The job remembers a previous key."""
+        job.names.pop(index, None)
+        name = self._previous.of(job.blocks[index][0])
+        if name is None:
+            return MISSING
+        job.names[index] = name
+        return self._index.locate_below(name)
+
+    def _may_be_lent(self, job: _Job, index: int) -> bool:
+        """Whether the shared tier is asked to lend the block. What has another key there goes by way of the arena, from
+        which tiers get it under its own."""
+        return self._settings.borrows and index not in job.not_leased and index not in job.names
 
     def _issue_by_layer(self, job: _Job) -> None:
         """Gives the movers the whole job in one message: the first layer of all blocks is copied first.
@@ -209,7 +230,7 @@ class Loads:
         self.speeds.fetch_begins(source, len(indexes))
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
-        blocks = [job.blocks[index] for index in indexes]
+        blocks = [(job.names.get(index, job.blocks[index][0]), job.blocks[index][1]) for index in indexes]
         self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way))
 
     def _leave_device(self, batch: _Batch, rank: int) -> None:
@@ -240,7 +261,8 @@ class Loads:
         if batch.way == "direct":  # it had no slots there
             return
         entered: list[BlockKey] = []
-        for entry, good in zip(batch.entries, batch.ok, strict=True):
+        renamed: list[BlockKey] = []
+        for index, entry, good in zip(batch.indexes, batch.entries, batch.ok, strict=True):
             if batch.source == HOST:
                 self._index.slots.unpin(entry)
             elif not good:
@@ -250,13 +272,16 @@ class Loads:
                 if batch.forget:
                     self._index.slots.discard(entry.key)
                 else:
-                    entered.append(entry.key)
+                    (renamed if index in batch.job.names else entered).append(entry.key)
         self._owed.entered(entered, batch.source)
+        self._owed.entered(renamed, NO_TIER)
+        self._metrics.previous_blocks.inc(len(renamed))
 
     def _end_if_over(self, job: _Job) -> None:
         if job.open or job.queued:
             return
         del self._jobs[job.job_id]
+        self._previous.forget(job.blocks[index][0] for index in job.names)
         self._index.touch([key for key, _ in job.blocks])
         self._policy.note_uses(job.blocks[index][0] for index in job.ok)
         for tier in job.tiers:

@@ -1,7 +1,7 @@
 """Finds out where blocks are. The shared tier is asked in the background, so that a step never waits for a network."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from kvtier.identity.keys import BlockKey, NamespaceId, rank_keys
 from kvtier.offload.index import BlockIndex
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
+from kvtier.offload.previous import PreviousKeys, PreviousNames
 from kvtier.tiers.base import Status, Tier
 
 _log = logging.getLogger(__name__)
@@ -68,11 +69,23 @@ class SharedLookups:
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _Question:
+    """Some keys that the tiers below are asked for."""
+
     statuses: list[BlockStatus]
+    """What the index has said, and then the shared tier."""
     asked: list[int]
     """Indexes that the shared tier is asked about."""
     future: Future[list[Status]] | None
+
+
+@dataclass(slots=True)
+class _Lookup:
+    statuses: list[BlockStatus]
+    question: _Question | None
+    """What is being asked; None when there is nothing more to ask."""
+    following: Iterator[_Question]
+    """What is to be asked then."""
     deadline: float
 
 
@@ -83,6 +96,7 @@ class Lookups:
         self,
         index: BlockIndex,
         shared: SharedLookups | None,
+        previous: PreviousNames,
         metrics: HierarchyMetrics,
         *,
         deadline_s: float,
@@ -90,35 +104,34 @@ class Lookups:
     ) -> None:
         """
         :param shared: closed with this.
+        :param previous: told what was found under previous secrets.
         :param deadline_s: after which what the shared tier was asked for counts as missing.
         """
-        self._index, self._shared, self._metrics = index, shared, metrics
+        self._index, self._shared, self._previous, self._metrics = index, shared, previous, metrics
         self._deadline_s, self._clock = deadline_s, clock
         self._open: dict[int, _Lookup] = {}
         """Lookups that are not over, by ticket."""
 
-    def start(self, ticket: int, keys: Sequence[BlockKey]) -> None:
-        """Asks where these blocks are."""
-        lookup = _Lookup([self._index.locate(key) for key in keys], [], None, self._clock() + self._deadline_s)
-        if self._shared is not None:
-            lookup.asked = [i for i, status in enumerate(lookup.statuses) if status is MISSING]
-            if lookup.asked:
-                lookup.future = self._shared.ask([keys[i] for i in lookup.asked])
-                if lookup.future is None:
-                    self._metrics.lookups_skipped.inc()
-        self._open[ticket] = lookup
+    def start(self, ticket: int, keys: Sequence[BlockKey], previous: Sequence[PreviousKeys] = ()) -> None:
+        """Asks where these blocks are. What is missing then is looked for by its previous keys, if there are any."""
+        deadline = self._clock() + self._deadline_s
+        question = self._ask(keys)
+        following: Iterator[_Question] = iter(())
+        if previous:
+            following = self._previous.search(keys, question.statuses, previous, self._ask)
+        self._open[ticket] = _Lookup(question.statuses, question, following, deadline)
 
     def poll(self, ticket: int) -> list[BlockStatus] | None:
         """A status per key, in order, which ends the ticket; None while the shared tier is being asked."""
         lookup = self._open[ticket]
-        if lookup.future is not None and self._shared is not None:
-            if lookup.future.done():
-                for index, status in zip(lookup.asked, lookup.future.result(), strict=True):
-                    lookup.statuses[index] = _found(status, self._shared.name)
+        while lookup.question is not None:
+            if self._take_answers(lookup.question):
+                lookup.question = next(lookup.following, None)
             elif self._clock() < lookup.deadline:
                 return None
             else:
                 self._metrics.deadlines_missed.labels("lookup").inc()
+                lookup.question = None
         del self._open[ticket]
         return lookup.statuses
 
@@ -130,6 +143,26 @@ class Lookups:
         """Stops the threads that ask."""
         if self._shared is not None:
             self._shared.close()
+
+    def _ask(self, keys: Sequence[BlockKey]) -> _Question:
+        question = _Question([self._index.locate(key) for key in keys], [], None)
+        if self._shared is not None:
+            question.asked = [i for i, status in enumerate(question.statuses) if status is MISSING]
+            if question.asked:
+                question.future = self._shared.ask([keys[i] for i in question.asked])
+                if question.future is None:
+                    self._metrics.lookups_skipped.inc()
+        return question
+
+    def _take_answers(self, question: _Question) -> bool:
+        """Puts what the shared tier has answered into the statuses; False while it has not."""
+        if question.future is None or self._shared is None:
+            return True
+        if not question.future.done():
+            return False
+        for index, status in zip(question.asked, question.future.result(), strict=True):
+            question.statuses[index] = _found(status, self._shared.name)
+        return True
 
 
 def _found(status: Status, tier: str) -> BlockStatus:

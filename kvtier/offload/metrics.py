@@ -15,6 +15,9 @@ class HierarchyMetrics:
         self.blocks_loaded = counter(
             "blocks_loaded", "Blocks that loads asked for, by the tier they came from; 'none' failed", "tier"
         )
+        self.previous_blocks = counter(
+            "previous_secret_blocks", "Blocks that loads have found under a previous secret of their tenant"
+        )
         self.degraded_fetches = counter(
             "degraded_fetches", "Loads in which at least one block failed and had to be computed after all"
         )

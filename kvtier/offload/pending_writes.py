@@ -7,6 +7,9 @@ from kvtier.identity.keys import BlockKey
 from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 
+NO_TIER = "none"
+"""The source of blocks that no tier has under their keys: all tiers are owed them."""
+
 
 class PendingWrites:
     """Decides which tiers get a block when it enters host memory, and keeps a list of what others get later.
@@ -70,7 +73,7 @@ class PendingWrites:
 
     def entered(self, keys: Sequence[BlockKey], source: str) -> None:
         """Host memory has the blocks of a request from now on; the tier `source` has them too, or the device when it is
-        empty."""
+        empty, which gives them to `at_once` by itself."""
         for tier in self._policies:
             if tier == source:
                 continue

@@ -184,6 +184,43 @@ def test_what_is_wrong_with_a_token_is_said_of_its_entry(tmp_path: Path, text: s
         assert part in str(error.value).lower()
 
 
+_AT = "retire_at = 2027-01-31T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"[{{secret = 'env:NOW', {_AT}}}]", r"previous_secrets\[0\]: the same as the secret"),
+        (
+            f"[{{secret = 'env:A', {_AT}}}, {{secret = 'env:A2', {_AT}}}]",
+            r"previous_secrets\[1\]: the same as previous_secrets\[0\]",
+        ),
+        ("[{secret = 'env:A', retire_at = 2027-01-31T00:00:00}]", r"previous_secrets\.0\.retire_at.*timezone"),
+        ("[{secret = 'env:A'}]", r"previous_secrets\.0\.retire_at.*required"),
+        (f"[{', '.join([f'{{secret = %env:A%, {_AT}}}'] * 5)}]".replace("%", "'"), r"previous_secrets: .*at most 4"),
+        (f"[{{secret = 'env:SHORT', {_AT}}}]", r"previous_secrets\[0\]: only 5 bytes"),
+        (f"[{{secret = 'env:GONE', {_AT}}}]", r"previous_secrets\[0\]: environment variable GONE is missing"),
+    ],
+)
+def test_previous_secrets_that_cannot_be(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "k.toml").write_text(f'[tenants.red]\nsecret = "env:NOW"\nprevious_secrets = {text}\n')
+    environ = {"NOW": "n" * 32, "A": "a" * 32, "A2": "a" * 32, "SHORT": "short"}
+    with pytest.raises(ConfigError, match=said) as error:
+        load_config(tmp_path / "k.toml", environ).previous_secrets("red")
+    assert not any(secret in str(error.value) for secret in environ.values() if len(secret) > 5)
+
+
+def test_previous_secrets_are_the_files_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "k.toml").write_text(
+        '[tenants.red]\nsecret = "env:NOW"\nprevious_secrets = [\n'
+        '  {secret = "env:A", retire_at = 2027-01-01T00:00:00Z},\n'
+        '  {secret = "file:b", retire_at = 2020-01-01T01:00:00+01:00},\n]\n'
+    )
+    (tmp_path / "b").write_text("b" * 16)
+    config = load_config(tmp_path / "k.toml", {"NOW": "n" * 32, "A": "a" * 32})
+    assert config.previous_secrets("red") == [(b"a" * 32, 1_798_761_600.0), (b"b" * 16, 1_577_836_800.0)]
+
+
 def test_tokens_of_all_roles(tmp_path: Path) -> None:
     one, two, three, four = map(token_sha256, "abcd")
     (tmp_path / "k.toml").write_text(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from vllm.v1.request import Request
 
-from kvtier.identity.keys import BlockHasher, BlockKey, Extra
+from kvtier.identity.keys import BlockHasher, BlockKey, Extra, PreviousHasher
 from kvtier_vllm.content.media import Medium
 
 _SALT, _ADAPTER, _WEIGHTS, _MEDIUM = "cache_salt", "lora", "weights", "medium"
@@ -68,6 +68,11 @@ class RequestKeys:
         """Other weights will compute what is left of the request: it has other keys from now on."""
         self._weights, self._keys = weights, []
 
+    def previous(self) -> list[tuple[PreviousHasher, "RequestKeys"]]:
+        """The request's keys under the previous secrets of its tenant, the newest first. Nothing of them is hashed yet;
+        they hold as long as weights and media stay as they are."""
+        return [(each, self._under(each.hasher)) for each in self._hasher.previous]
+
     def first(self, num_blocks: int) -> list[BlockKey]:
         """The keys of the first so many blocks, as far as their tokens are known."""
         size = self._hasher.tokens_per_block
@@ -79,6 +84,11 @@ class RequestKeys:
             extras = self._extras(range(num_known, num_wanted))
             self._keys += self._hasher.hash_blocks(tokens, parent=parent, extras=extras)
         return self._keys[:num_blocks]
+
+    def _under(self, hasher: BlockHasher) -> "RequestKeys":
+        keys = RequestKeys(self._request, hasher, salt=self._salt, adapter=self.adapter, weights=self._weights)
+        keys._media = self._media
+        return keys
 
     def _extras(self, span: range) -> dict[int, list[Extra]]:
         """The extras by block, counted from the first of `span`. They are in the hashes of all later blocks, too."""

@@ -1,12 +1,15 @@
 """How much of a request's prefix is worth loading: asked of the directory, then of the planner."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvtier.clock import Clock
-from kvtier.offload import Directory, Planner
+from kvtier.identity.keys import BlockKey
+from kvtier.offload import Directory, Planner, PreviousKeys
 from kvtier.offload.planner import PENDING, BlockStatus
 from kvtier.tiers.base import Status
 from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.keys import RequestKeys
 from kvtier_vllm.requests.known_requests import KnownRequest, PrefixLookup
 
 _ASK_EVERY_S = 0.005
@@ -51,7 +54,7 @@ class RequestLookups:
             self.forget(known)
             lookup.asked = wanted
             keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
-            lookup.ticket = self._directory.start_lookup(keys)
+            lookup.ticket = self._directory.start_lookup(keys, self._previous(known.keys, wanted.start))
         if lookup.ticket is not None:
             statuses = self._directory.poll_lookup(lookup.ticket)
             if statuses is None:
@@ -70,6 +73,18 @@ class RequestLookups:
         if lookup.ticket is not None:
             self._directory.cancel_lookup(lookup.ticket)
         lookup.asked, lookup.ticket, lookup.tiers = range(0), None, None
+
+    def _previous(self, keys: RequestKeys, start: int) -> list[PreviousKeys]:
+        """What previous secrets make of the keys of all groups, from the block at this position on."""
+        num_groups = self._groups.num_groups
+
+        def first_of(previous: RequestKeys, num_keys: int) -> list[BlockKey]:
+            return self._groups.keys(previous.first(start + num_keys // num_groups)[start:])
+
+        return [
+            PreviousKeys(hasher, partial(first_of, previous), keys_per_block=num_groups)
+            for hasher, previous in keys.previous()
+        ]
 
     def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], bool]:
         """Returns where each block worth loading is, and whether it is worth waiting for more that are on their way.

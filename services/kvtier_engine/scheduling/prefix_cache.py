@@ -238,7 +238,8 @@ class PrefixCache:
         # Eviction may have taken device hits that were not asked for.
         if lookup is None or num_hits < lookup.first_block:
             self.cancel_lookup(request)
-            ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits])
+            previous = request.previous_keys(range(num_hits, max_hits), self.tokens_per_block)
+            ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
             lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
         if lookup.ticket is not None:
             statuses = self._hierarchy.poll_lookup(lookup.ticket)

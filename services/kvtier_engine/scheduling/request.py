@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.identity.keys import BlockHasher, BlockKey
-from kvtier.offload import BlockStatus
+from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
+from kvtier.offload import BlockStatus, PreviousKeys
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -136,6 +136,13 @@ class Request:
         )
         self.keys += self.hasher.hash_blocks(fresh, parent=self.keys[-1] if start else None)
 
+    def previous_keys(self, span: range, tokens_per_block: int) -> list[PreviousKeys]:
+        """What previous secrets of the tenant make of the keys at these positions. Hashes nothing yet."""
+        if self.hasher is None or not self.hasher.previous:
+            return []
+        tokens: npt.NDArray[np.int32] = np.array(self.tokens[: span.stop * tokens_per_block], dtype=np.int32)
+        return [_previous_keys(each, tokens, span.start) for each in self.hasher.previous]
+
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
             token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
@@ -144,3 +151,16 @@ class Request:
             cached_by_tier=dict(self.cached_by_tier),
             ttft_s=self.ttft_s,
         )
+
+
+def _previous_keys(previous: PreviousHasher, tokens: npt.NDArray[np.int32], start: int) -> PreviousKeys:
+    """:param start: the position of the lookup's first key."""
+    keys: list[BlockKey] = []
+    size = previous.hasher.tokens_per_block
+
+    def first(num_keys: int) -> list[BlockKey]:
+        fresh = tokens[len(keys) * size : (start + num_keys) * size]
+        keys.extend(previous.hasher.hash_blocks(fresh, parent=keys[-1] if keys else None))
+        return keys[start : start + num_keys]
+
+    return PreviousKeys(previous, first)
