@@ -7,6 +7,7 @@ as a disk tier needs. Run as a program, this file is the server.
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -83,6 +84,8 @@ class _Server:
         self._paths = {1: folder}
         """Of each node."""
         self._nodes = {folder: 1}
+        self._new_nodes = itertools.count(2)
+        """Numbers that no node has had: the kernel may know a file long after its name is gone."""
         self._verbs: dict[int, Callable[[int, bytes], bytes]] = {
             1: self._lookup, 3: self._getattr, 4: self._setattr, 9: self._mkdir, 10: self._unlink, 14: self._open,
             15: self._read, 16: self._write, 17: self._statfs, 18: self._release, 20: self._sync,
@@ -117,7 +120,8 @@ class _Server:
 
     def _entry(self, path: str) -> bytes:
         attributes = self._attributes(path)
-        node = self._nodes.setdefault(path, len(self._nodes) + 1)
+        node = self._nodes.get(path) or next(self._new_nodes)
+        self._nodes[path] = node
         self._paths[node] = path
         return struct.pack("<QQQQII", node, 0, 0, 0, 0, 0) + attributes
 

@@ -1,4 +1,4 @@
-"""Twenty seconds of `make soak`, and that it would find something."""
+"""Ten seconds of `make soak`, and that it would find something."""
 
 import random
 from pathlib import Path
@@ -15,8 +15,8 @@ from soak_rig import Faults, Soak
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    soak = Soak(tmp_path, seed=seed, seconds=20.0)
-    stormy = Faults(kill_client_s=1.5, stop_client_s=1.5, kill_pool_s=5.0, restart_pool_s=10.0)
+    soak = Soak(tmp_path, seed=seed, seconds=10.0)
+    stormy = Faults(kill_client_s=1.5, stop_client_s=1.5, kill_pool_s=3.0, restart_pool_s=5.0)
     report = soak.run(stormy, Faults(kill_client_s=2.0, stop_client_s=2.0), print)
     assert report.problems == []
     assert {kind for _, kind in report.faults} == {"kill_client", "stop_client", "kill_pool", "restart_pool"}
