@@ -53,7 +53,7 @@ class PreviousNames:
 
     def __init__(self) -> None:
         self._names: OrderedDict[BlockKey, _Name] = OrderedDict()
-        """By the blocks' own keys; those that were found longest ago first."""
+        """The names by the blocks' own keys; those that were found longest ago first."""
 
     def of(self, key: BlockKey) -> BlockKey | None:
         """The key by which tiers have this block; None: its own, or its previous one may not be used any more."""
@@ -117,8 +117,8 @@ class PreviousNames:
 
 
 def _first_missing(statuses: Sequence[BlockStatus], size: int) -> int | None:
-    """Where the first block begins of which nothing is known. None: there is none, or it is behind one that is on its
-    way, for which the request may wait."""
+    """Returns where the first block begins of which nothing is known. None: there is none, or it is behind one that is
+    on its way, for which the request may wait."""
     for start in range(0, len(statuses), size):
         of_block = statuses[start : start + size]
         if PENDING in of_block:

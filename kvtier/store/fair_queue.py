@@ -39,7 +39,7 @@ class FairQueue:
 
     @property
     def tenants(self) -> Iterable[TenantId]:
-        """Those who have something waiting."""
+        """Returns the tenants that have something waiting."""
         return self._lines.keys()
 
     def push(self, key: StoreKey, lease: ReadPin) -> None:

@@ -22,7 +22,7 @@ class FairRoom:
         """:param most_bytes: for a tenant that is alone; all together have twice as much at most."""
         self._room_bytes = 2 * most_bytes
         self.taken_bytes = 0
-        """Of all tenants. Only this class writes it."""
+        """The bytes of all tenants. Only this class writes it."""
         self._taken: Counter[TenantId] = Counter()
         """Bytes of those tenants that have some."""
 

@@ -14,7 +14,7 @@ class KeysInTurn:
 
     def __init__(self) -> None:
         self._lines: OrderedDict[TenantId, OrderedDict[StoreKey, None]] = OrderedDict()
-        """By tenant; whoever was served last is last. None is without a key."""
+        """The keys by tenant; whoever was served last is last. None is without a key."""
         self._keys: set[StoreKey] = set()
         """All of them."""
 
@@ -25,7 +25,7 @@ class KeysInTurn:
         return key in self._keys
 
     def __iter__(self) -> Iterator[StoreKey]:
-        """In no order that means anything."""
+        """Yields all keys, in no order that means anything."""
         return iter(self._keys)
 
     def add(self, key: StoreKey) -> None:
@@ -69,7 +69,7 @@ class KeysInTurn:
         return list(taken)
 
     def _by_tenant(self, among: Iterable[StoreKey]) -> dict[TenantId, list[StoreKey]]:
-        """Those of `among` that are here; tenants in the order of their turns."""
+        """Returns the keys of `among` that are here; tenants in the order of their turns."""
         found: dict[TenantId, list[StoreKey]] = {}
         for key in [key for key in among if key in self._keys]:
             found.setdefault(tenant_of(key), []).append(key)
