@@ -42,11 +42,12 @@ class StorageSeal:
     disk or the Redis can put such blocks there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StorageSeals:
-    """The seals of all tenants that have keys. Immutable: any thread."""
+    """The seals of all tenants that have keys. Any thread."""
 
     by_tenant: Mapping[TenantId, StorageSeal]
+    """Never changed, but replaced as a whole by a pool that follows its configuration."""
 
     def of(self, key: StoreKey) -> StorageSeal | None:
         """The seal of the key's tenant; None: its blocks are stored as they are."""

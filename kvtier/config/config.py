@@ -197,8 +197,10 @@ class Config(Section):
         return self._digest(f"tenants.{name}.token_sha256", token)
 
     def pool_files(self) -> list[Path]:
-        """The files that say whom the pool service lets in: the configuration's, and those that its tokens name."""
+        """The files that say whom the pool service lets in: the configuration's, and those that its tokens name; and
+        those of storage keys."""
         named = [token.sha256 for _, _, _, token in self._configured_tokens()]
+        named += [tenant.storage_keys for tenant in self.tenants.values() if tenant.storage_keys is not None]
         files = [self._folder / text.removeprefix("file:") for text in named if text.startswith("file:")]
         return [*([self._file] if self._file is not None else []), *files]
 

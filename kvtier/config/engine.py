@@ -92,7 +92,8 @@ class TenantConfig(Section):
     storage_keys: str | None = None
     """Keys that this tenant's blocks are sealed with on disk and in Redis: `env:NAME` or `file:PATH` of one or more
     `ID:KEY`, 64 hex digits a key. The largest id seals, all open. Pools, for their disk and Redis, and engines, for
-    their own disk. Without: blocks are stored as they are. Needs `kvtier[seal]`."""
+    their own disk. Without: blocks are stored as they are. Needs `kvtier[seal]`. Pools read them again as tokens
+    are, but for a tenant's first ones; engines do at their start."""
     storage_reads_plain: bool = False
     """Whether a tenant with `storage_keys` reads blocks that are not sealed, too. Set it for as long as blocks of
     before are worth more than being safe from somebody who can write to the disk or the Redis."""

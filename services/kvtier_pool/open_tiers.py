@@ -32,14 +32,15 @@ _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 """Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
 
 
-def open_lower_tiers(config: Config, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
+def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics: Metrics) -> list[LowerTier]:
     """The tiers below memory, from the fastest to the slowest; the caller closes them.
 
-    :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password or a tenant's storage
-        keys cannot be read, or it cannot have its admission. A Redis that does not answer is no error: it misses until
+    :param seals: the tenants whose blocks are sealed, as it is at each block.
+    :raises ConfigError: the disk folder cannot be used, the Redis address is none, its password cannot be read, or it
+        cannot have its admission. A Redis that does not answer is no error: it misses until
         it does.
     """
-    table, seals = config.pool_service, config.storage_seals(config.tenants)
+    table = config.pool_service
     below: list[LowerTier] = []
     with ExitStack() as undo:
         if table.disk_dir is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.sealed_form import StorageSeals
 from kvtier.config import Config
 from kvtier.config.engine import ShareConfig
 from kvtier.config.pool_service import PoolServiceConfig
@@ -46,6 +47,7 @@ from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
+from kvtier_pool.storage_keys import StorageKeys
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
@@ -97,10 +99,11 @@ class PoolService:
         tenants = tenant_names(config)
         self._calls = calls = CallPlaces(table.num_threads, limits, tenants, metrics)
         connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
-        pins = retention_limits(table, num_tenants=len(tenants))
         self._recorder = _recorder_of(config, registry)
         hub = EventHub(max_streams=calls.num_streams, buffer=limits.event_buffer)
-        self._core = _open_store(config, hub, pins, registry, shared=shares_memory, recorder=self._recorder)
+        self._storage_keys = StorageKeys(config)
+        seals = self._storage_keys.seals
+        self._core = _open_store(config, seals, hub, registry, shared=shares_memory, recorder=self._recorder)
         TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
         if shares_memory:
@@ -151,12 +154,12 @@ class PoolService:
 
     def set_tenants(self, config: Config) -> None:
         """Lets in those who have credentials in this configuration, and nobody else, from now on; gives its tenants
-        their shares of memory and disk, their caps in Redis, and their places. Cuts connections whose credentials are
-        gone.
+        their shares of memory and disk, their caps in Redis, their places, and their storage keys. Cuts connections
+        whose credentials are gone.
 
         Raises `ConfigError`, and changes nothing, for credentials that cannot be, when more is guaranteed than this
-        pool has, for more new tenants than it has threads for, and for tenants that have storage keys now and had none
-        when the pool started: it would store their blocks as they are.
+        pool has, for more new tenants than it has threads for, for storage keys that cannot be, and for a tenant's
+        first ones.
         """
         tokens, certificates, names = config.accepted_tokens(), config.accepted_certificates(), tenant_names(config)
         if len(names) > self._calls.most_tenants:
@@ -164,8 +167,9 @@ class PoolService:
                 f"tenants: {len(names)}, and this pool can take {self._calls.most_tenants} until it is started anew: "
                 "restart it"
             )
-        self._require_seals(config)
+        seals = self._storage_keys.of(config)
         self._set_shares(config)
+        self._storage_keys.take(seals)
         for places in self._places:
             places.set_tenants(names)
         self._core.pins.several_tenants = len(names) > 1
@@ -177,17 +181,6 @@ class PoolService:
     def end_stale(self) -> int:
         """Ends connections and streams whose tokens have expired or are accepted no more; how many there were."""
         return self._block.end_stale() + self._servicer.end_stale()
-
-    def _require_seals(self, config: Config) -> None:
-        started, table = self._config.tenants, self._config.pool_service
-        if table.disk_dir is None and not table.redis_url:
-            return
-        for name, tenant in config.tenants.items():
-            if tenant.storage_keys is not None and (name not in started or started[name].storage_keys is None):
-                raise ConfigError(
-                    f"tenants.{name}.storage_keys: this pool started without, and would store its blocks as they are: "
-                    "restart it"
-                )
 
     def _set_shares(self, config: Config) -> None:
         table, tenants = self._config.pool_service, config.tenants
@@ -261,8 +254,8 @@ class PoolService:
 
 def _open_store(
     config: Config,
+    seals: StorageSeals,
     hub: EventHub,
-    pins: RetentionLimits,
     registry: CollectorRegistry,
     *,
     shared: bool,
@@ -273,11 +266,11 @@ def _open_store(
     return Store(
         memory_bytes=int(table.memory_bytes),
         min_residency_s=table.min_residency_s,
-        below=open_lower_tiers(config, hub, tier_metrics),
+        below=open_lower_tiers(config, seals, hub, tier_metrics),
         hub=hub,
         metrics=StoreMetrics(registry),
         shared=shared,
-        pins=pins,
+        pins=retention_limits(table, num_tenants=len(tenant_names(config))),
         tier_metrics=tier_metrics,
         recorder=recorder,
         make_policy=partial(by_name, table.memory_policy),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from configured_pool import running as running_process
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.testing.blocks import make_payload, read_blocks, summed
@@ -152,3 +153,36 @@ def test_a_tenant_that_gets_keys_while_a_pool_runs_is_refused(tmp_path: Path) ->
         service.set_tenants(config(plain))
     finally:
         service.stop()
+
+
+def test_a_new_storage_key_seals_while_the_pool_runs(tmp_path: Path) -> None:
+    """The pool looks at the file of its keys; what the old key has sealed is read as long as it stands there, too."""
+    key_file = tmp_path / "keys"
+
+    def have(*ids: int) -> None:
+        key_file.write_text("\n".join(f"{number}:{KEYS[number].hex()}" for number in ids))
+
+    have(1)
+    storage = f'disk_dir = "{tmp_path}/disk"\ndisk_bytes = "64MiB"\ndisk_reserve_bytes = 0\nmin_residency_s = 0.0\n'
+    path = tmp_path / "pool.toml"
+    path.write_text(
+        f'[pool_service]\nlisten = ["127.0.0.1:0"]\ngrpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\n'
+        f'{storage}memory_bytes = "16MiB"\n'
+        f'[tenants.red]\ntoken_sha256 = ["{next(iter(TENANTS))}"]\nstorage_keys = "file:keys"\n'
+    )
+    first, second = range(4), range(4, 8)
+    with running_process(path) as pool:
+        with contextlib.closing(connect(pool.block)) as tier:
+            assert tier.write(items(first)) == [WriteStatus.STORED] * 4
+            have(1, 2)
+            pool.says("storage key 2 seals from now on")
+            assert tier.write(items(second)) == [WriteStatus.STORED] * 4
+        key_file.write_text("none")
+        pool.says("tenants.red.storage_keys: entry 1 is no ID:KEY")
+        have(1, 2)
+        pool.says("the configuration has changed: the pool has", times=2)
+    for ids, blocks in (((1, 2), [*first, *second]), ((2,), second)):
+        with sealing_pool(tmp_path, *ids) as address, contextlib.closing(connect(address)) as tier:
+            assert read_blocks(tier, keys(blocks), BLOCK_BYTES) == payloads(blocks)
+    with sealing_pool(tmp_path, 2) as address, contextlib.closing(connect(address)) as tier:
+        assert read_blocks(tier, keys(first), BLOCK_BYTES) == [None] * 4, "the old key has sealed these"

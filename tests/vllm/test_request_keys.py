@@ -9,7 +9,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, tenant_id
+from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, PreviousHasher, tenant_id
 from kvtier_vllm.content.media import Medium
 from kvtier_vllm.request_hashes import hash_inputs, name_adapter
 from kvtier_vllm.requests.keys import RequestKeys
@@ -51,6 +51,24 @@ def _first_difference(hashes: list[BlockKey], others: list[BlockKey]) -> int:
 
 def test_hashes_are_those_of_the_tokens() -> None:
     assert _hashes() == HASHER.hash_blocks(TOKENS)
+
+
+def test_previous_secrets_name_the_same_content() -> None:
+    """Salt, adapter, weights and media are in the keys of an engine that has that secret, and so they are in these."""
+    old = BlockHasher(tenant_id("red"), PrefixHasher(b"the old secret of red", "", SIZE))
+    new = BlockHasher(old.tenant, PrefixHasher(SECRET, "", SIZE), [PreviousHasher(old, 2000.0, lambda: 1000.0)])
+    request = _request(cache_salt="theirs")
+
+    def keys_by(hasher: BlockHasher) -> RequestKeys:
+        keys = RequestKeys(request, hasher, salt=request.cache_salt, adapter=b"a" * 32, weights=b"w" * 32)
+        keys.depend_on([Medium(b"m" * 32, 6)])
+        return keys
+
+    [(hasher, previous)] = keys_by(new).previous()
+    assert (hasher.hasher, hasher.is_retired) == (old, False)
+    assert previous.first(2) == keys_by(old).first(4)[:2]
+    assert previous.first(4) == keys_by(old).first(4) != keys_by(new).first(4)
+    assert not keys_by(old).previous()
 
 
 def test_hashes_grow_with_the_request() -> None:

@@ -2,17 +2,20 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from request_rig import SIZE, known_request
+from request_rig import HASHER, SIZE, known_request
 
 from clock_rig import StillClock
-from kvtier.identity.keys import BlockKey
-from kvtier.offload import AlwaysFetch, Planner
+from kvtier.identity.keys import BlockHasher, BlockKey, PrefixHasher, PreviousHasher
+from kvtier.offload import AlwaysFetch, Planner, PreviousKeys
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.tiers.base import Status
 from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.keys import RequestKeys
+from kvtier_vllm.requests.known_requests import PrefixLookup
 from kvtier_vllm.requests.lookups import RequestLookups
 
 HERE, BELOW = BlockStatus(Status.HIT, "host"), BlockStatus(Status.HIT, "disk")
@@ -28,10 +31,12 @@ class Directory:
     def __init__(self, statuses: Sequence[BlockStatus]) -> None:
         self._statuses = list(statuses)
         self.asked: list[Sequence[BlockKey]] = []
+        self.previous: Sequence[PreviousKeys] = ()
 
-    def start_lookup(self, keys: Sequence[BlockKey]) -> int:
+    def start_lookup(self, keys: Sequence[BlockKey], previous: Sequence[PreviousKeys]) -> int:
         assert len(keys) == len(self._statuses)
         self.asked.append(keys)
+        self.previous = previous
         return len(self.asked)
 
     def poll_lookup(self, ticket: int) -> list[BlockStatus]:
@@ -140,3 +145,20 @@ def test_all_groups_are_asked_for_what_is_not_computed() -> None:
     assert asking.match(SIZE + 1) == 0, "a hit within a block"
     asking.known.is_tombstoned = True
     assert asking.match(SIZE) == 0
+
+
+def test_previous_secrets_are_asked_for_all_groups_from_the_first_block_that_is_not_computed() -> None:
+    old = BlockHasher(HASHER.tenant, PrefixHasher(b"the old secret of red", "", SIZE))
+    new = BlockHasher(old.tenant, PrefixHasher(b"the new secret of red", "", SIZE), [PreviousHasher(old, 2000.0)])
+    asking = Asking(STATES, [HERE] * 6)
+    asking.known = known_request(range(3 * SIZE + 1))
+    asking.match(SIZE)
+    assert not asking.directory.previous, "there are none"
+    request = asking.known.request
+    asking.known = replace(asking.known, keys=RequestKeys(request, new, salt=None), lookup=PrefixLookup())
+    asking.match(SIZE)
+    [previous] = asking.directory.previous
+    names = STATES.keys(old.hash_blocks(list(range(3 * SIZE)))[1:])
+    assert previous.keys_per_block == 3
+    assert previous.first(3) == names[:3]
+    assert previous.first(6) == names
