@@ -244,7 +244,7 @@ def test_what_waits_to_be_forgotten_stays_little_however_often_it_is_discarded(
         assert tier.discard(KEYS[:1]) == 1
         for _ in range(100):
             assert tier.discard(KEYS[:1]) == 0
-        assert tier._parts.threads[2]._tasks.qsize() <= 10
+        assert tier._parts.threads[2]._waiting.qsize() <= 10
         assert tier.discard(KEYS) == 3
         go_on.set()
         until(tier, TierState.WRITABLE)

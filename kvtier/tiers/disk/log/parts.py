@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvtier.identity.keys import TenantId
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.medium.io_threads import IoThreads
 from kvtier.tiers.disk.medium.watch import HangWatch
@@ -39,16 +40,23 @@ class BatchThreads:
         """Whether nothing should be begun now."""
         return self._watch.hangs()
 
-    def each(self, work: Callable[[_Part], _Answer], parts: Iterable[_Part], lent: LentMemory) -> Done[_Part, _Answer]:
+    def each(
+        self,
+        work: Callable[[_Part], _Answer],
+        parts: Iterable[_Part],
+        owner: Callable[[_Part], TenantId],
+        lent: LentMemory,
+    ) -> Done[_Part, _Answer]:
         """`work` of each part. All are done when it returns or raises, unless the medium hangs.
 
+        :param owner: whose a part is; the parts of tenants take turns.
         :param lent: what the parts use; it is told of those that are under way still.
         """
         given: list[tuple[_Part, Future[_Answer]]] = []
         late: list[Future[Any]] = []
         try:
             for part in parts:
-                given.append((part, self._threads.submit(partial(work, part))))
+                given.append((part, self._threads.submit(partial(work, part), owner(part))))
         finally:
             left = self._watch.wait([future for _, future in given])
             late = [future for future in left if not future.cancel()]

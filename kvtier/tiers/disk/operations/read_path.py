@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.codec.stored_form import Codec, Header
 from kvtier.events import EventKind
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.tiers.base import Status
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.lent_memory import LentMemory
@@ -65,7 +65,7 @@ class ReadPath:
 
     def _read_blocks(self, wanted: Sequence[Wanted], lent: LentMemory) -> list[Answer]:
         """Runs of neighbours in parallel, in any order. No answer for those that hang."""
-        done = self._threads.each(self._reader.read, runs_of(wanted), lent)
+        done = self._threads.each(self._reader.read, runs_of(wanted), _owner, lent)
         return list(chain.from_iterable(done.answers))
 
     def _find(self, keys: Sequence[StoreKey], into: Sequence[memoryview], left: Sequence[int]) -> list[Wanted]:
@@ -112,3 +112,7 @@ class ReadPath:
         with self._state.lock:
             self._state.off = True
             self._events.post(EventKind.CLEARED)
+
+
+def _owner(run: Sequence[Wanted]) -> TenantId:
+    return tenant_of(run[0].header.key)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier.codec.stored_form import encode_header
 from kvtier.events import EventKind
-from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
+from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId, tenant_of
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.disk.log.format import Kind, purge_key
 from kvtier.tiers.disk.log.segments import NO_EPOCH
@@ -88,7 +88,7 @@ class Tombstones:
                 forgotten += {key for key in keys if state.may_be_on_disk(key)} - set(forgotten)
             state.begin_forgetting(forgotten)
         if forgotten:
-            self._in_background(partial(self._forget, forgotten, epoch, segments))
+            self._in_background(tenant_of(forgotten[0]), partial(self._forget, forgotten, epoch, segments))
         return len(gone)
 
     def forget_late(self, tenant: TenantId, claims: Sequence[Claim], segment: int) -> None:
@@ -120,7 +120,7 @@ class Tombstones:
             numbers = set(records["segment"].tolist())
             state.begin_forgetting(gone)
         if gone:
-            self._in_background(partial(self._forget_bad, gone, epoch, numbers))
+            self._in_background(tenant_of(gone[0]), partial(self._forget_bad, gone, epoch, numbers))
         dropped = np.zeros(len(places), bool)
         dropped[same] = True
         return dropped.tolist()
@@ -148,12 +148,12 @@ class Tombstones:
             with state.lock:
                 state.purging -= Counter([tenant])
             raise
-        self._in_background(partial(self._finish_purge, tenant, epoch, pages))
+        self._in_background(tenant, partial(self._finish_purge, tenant, epoch, pages))
         return sum(len(part) for parts in pages.values() for part in parts)
 
-    def _in_background(self, work: Callable[[], None]) -> None:
+    def _in_background(self, tenant: TenantId, work: Callable[[], None]) -> None:
         """Raises nothing of its own. Returns when the work is done, or the medium hangs."""
-        future = self._threads.submit(work)
+        future = self._threads.submit(work, tenant)
         if not self._watch.wait([future]):
             future.result()
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.memory.buffers import ReadableBuffer
 from kvtier.tiers.base import Item, Status, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.log.parts import BatchThreads
 from kvtier.tiers.disk.medium.health import MediumHealth
-from kvtier.tiers.disk.operations.writing import BlockWriter, parts_of
+from kvtier.tiers.disk.operations.writing import BlockWriter, Work, parts_of
 from kvtier.tiers.disk.state.log_state import LogState
 from kvtier.tiers.disk.state.tag_table import Tags
 
@@ -55,7 +55,7 @@ class WritePath:
             claims = self._state.claim(keys, tags)
         statuses = [WriteStatus.EXISTS if claim is None else WriteStatus.FAILED for claim in claims]
         work = [(i, claim, *items[i][1:]) for i, claim in enumerate(claims) if claim is not None]
-        done = self._threads.each(self._writer.store, parts_of(work, self._part_bytes), lent)
+        done = self._threads.each(self._writer.store, parts_of(work, self._part_bytes), _owner, lent)
         for part in done.cancelled:
             self._writer.give_back(part)
         for late in done.late:  # what becomes of it is told then
@@ -72,3 +72,7 @@ class WritePath:
         with self._state.lock:
             statuses = self._state.statuses(keys, tags)
         return [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in statuses]
+
+
+def _owner(part: Sequence[Work]) -> TenantId:
+    return tenant_of(part[0][1].key)
