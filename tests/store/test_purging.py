@@ -1,0 +1,78 @@
+"""Purges that cannot do all they should say so, leave others alone, and are finished by the next one."""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gated_files import GatedFiles
+from kvtier.testing.blocks import make_key
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier.tiers.disk.medium.files import OsFiles
+from pool_rig import BLUE, RED, CoreRig, core_rig, until
+
+NUM_BLOCKS = 20
+AGES_S = 3600.0
+
+
+class FullFiles(OsFiles):
+    """Takes no bytes while it is `full`."""
+
+    full = False
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, buffers, offset)
+
+
+def fill(rig: CoreRig) -> None:
+    """Blocks of both tenants, in memory and on disk."""
+    for tenant in (RED, BLUE):
+        assert {rig.store(label, tenant=tenant) for label in range(NUM_BLOCKS)} == {WriteStatus.STORED}
+    disk = rig.core.usage(RED)[1:]
+    until(lambda: not disk or all(rig.core.usage(each)[1].num_blocks == NUM_BLOCKS for each in (RED, BLUE)))
+
+
+def there(rig: CoreRig, tenant: object) -> int:
+    return rig.core.lookup([make_key(label, tenant=tenant) for label in range(NUM_BLOCKS)]).count(Status.HIT)
+
+
+@pytest.mark.parametrize("seconds", [-AGES_S, 0.0])
+def test_a_purge_whose_time_is_over_does_not_say_that_nothing_is_left(tmp_path: Path, seconds: float) -> None:
+    """As after a clock that went ahead: what one look has removed may have come again, and nobody has looked."""
+    with core_rig(tmp_path / "disk") as rig:
+        fill(rig)
+        report = rig.core.purge(RED, seconds)
+        assert any("time was over" in problem for problem in report.problems)
+        report = rig.core.purge(RED, AGES_S)
+        assert (set(report.removed.values()), report.problems) == ({0}, [])
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+
+
+def test_a_purge_of_a_disk_that_hangs_says_so_and_the_next_one_finishes(tmp_path: Path) -> None:
+    with core_rig(tmp_path / "disk") as rig:
+        fill(rig)
+        rig.core.hurry(0.2)
+        rig.files.may_write.clear()
+        report = rig.core.purge(RED, AGES_S)
+        assert any("hangs" in problem for problem in report.problems)
+        assert there(rig, RED) == 0
+        rig.files.may_write.set()
+        until(lambda: not rig.core.degraded())
+        assert rig.core.purge(RED, AGES_S).problems == []
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+
+
+def test_a_full_disk_is_purged(tmp_path: Path) -> None:
+    files = FullFiles(direct=False)
+    with core_rig(tmp_path / "disk", files=GatedFiles(files)) as rig:
+        fill(rig)
+        files.full = True
+        rig.core.purge(RED, AGES_S)
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+        files.full = False
+    with core_rig(tmp_path / "disk") as rig:
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS), "nor after a start"
