@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvtier.tiers.redis import RedisTier
 
 _WRITE_DOWN_SHARE = 1 / 4
-"""The share of memory that may wait for a tier below and is pinned meanwhile. Less: writers hear THROTTLED above a disk
-that keeps what is acknowledged, and bursts do not get to another tier. More: memory has room for little else while it
-catches up."""
+"""The share of memory that may wait for a tier below and is pinned meanwhile, of a tenant that is alone; of all tenants
+together, twice as much (`kvtier.store.fair_room`). Less: writers hear THROTTLED above a disk that keeps what is
+acknowledged, and bursts do not get to another tier. More: memory has room for little else while it catches up."""
 _REDIS_FAILURES, _REDIS_OPEN_S = 3, 2.0
 """Failures in a row after which a Redis is left alone, and for how long; then one call probes it."""
 
