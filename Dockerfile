@@ -1,28 +1,41 @@
 # The cache pool service: what `kvtier pool serve` needs and no more; no torch, no compiler, no pip.
 # docs/deployment.md says how to run it. A package index other than pip's default: --build-arg PIP_INDEX_URL=...
 
-FROM python:3.11-slim-bookworm AS dependencies
+# A tag may point to another image tomorrow: docs/deployment.md says how to pin it by its digest.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS dependencies
 ARG PIP_INDEX_URL
-# Extras of kvtier, with spaces between: "seal" is 16 MB that only pools with storage keys need.
+# Extras of kvtier: "seal" is 16 MB that only pools with storage keys need. Each has a lock file of its own.
 ARG KVTIER_EXTRAS
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/kvtier
-# From the list in pyproject.toml alone, so that a change of the source does not download them again.
-COPY pyproject.toml deploy/base_requirements.py /build/
-RUN python /build/base_requirements.py /build/pyproject.toml $KVTIER_EXTRAS > /build/requirements.txt \
-    && pip --python /opt/kvtier/bin/python install --no-compile --only-binary :all: -r /build/requirements.txt \
+# From lock files alone (`make lock`): a file whose SHA-256 is not in them is not installed, whatever index it comes from, and a
+# change of the source does not download them again.
+COPY deploy/locks /build/locks
+RUN pip --python /opt/kvtier/bin/python install --no-compile --only-binary :all: --require-hashes \
+        -r /build/locks/pool${KVTIER_EXTRAS:+-$KVTIER_EXTRAS}.txt \
     && find /opt/kvtier -type d -name tests -prune -exec rm -r {} +
+RUN pip install --no-compile --only-binary :all: --require-hashes --target /build/backend -r /build/locks/build.txt
 
 FROM dependencies AS build
 COPY . /build
 # Beside the environment, so that the final image has a layer of dependencies and a small one of kvtier.
-RUN pip --python /opt/kvtier/bin/python install --no-compile --no-deps --prefix /build/installed /build \
+RUN PYTHONPATH=/build/backend pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /build/wheel /build \
+    && pip --python /opt/kvtier/bin/python install --no-compile --no-deps --no-index --prefix /build/installed /build/wheel/*.whl \
     && cp -a /build/installed/. /opt/kvtier
 # The base image comes without bytecode of the standard library, and compiling costs a start most of its time.
 # One start leaves here the bytecode of exactly what a start imports.
 RUN PYTHONPYCACHEPREFIX=/build/bytecode /opt/kvtier/bin/python /build/deploy/first_start.py
 
-FROM python:3.11-slim-bookworm
+FROM ${BASE_IMAGE}
+ARG BASE_IMAGE
+ARG KVTIER_REVISION
+LABEL org.opencontainers.image.title="kvtier cache pool" \
+      org.opencontainers.image.description="A cache of KV blocks for LLM inference that engines share" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}" \
+      org.opencontainers.image.revision="${KVTIER_REVISION}"
 # A volume takes over the owner that its mount point has here.
 RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/kvtier /run/kvtier
 COPY --from=dependencies /opt/kvtier /opt/kvtier

@@ -7,7 +7,7 @@ export KVTIER__ENGINE__MODEL_CACHE_DIR := $(CURDIR)/.venv/models
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos bench peers proto clean
+.PHONY: demo test lint unit gpu gpu-wheels test-triton test-compose test-vllm .venv/vllm test-sglang .venv/sglang soak soak-weights soak-kernels chaos fuzz bench peers proto lock sbom clean
 
 demo: .venv/engine.stamp
 	$(BIN)/kvtier demo $(DEMO_ARGS)
@@ -88,6 +88,17 @@ chaos: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --sweep --seconds 10 --json .venv/chaos.json $(SOAK_ARGS)
 	$(BIN)/python tests/rigs/disk_crash_rig.py --rounds 200 --clients 200
 
+# Coverage-guided fuzzing of all that reads others' bytes, 10 minutes; the corpus grows in .venv/fuzz-corpus. FUZZ_ARGS=--seconds N.
+fuzz: .venv/fuzz
+	OPENBLAS_NUM_THREADS=1 $</bin/python tests/fuzz/fuzz.py --json .venv/fuzz.json $(FUZZ_ARGS)
+
+# An environment of its own: atheris has wheels for a few versions of Python on Linux only, and tests do without it.
+.venv/fuzz: Makefile pyproject.toml
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[seal]' \
+		atheris==3.0.0 hypothesis pytest psutil
+
 bench: .venv/dev.stamp
 	$(BIN)/kvtier bench hash
 	$(BIN)/kvtier bench block-pool
@@ -118,6 +129,31 @@ proto: .venv/dev.stamp
 	test -x .venv/protoc/bin/python || $(PYTHON) -m venv .venv/protoc
 	.venv/protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2
 	.venv/protoc/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. kvtier/protocol/pool.proto
+
+# The lock files of the pool's image, from pyproject.toml: every package with all that it needs in turn, and the SHA-256 of all of its
+# files. What is locked stays as it is where it still fits; LOCK_ARGS=--upgrade takes the newest of everything.
+LOCK = .venv/supply/bin/uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes \
+	--custom-compile-command 'make lock' $(LOCK_ARGS)
+lock: .venv/supply
+	$(LOCK) pyproject.toml --output-file deploy/locks/pool.txt
+	$(LOCK) pyproject.toml --extra seal --constraint deploy/locks/pool.txt --output-file deploy/locks/pool-seal.txt
+	$(PYTHON) deploy/build_requirements.py pyproject.toml | $(LOCK) - --output-file deploy/locks/build.txt
+
+# What is in the pool's image of Python packages, with versions, licences and who needs whom: CycloneDX 1.6 as JSON, of the
+# packages of the lock file, installed on this machine. SBOM_OF=pool: of the image without extras.
+SBOM_OF ?= pool-seal
+sbom: .venv/supply
+	rm -rf .venv/image
+	$(PYTHON) -m venv --without-pip .venv/image
+	$</bin/python -m pip --python .venv/image/bin/python install --quiet --disable-pip-version-check --no-compile --only-binary :all: \
+		--require-hashes -r deploy/locks/$(SBOM_OF).txt
+	$</bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file .venv/sbom.json .venv/image/bin/python
+
+.venv/supply: Makefile
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
 
 # torch first and by itself: plain dependency resolution would take a build with gigabytes of CUDA where
 # a CPU build of this version is on offer.

@@ -1,9 +1,10 @@
 """`docker-compose up` for real: what a user gets, what it survives, and what it refuses."""
 
+import re
 import time
 from pathlib import Path
 
-from compose_rig import BASE_IMAGE, Stack, compose, docker, inspect, poll, sha256
+from compose_rig import BASE_IMAGE, ROOT, Stack, compose, docker, inspect, poll, sha256
 from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.testing.contract import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.base import WriteStatus
@@ -97,6 +98,21 @@ def test_the_image_is_small_and_holds_no_more_than_the_pool_needs(image: str) ->
     assert own <= MAX_IMAGE_BYTES
     script = "import importlib.util as u; print([n for n in ('torch', 'triton', 'pip', 'pytest') if u.find_spec(n)])"
     assert docker("run", "--rm", "--network=none", "--entrypoint=python", image, "-c", script) == "[]"
+
+
+def test_the_image_has_what_is_locked_and_says_what_it_is(image: str) -> None:
+    """Versions as in the lock file, and no package that is not in it."""
+    script = "import importlib.metadata as m; [print(d.name + '==' + d.version) for d in m.distributions(path=[PATH])]"
+    path = docker("run", "--rm", "--entrypoint=python", image, "-c", "import numpy; print(numpy.__path__[0])")
+    program = script.replace("PATH", repr(str(Path(path).parent)))
+    there = docker("run", "--rm", "--network=none", "--entrypoint=python", image, "-c", program).lower().split()
+    locked = re.findall(r"(?m)^\S+==[^ ;\\]+", (ROOT / "deploy" / "locks" / "pool.txt").read_text())
+    assert {re.sub("[-_.]+", "-", line.split("==")[0]) for line in there} >= {"numpy", "kvtier", "grpcio"}
+    unlocked = {line.replace("_", "-") for line in there} - set(locked)
+    assert {line.split("==")[0] for line in unlocked} == {"kvtier"}
+    labels = inspect(image)["Config"]["Labels"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert labels["org.opencontainers.image.base.name"] == BASE_IMAGE
 
 
 def test_nothing_starts_without_a_tenant(tmp_path: Path) -> None:
