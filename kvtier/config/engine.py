@@ -76,6 +76,20 @@ class PreviousSecretConfig(Section):
     since the rotation is lost. Late: whoever stole the secret may guess at names of blocks for so long, as before."""
 
 
+class RateConfig(Section):
+    """What one tenant may ask of a pool a second, over all its connections and calls. A request beyond that
+    waits for a tenth of a second at most, and is answered with misses or THROTTLED then."""
+
+    max_requests_per_s: Annotated[float, Field(ge=1, le=1e9)] | None = None
+    """Requests of the block protocol, in shared memory as well, and calls of gRPC. As many may come at once after a
+    quiet second. One that names more than about 500 blocks counts as several. Small: engines miss what is there; they
+    ask some ten times for each request of their own. Left out: no such bound."""
+    max_bytes_per_s: TierBytes | None = None
+    """Payload bytes that are read and written, in shared memory as well, 1 MiB or more. A request is served as a
+    whole, of up to 256 MiB, and what comes after it waits: well below an engine's batches (`batch_blocks`), most of
+    what it asks for after one is a miss. Left out: no such bound."""
+
+
 class TenantConfig(Section):
     """One tenant. Values of secrets are `env:NAME` or `file:PATH`, never the secret itself."""
 
@@ -113,6 +127,8 @@ class TenantConfig(Section):
     """Pool only: what the tenant is owed of its disk. Read again as tokens are."""
     redis: RedisShareConfig = RedisShareConfig()
     """Pool only: what the tenant may have of its Redis. Read again as tokens are."""
+    rate: RateConfig = RateConfig()
+    """Pool only: what the tenant may ask for in a second. Read again as tokens are."""
 
 
 class EngineConfig(Section):

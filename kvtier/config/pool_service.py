@@ -40,6 +40,11 @@ class PoolServiceConfig(Section):
     http_listen: HttpAddress = "127.0.0.1:7602"
     """`host:port` of /healthz and /metrics, and of /tenants, which takes bearer tokens where nobody can read them on
     their way: on a loopback address, with TLS, or with `insecure`."""
+    metrics_access: Literal["open", "observer"] = "open"
+    """Which clients may read /metrics: `open` lets anybody who reaches the port see exact totals of all tenants
+    together, from which one of two tenants can subtract itself; `observer` asks for the bearer token of an observer or
+    an operator, as Prometheus sends it (`authorization` of its `scrape_configs`). Figures of single tenants are for
+    operators alone."""
     tls_certificate: Path | None = None
     """Certificate chain, in PEM, of all ports but Unix sockets. Without, tokens and blocks travel in the clear. Renewed
     files count from the next connection on."""

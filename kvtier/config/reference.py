@@ -23,6 +23,7 @@ from kvtier.config.engine import (
     EngineConfig,
     HostConfig,
     PoolConfig,
+    RateConfig,
     RedisShareConfig,
     ShareConfig,
     TenantConfig,
@@ -40,6 +41,7 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     TenantConfig,
     ShareConfig,
     RedisShareConfig,
+    RateConfig,
     RoleConfig,
     TokenConfig,
 )

@@ -109,7 +109,7 @@ class Administration:
         tenant = tenant_id(name)
         reads = self._store.reads.of(tenant)
         config = self._tenants.get(name, TenantConfig())
-        quotas = {tier: getattr(config, tier).model_dump(exclude_none=True) for tier in ("memory", "disk", "redis")}
+        quotas = {of: getattr(config, of).model_dump(exclude_none=True) for of in ("memory", "disk", "redis", "rate")}
         return {
             "tiers": {
                 share.tier: {"num_blocks": share.num_blocks, "used_bytes": share.used_bytes}

@@ -167,7 +167,10 @@ class _Stderr(logging.StreamHandler[IO[str]]):
 
 
 class _File(RotatingFileHandler):
-    """A file that only its owner reads. What fails is counted, and a line of the log, twice a minute at most."""
+    """A file that only its owner reads. What fails is counted, and a line of the log, twice a minute at most.
+
+    Each line goes to the file that has the name then: what logrotate has moved, or somebody removed, gets no more.
+    """
 
     def __init__(self, path: Path, max_bytes: int, on_lost: Callable[[], None]) -> None:
         self._quiet = QuietLog(_log)
@@ -176,6 +179,20 @@ class _File(RotatingFileHandler):
 
     def _open(self) -> IO[str]:  # type: ignore[override]
         return open(self.baseFilename, "a", encoding="utf-8", opener=_private)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """`logging`'s; about 3 us more, on the log's own thread."""
+        if self.stream is not None and self._has_moved(self.stream):
+            self.close()  # the next one is opened by the handler, and what fails there is handled as all else
+        super().emit(record)
+
+    def _has_moved(self, stream: IO[str]) -> bool:
+        try:
+            named = os.stat(self.baseFilename)
+        except OSError:  # removed, or in a folder that is gone: a new one is made if that can be
+            return True
+        written = os.fstat(stream.fileno())
+        return (named.st_dev, named.st_ino) != (written.st_dev, written.st_ino)
 
     def handleError(self, record: logging.LogRecord) -> None:
         self._on_lost()

@@ -10,9 +10,13 @@ from kvtier.net.address import Address
 def require_protected(config: Config) -> None:
     """Raises `ConfigError` where other machines could connect without TLS, and `insecure` is not set.
 
-    /healthz and /metrics may be anywhere; /tenants takes no token there (`tokens_in_clear`).
+    /healthz and /metrics may be anywhere; /tenants takes no token there (`tokens_in_clear`), and /metrics that asks for
+    one is an error.
     """
     table = config.pool_service
+    in_clear = tokens_in_clear(config)
+    if table.metrics_access == "observer" and in_clear is not None:
+        raise ConfigError(f"pool_service.metrics_access: nobody could read /metrics: {in_clear}")
     if table.insecure or config.pool_service_tls() is not None:
         return
     for field, addresses in (("listen", table.listen), ("grpc_listen", table.grpc_listen)):

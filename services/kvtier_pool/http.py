@@ -1,4 +1,4 @@
-"""/healthz and /metrics over HTTP, for probes and Prometheus without credentials, and /tenants with a bearer token."""
+"""/healthz over HTTP for probes, /metrics for Prometheus, and /tenants with a bearer token."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ConfigError
@@ -25,6 +23,8 @@ _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 Answers = Callable[[str, str, str | None, str], tuple[int, dict[str, Any]]]
 """Gives status and JSON for method, path, `Authorization` and peer of a request."""
+Pages = Callable[[str | None, str], tuple[int, str, bytes]]
+"""Gives status, content type and text for `Authorization` and peer of a request."""
 _REQUEST_TIMEOUT_S = 10.0
 """How long a peer may take for its handshake, for its request as a whole, and to take the answer."""
 _MAX_REQUEST_BYTES = 16 << 10
@@ -46,7 +46,7 @@ class StatusServer:
     def __init__(
         self,
         listen: str,
-        registry: CollectorRegistry,
+        metrics: Pages,
         problem: Callable[[], str | None],
         degraded: Callable[[], list[str]],
         files: TlsFiles | None = None,
@@ -54,6 +54,7 @@ class StatusServer:
     ) -> None:
         """
         :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
+        :param metrics: answers `/metrics`, by `Authorization` and peer; called from any thread.
         :param problem: None while it serves; called from any thread.
         :param degraded: what works less well than it should while it serves: lines below the `ok`; called from any
             thread.
@@ -77,11 +78,9 @@ class StatusServer:
 
             def do_GET(self) -> None:
                 if self.path == "/healthz":
-                    reason = problem()
-                    lines = [reason] if reason else ["ok", *degraded()]
-                    self._answer(503 if reason else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode())
+                    self._answer(*_health(problem(), degraded))
                 elif self.path == "/metrics":
-                    self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+                    self._answer(*metrics(*_asker(self)))
                 elif self.path.startswith("/tenants"):
                     self._answer_tenants()
                 else:
@@ -91,10 +90,7 @@ class StatusServer:
                 self._answer_tenants()
 
             def _answer_tenants(self) -> None:
-                authorization = self.headers.get("Authorization")
-                host, port = self.client_address[:2]
-                peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                code, answer = tenants(self.command, self.path, authorization, peer)
+                code, answer = tenants(self.command, self.path, *_asker(self))
                 self._answer(code, _JSON, json.dumps(answer).encode() + b"\n")
 
             def log_message(self, format: str, *args: object) -> None:
@@ -129,6 +125,17 @@ class StatusServer:
         """Serves without `serve_forever`, which wakes up ten times a second to see whether to stop."""
         while not self._server.stopping.is_set():
             self._server.handle_request()
+
+
+def _health(problem: str | None, degraded: Callable[[], list[str]]) -> tuple[int, str, bytes]:
+    lines = [problem] if problem else ["ok", *degraded()]
+    return 503 if problem else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode()
+
+
+def _asker(request: BaseHTTPRequestHandler) -> tuple[str | None, str]:
+    """The `Authorization` of a request, and who has sent it."""
+    host, port = request.client_address[:2]
+    return request.headers.get("Authorization"), f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _received(arriving: io.BufferedIOBase, connection: socket.socket) -> bytes:

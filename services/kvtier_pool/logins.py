@@ -22,7 +22,8 @@ _MOST_ADDRESSES = 1024
 _MOST_CALLERS = 1024
 """gRPC peers that have logged in and need no other line: each of their calls shows credentials."""
 _MOST_LATE = 4
-"""gRPC refusals that are late at a time: each keeps a thread. Others are answered at once."""
+"""Refusals of gRPC and of HTTP, each, that are late at a time: each keeps a thread. Others are answered at once. In the
+block protocol, those who are refused make way for others meanwhile."""
 
 
 class Logins:
@@ -51,7 +52,7 @@ class Logins:
         """How often an address has failed, and when it did last; oldest first. Guarded by _lock."""
         self._callers: OrderedDict[tuple[str, Login], None] = OrderedDict()
         """Guarded by _lock."""
-        self._late = threading.Semaphore(_MOST_LATE)
+        self._late = {door: threading.Semaphore(_MOST_LATE) for door in ("grpc", "http")}
 
     def at(self, door: str, peer: str) -> "Door":
         """The door for one peer.
@@ -102,13 +103,14 @@ class Logins:
             token=error.token,
         )
         delay_s = self._delay_s(host)
-        if delay_s and door != "grpc":
+        late = self._late.get(door)
+        if not delay_s or (late is not None and not late.acquire(blocking=False)):
+            return
+        try:
             (wait or self._sleep)(delay_s)
-        elif delay_s and self._late.acquire(blocking=False):
-            try:
-                self._sleep(delay_s)
-            finally:
-                self._late.release()
+        finally:
+            if late is not None:
+                late.release()
 
     def _delay_s(self, host: str) -> float:
         now_s = self._clock()

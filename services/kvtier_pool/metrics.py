@@ -31,11 +31,17 @@ class PoolMetrics:
         )
         self.tenant_refusals = Counter(
             "kvtier_pool_tenant_refusals",
-            "Connections, calls and streams turned away because their tenant had its part of a limit.",
+            "Connections, calls, streams and requests turned away because their tenant had its part of a limit.",
             ["tenant", "limit"],
             registry=registry,
         )
         """There are no samples of tenants that were never refused."""
+        self.tenant_delays = Counter(
+            "kvtier_pool_tenant_delays",
+            "Requests that waited for a moment because their tenant had had what it may have in a second.",
+            ["tenant", "limit"],
+            registry=registry,
+        )
         self.logins_refused = Counter(
             "kvtier_pool_logins_refused", "Logins that were refused, by reason.", ["reason"], registry=registry
         )

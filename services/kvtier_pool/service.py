@@ -41,12 +41,14 @@ from kvtier_pool.grpc.connections import GrpcConnections
 from kvtier_pool.grpc.server import PoolServer
 from kvtier_pool.grpc.servicer import PoolServicer
 from kvtier_pool.http import StatusServer
+from kvtier_pool.http_metrics import HttpMetrics
 from kvtier_pool.http_tenants import HttpTenants
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
+from kvtier_pool.rates import TenantRates
 from kvtier_pool.storage_keys import StorageKeys
 
 _log = logging.getLogger(__name__)
@@ -119,7 +121,9 @@ class PoolService:
         grpc_connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
         callers = Callers(logins, GrpcConnections(grpc_connections))
         self._places = (calls, connections, grpc_connections)
-        self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls)
+        self._rates = rates = TenantRates(metrics)
+        rates.set_tenants(tenants, config.tenants)
+        self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls, rates)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self.audit.start()
@@ -133,19 +137,20 @@ class PoolService:
                 self._clients.start()
                 undo.callback(self._clients.stop)
             self.administration = Administration(self._core, metrics, self.audit, config)
+            in_clear = tokens_in_clear(config)
             self._http = StatusServer(
                 table.http_listen,
-                registry,
+                HttpMetrics(registry, logins, access=table.metrics_access, in_clear=in_clear).answer,
                 self._problem,
                 self._core.degraded,
                 tls,
-                HttpTenants(self.administration, logins, in_clear=tokens_in_clear(config)).answer,
+                HttpTenants(self.administration, logins, in_clear=in_clear).answer,
             )
             self._http.start()
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, callers, config, calls)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, logins, config, limits, metrics, connections, self._clients)
+            self._block = BlockServer(self._core, logins, config, limits, metrics, connections, self._clients, rates)
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()
@@ -154,7 +159,7 @@ class PoolService:
 
     def set_tenants(self, config: Config) -> None:
         """Lets in those who have credentials in this configuration, and nobody else, from now on; gives its tenants
-        their shares of memory and disk, their caps in Redis, their places, and their storage keys. Cuts connections
+        their shares of memory and disk, their caps in Redis, places, rates and storage keys. Cuts connections
         whose credentials are gone.
 
         Raises `ConfigError`, and changes nothing, for credentials that cannot be, when more is guaranteed than this
@@ -172,6 +177,7 @@ class PoolService:
         self._storage_keys.take(seals)
         for places in self._places:
             places.set_tenants(names)
+        self._rates.set_tenants(names, config.tenants)
         self._core.pins.several_tenants = len(names) > 1
         self.administration.set_tenants(config)
         added, removed = self._logins.authenticator.accept(tokens, certificates)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from configured_pool import OLD, configuration, digest, running
 from kvtier.clock import MONOTONIC
 from kvtier.config.credentials import AcceptedToken, Role
 from kvtier.errors import ConfigError, UnauthenticatedError
@@ -188,6 +190,72 @@ def test_the_file_is_bounded_and_private(tmp_path: Path) -> None:
         assert file.stat().st_size <= 4096
         assert file.stat().st_mode & 0o777 == 0o600
         assert lines(file)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_lines_go_to_the_file_that_has_the_name_whoever_moves_it(tmp_path: Path, moved: bool) -> None:
+    path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl-20261124"
+    log = AuditLog(path, PoolMetrics(CollectorRegistry()))
+    log.start()
+    log.note("first")
+    until(lambda: bool(path.read_text()))
+    if moved:
+        path.rename(old)
+    else:
+        path.unlink()
+    log.note("second")
+    log.stop()
+    assert [line["event"] for line in lines(path)] == ["second"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not moved or [line["event"] for line in lines(old)] == ["first"]
+
+
+def test_a_signal_after_logrotate_has_moved_the_file_makes_a_new_one(tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+    path = configuration(tmp_path / "pool.toml", f'"{digest(OLD)}"')
+    path.write_text(path.read_text().replace("[tenants.red]", 'audit_log = "audit.jsonl"\n[tenants.red]', 1))
+    with running(path) as pool:
+        audit.rename(tmp_path / "audit.jsonl.old")
+        pool.service.process.send_signal(signal.SIGHUP)
+        until(lambda: audit.exists() and "reload" in [line["event"] for line in lines(audit)])
+
+
+def test_a_file_whose_folder_is_gone_loses_lines_and_says_so(tmp_path: Path) -> None:
+    registry, folder = CollectorRegistry(), tmp_path / "folder"
+    folder.mkdir()
+    log = AuditLog(folder / "audit.jsonl", PoolMetrics(registry))
+    log.start()
+    folder.rename(tmp_path / "gone")
+    log.note("lost")
+    until(lambda: registry.get_sample_value("kvtier_pool_audit_lines_lost_total") == 1)
+    folder.mkdir()
+    log.note("kept")
+    log.stop()
+    assert [line["event"] for line in lines(folder / "audit.jsonl")] == ["kept"]
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_a_few_refusals_are_late_at_a_time_and_others_hold_no_thread(desk: Desk, door: str) -> None:
+    held, may_end = threading.Semaphore(0), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        held.release()
+        assert may_end.wait(WAIT_S)
+
+    for _ in range(4):
+        desk.fail("192.0.2.1:5", door)
+    desk.logins._sleep = sleep
+    late = [threading.Thread(target=desk.fail, args=("192.0.2.1:5", door)) for _ in range(4)]
+    for thread in late:
+        thread.start()
+    for _ in late:
+        assert held.acquire(timeout=WAIT_S)
+    for _ in range(100):
+        desk.fail("192.0.2.1:5", door)  # comes back at once
+    may_end.set()
+    for thread in late:
+        thread.join(WAIT_S)
+    assert not held.acquire(blocking=False)
 
 
 def test_a_pool_says_who_was_let_in_and_refused_at_all_its_doors(tmp_path: Path) -> None:

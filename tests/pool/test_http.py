@@ -8,16 +8,19 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvtier_pool.http import StatusServer
 from pool_rig import WAIT_S, until
 
 
+def no_metrics(authorization: str | None, peer: str) -> tuple[int, str, bytes]:
+    return 404, "text/plain", b""
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[socket.socket]:
     """A connection to a server that is well."""
-    server = StatusServer("127.0.0.1:0", CollectorRegistry(), lambda: None, list)
+    server = StatusServer("127.0.0.1:0", no_metrics, lambda: None, list)
     server.start()
     try:
         host, _, port = server.address.rpartition(":")
@@ -51,7 +54,7 @@ def test_a_request_has_its_time_however_it_is_divided(monkeypatch: pytest.Monkey
 def test_it_pauses_after_an_accept_that_failed_and_stops_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_pool.http._PAUSE_S", 3600.0)
     server, failed, num_tries = (
-        StatusServer("127.0.0.1:0", CollectorRegistry(), lambda: None, list),
+        StatusServer("127.0.0.1:0", no_metrics, lambda: None, list),
         threading.Event(),
         0,
     )

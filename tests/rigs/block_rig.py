@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -23,6 +23,7 @@ from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.rates import TenantRates
 from pool_rig import TENANTS, WAIT_S, CoreRig
 
 KEY = make_key("golden")
@@ -93,7 +94,10 @@ GOLDEN: dict[str, tuple[bytes, bytes]] = {
 
 @contextlib.contextmanager
 def session(
-    rig: CoreRig, limits: PoolLimits | None = None, clients: SharedClients | None = None
+    rig: CoreRig,
+    limits: PoolLimits | None = None,
+    clients: SharedClients | None = None,
+    rates: Callable[[PoolMetrics], TenantRates] = TenantRates,
 ) -> Iterator[socket.socket]:
     """A real session on a thread; the client's end of its connection. Its end is waited for."""
     ours, theirs = socket.socketpair()
@@ -107,6 +111,7 @@ def session(
         limits or PoolLimits(),
         metrics,
         clients,
+        rates=rates(metrics),
     )
     thread = threading.Thread(target=served.run)
     thread.start()

@@ -205,11 +205,15 @@ def pool_config(
     *,
     tls: TlsFiles | None = None,
     certificate_names: Mapping[str, str] | None = None,
+    rates: Mapping[str, Mapping[str, object]] | None = None,
+    roles: Mapping[str, object] | None = None,
     **table: object,
 ) -> Config:
     """A pool on free ports that `TENANTS` may use.
 
     :param certificate_names: DNS name or URI of a client certificate -> tenant name.
+    :param rates: tables `rate` by tenant name.
+    :param roles: tables of operators and observers.
     :param table: fields of `pool_service`.
     """
     free = "127.0.0.1:0"
@@ -223,12 +227,13 @@ def pool_config(
     }
     if tls is not None:
         defaults |= {"tls_certificate": tls.certificate, "tls_key": tls.key, "tls_client_ca": tls.ca}
-    tenants: dict[str, dict[str, list[str]]] = {}
+    tenants: dict[str, dict[str, Any]] = {}
     for digest, name in TENANTS.items():
-        tenants[name] = {"token_sha256": [digest], "certificate_names": []}
+        tenants[name] = {"token_sha256": [digest], "certificate_names": [], "rate": (rates or {}).get(name, {})}
     for certified, name in (certificate_names or {}).items():
         tenants[name]["certificate_names"].append(certified)
-    return parse_config({"pool_service": defaults | table, "tenants": tenants}, source="a test", environ={})
+    tables = {"pool_service": defaults | table, "tenants": tenants, **(roles or {})}
+    return parse_config(tables, source="a test", environ={})
 
 
 @contextlib.contextmanager

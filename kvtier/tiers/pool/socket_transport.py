@@ -87,9 +87,7 @@ class SocketTransport:
 
     def lookup(self, keys: Sequence[StoreKey], timeout_s: float) -> list[Status]:
         """Asks for a status per key, in order, in one request."""
-        grouped = group(keys)
-        with self._call(Verb.LOOKUP, {"groups": grouped.fields}, MONOTONIC() + timeout_s) as (_, answer):
-            return grouped.in_batch_order(answer.members("statuses", Status))
+        return self._look(keys, MONOTONIC() + timeout_s)[0]
 
     def read(
         self, keys: Sequence[StoreKey], into: Sequence[Incoming], timeout_s: float
@@ -123,14 +121,23 @@ class SocketTransport:
         """Lends nothing: the pool's memory cannot be reached through the socket."""
 
     def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:
-        """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent."""
+        """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent,
+        and nothing is while the pool says that this tenant asks too fast."""
         deadline = MONOTONIC() + timeout_s
-        there = self.lookup([key for key, _, _ in items], timeout_s) if items else []
+        there, throttled = self._look([key for key, _, _ in items], deadline) if items else ([], False)
+        if throttled:
+            return [WriteStatus.THROTTLED] * len(items)
         statuses = [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in there]
         absent = [i for i, status in enumerate(statuses) if status is WriteStatus.FAILED]
         for i, status in zip(absent, self._send([items[i] for i in absent], deadline), strict=True):
             statuses[i] = status
         return statuses
+
+    def _look(self, keys: Sequence[StoreKey], deadline: float) -> tuple[list[Status], bool]:
+        """A status per key, in order, and whether the pool has not looked, since its tenant asks too fast."""
+        grouped = group(keys)
+        with self._call(Verb.LOOKUP, {"groups": grouped.fields}, deadline) as (_, answer):
+            return grouped.in_batch_order(answer.members("statuses", Status)), answer.has("throttled")
 
     def _send(self, items: Sequence[Item[Outgoing]], deadline: float) -> list[WriteStatus]:
         """Sends blocks in several requests, one ahead of another's answer: the pool receives and checks one part while

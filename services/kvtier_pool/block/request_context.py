@@ -11,7 +11,7 @@ from kvtier.protocol.block_socket import FrameSocket
 class RequestContext:
     """A request and its answers. The connection's thread only. Errors are those of `FrameSocket`."""
 
-    __slots__ = ("_connection", "_deadline", "_id", "_max_stall_s", "payload_bytes", "request")
+    __slots__ = ("_connection", "_deadline", "_id", "_max_stall_s", "moved_bytes", "payload_bytes", "request")
 
     def __init__(
         self, connection: FrameSocket, request: Fields, payload_bytes: int, *, deadline: float, max_stall_s: float
@@ -27,11 +27,15 @@ class RequestContext:
         self._max_stall_s = max_stall_s
         self.request = request
         self.payload_bytes = payload_bytes
+        self.moved_bytes = 0
+        """Payload bytes that the request has moved so far: those that were sent, and what handlers add."""
 
     def answer(
         self, fields: Mapping[str, object], payload: Sequence[memoryview] = (), *, descriptors: Sequence[int] = ()
     ) -> None:
         """Sends one answer; the buffers and descriptors are the caller's again on return."""
+        if payload:
+            self.moved_bytes += sum(map(len, payload))
         header = {"id": self._id, "result": Result.OK, **fields}
         self._connection.send_frame(header, payload, deadline=self._piece_deadline(), descriptors=descriptors)
 

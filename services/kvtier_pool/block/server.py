@@ -19,11 +19,13 @@ from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.strangers import StrangerLog, name_of
+from kvtier_pool.block.turns import FairTurns
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener, SocketAccess
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
+from kvtier_pool.rates import TenantRates
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -44,11 +46,13 @@ class BlockServer:
         metrics: PoolMetrics,
         places: TenantPlaces,
         clients: SharedClients | None = None,
+        rates: TenantRates | None = None,
     ) -> None:
         """Binds nothing yet: see `start`.
 
         :param places: of connections.
         :param clients: lets those on a Unix socket share memory with the pool.
+        :param rates: of all tenants; None: there are no bounds.
         """
         self._core = core
         self._logins = logins
@@ -57,6 +61,8 @@ class BlockServer:
         self._metrics = metrics
         self._places = places
         self._clients = clients
+        self._rates = rates
+        self._turns = FairTurns()
         tls = config.pool_service_tls()
         self._tls = None if tls is None else ServerTls(tls)
         self._listeners: list[Listener] = []
@@ -153,6 +159,8 @@ class BlockServer:
             partial(self._strangers.note, peer),
             self._large,
             self._log_in,
+            self._rates,
+            self._turns,
         )
         if not self._take_in(session):
             self._refuse(stream)

@@ -17,18 +17,23 @@ from kvtier_pool.auth import Login
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
 from kvtier_pool.block.large_requests import LargeRequests
+from kvtier_pool.block.refused_verbs import RefusedVerbs, asked_bytes
 from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
+from kvtier_pool.block.turns import FairTurns
 from kvtier_pool.block.verbs import BlockVerbs, Handler
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Door
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.rates import Pace, TenantRates
 from kvtier_pool.wrong_protocol import answer_for
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 5.0
 """How long a peer may keep a thread before it has shown a token."""
+_REQUEST_BYTES = 16 << 10
+"""A request with a larger header, of about 500 blocks, is as many requests to its tenant's rate."""
 _LAST_WORDS_S = 1.0
 """How long the answer that ends a connection may take to be sent and received."""
 
@@ -48,6 +53,8 @@ class BlockSession:
         on_stranger: Callable[[Exception], None] = lambda _: None,
         large: LargeRequests | None = None,
         log_in: "Callable[[BlockSession, TenantId], None]" = lambda session, tenant: None,
+        rates: TenantRates | None = None,
+        turns: FairTurns | None = None,
     ) -> None:
         """
         :param connection: owned from now on.
@@ -58,6 +65,8 @@ class BlockSession:
         :param large: the large requests of all connections; None: there is no other one.
         :param log_in: told this session, and who its peer is; raises `UnavailableError` where that tenant has enough
             connections. It must not refer to the session: its buffers would wait for the collector of garbage.
+        :param rates: of all tenants; None: there are no bounds.
+        :param turns: of the requests of all connections; None: there is no other one.
         """
         self._connection = connection
         self._core = core
@@ -75,6 +84,8 @@ class BlockSession:
         self._large_bytes = 0
         """What the request being served has of `_large`. Own thread only."""
         self._log_in = log_in
+        self._rates = rates if rates is not None else TenantRates(metrics)
+        self._turns = turns if turns is not None else FairTurns()
         self.login: Login | None = None
         """What the peer has shown to be. Written by the own thread only."""
         self._request_id = 0
@@ -91,12 +102,17 @@ class BlockSession:
         try:
             scope = self._greet()
             if scope is not None:
-                handlers = self._handlers(scope)
+                handlers, pace = self._handlers(scope), self._rates.of(scope.tenant)
+                refused = {**handlers, **RefusedVerbs(scope, pace).handlers()}
                 while self._next_request():
+                    is_let_in = pace.let_in(self._cut.wait)
+                    turn = self._turns.begin(scope.tenant)
                     try:
-                        self._serve(scope.tenant, handlers)
+                        self._serve(scope.tenant, handlers if is_let_in else refused, pace)
                     finally:
                         self._end_large(scope.tenant)
+                        if turn is not None:
+                            self._turns.end(turn)
         except WrongProtocolError as error:
             self._on_stranger(error)
             self._end_with(
@@ -205,7 +221,7 @@ class BlockSession:
             self._large.give_back(tenant, self._large_bytes)
             self._large_bytes = 0
 
-    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler]) -> None:
+    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler], pace: Pace) -> None:
         request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
         if self.login is not None and not self._door.is_current(self.login):
             raise UnauthenticatedError("the credentials of this connection are not accepted any more: log in anew")
@@ -215,6 +231,11 @@ class BlockSession:
             raise InvalidInputError(f"verb {verb[:100]!r} is not known here")
         if verb != Verb.WRITE:
             require_no_payload(request.payload_bytes)
+        asked = 0
+        if pace.is_bounded:
+            asked = asked_bytes(verb, request.request, request.payload_bytes)
+            request.moved_bytes = request.payload_bytes
+            pace.take(num_requests=self._large_bytes // _REQUEST_BYTES, nbytes=asked)
         result: str = Result.INTERNAL
         try:
             handler(request)
@@ -226,6 +247,8 @@ class BlockSession:
             result = "lost"
             raise
         finally:
+            if asked:
+                pace.take(nbytes=request.moved_bytes - asked)
             self._metrics.count_block_call(verb, result)
 
     def _end_with(self, result: Result, message: str, *, stranger: bytes | None = None) -> None:

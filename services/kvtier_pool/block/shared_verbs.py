@@ -2,10 +2,11 @@
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.protocol.block import Verb
 from kvtier.protocol.shared_memory import WORD
+from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
 from kvtier_pool.block.request_context import RequestContext
@@ -40,14 +41,18 @@ class SharedVerbs:
         }
 
     def _acquire(self, request: RequestContext) -> None:
-        lease, statuses, places = self._memory.acquire(*self._scope.blocks(request.request))
+        keys, sizes = self._scope.blocks(request.request)
+        lease, statuses, places = self._memory.acquire(keys, sizes)
+        request.moved_bytes += _moved(sizes, statuses, Status.HIT)
         request.answer({"lease": lease, "statuses": statuses, "places": places, **self._news()})
 
     def _release(self, request: RequestContext) -> None:
         self._memory.release(request.request.number("lease"))
 
     def _prepare(self, request: RequestContext) -> None:
-        write, statuses, slots = self._memory.prepare(*self._scope.blocks(request.request))
+        keys, sizes = self._scope.blocks(request.request)
+        write, statuses, slots = self._memory.prepare(keys, sizes)
+        request.moved_bytes += _moved(sizes, statuses, WriteStatus.STORED)
         packed = struct.pack(f"<{len(slots)}Q", *slots)
         request.answer({"write": write, "statuses": statuses, "slots": packed, **self._news()})
 
@@ -78,3 +83,11 @@ class SharedVerbs:
             return {}
         self._told_bytes = max_held_bytes
         return {"max_held_bytes": max_held_bytes}
+
+
+def _moved(sizes: Sequence[int], statuses: bytes, done: int) -> int:
+    """Bytes of the blocks that the client now reads or writes by itself."""
+    num_done = statuses.count(done)
+    if num_done == len(sizes):
+        return sum(sizes)
+    return sum(size for size, status in zip(sizes, statuses, strict=True) if status == done) if num_done else 0

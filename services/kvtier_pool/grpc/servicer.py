@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
@@ -27,6 +28,7 @@ from kvtier_pool.grpc.callers import Callers
 from kvtier_pool.grpc.upload import Upload
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.rates import Pace, TenantRates
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ _log = logging.getLogger(__name__)
 SERVICE = pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name
 _READ_WINDOW_BYTES = 4 << 20
 """Blocks read at once: enough for parallel disk reads, little enough to pin and to copy."""
+_REQUEST_BLOCKS = 500
+"""A call that names more blocks is as many requests to its tenant's rate."""
 _EVENT_KINDS = {
     EventKind.STORED: pool_pb2.Event.STORED,
     EventKind.REMOVED: pool_pb2.Event.REMOVED,
@@ -65,12 +69,14 @@ class PoolServicer:
         limits: PoolLimits,
         metrics: PoolMetrics,
         places: CallPlaces,
+        rates: TenantRates,
     ) -> None:
         self._core = core
         self._callers = callers
         self._limits = limits
         self._metrics = metrics
         self._places = places
+        self._rates = rates
         self._lock = threading.Lock()
         self._streams: dict[Subscription, Login] = {}
         """Streams of events, with whose they are. Guarded by _lock."""
@@ -103,39 +109,54 @@ class PoolServicer:
 
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as login:
+            _, is_let_in = self._paced(login)
             keys = self._keys(login.tenant, _parse(pool_pb2.LookupRequest, requests).groups)
+            if not is_let_in:
+                return pool_pb2.LookupResponse(statuses=bytes([Status.MISS]) * len(keys)).SerializeToString()
             return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
 
     def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Read", context) as login:
+            pace, is_let_in = self._paced(login)
             self._require_deadline(context)
             request = _parse(pool_pb2.ReadRequest, requests)
             keys = self._keys(login.tenant, [group.keys for group in request.groups])
             sizes = [g.payload_bytes for g in request.groups for _ in range(len(g.keys.hashes) // CHAIN_HASH_BYTES)]
             require_room(sizes, self._limits)
+            if not is_let_in:
+                yield from encode_blocks(_answer(i, None) for i in range(len(keys)))
+                return
             for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
                 # All messages of a window are made before the first is sent: nothing is pinned while we wait.
                 with self._core.read(keys[start:stop], sizes[start]) as found:
                     messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
+                pace.take(nbytes=sum(map(len, messages)))
                 yield from messages
             self._core.touch(keys)
 
     def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Write", context) as login:
+            pace, is_let_in = self._paced(login)
             self._require_deadline(context)
-            with closing(Upload(self._core, login.tenant, self._limits)) as upload:
+            with closing(Upload(self._core, login.tenant, self._limits, refuses=not is_let_in)) as upload:
                 for message in messages:
+                    if is_let_in:
+                        pace.take(nbytes=len(message))
+                    else:
+                        pace.refuse(len(message))
                     for frame in decode_frames(message):
                         upload.feed(frame)
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Discard", context) as login:
+            self._paced(login)
             keys = self._keys(login.tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
             return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
 
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Pin", context) as login:
+            self._paced(login)
             request = _parse(pool_pb2.PinRequest, requests)
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
             statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
@@ -143,11 +164,13 @@ class PoolServicer:
 
     def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Unpin", context) as login:
+            self._paced(login)
             keys = self._keys(login.tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
             return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
 
     def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as login:
+            self._paced(login)
             _parse(pool_pb2.UsageRequest, requests)
             tiers = [
                 pool_pb2.TierUsage(
@@ -177,6 +200,11 @@ class PoolServicer:
             if not self._callers.is_current(login):
                 raise UnauthenticatedError("the credentials of this stream are not accepted any more")
             raise UnavailableError("the pool is shutting down")
+
+    def _paced(self, login: Login) -> tuple[Pace, bool]:
+        """The pace of the caller's tenant, and whether this call may be served by it. Blocks for a moment."""
+        pace = self._rates.of(login.tenant)
+        return pace, pace.let_in(time.sleep)
 
     @contextmanager
     def _noted(self, subscription: Subscription, login: Login) -> Iterator[None]:
@@ -217,6 +245,7 @@ class PoolServicer:
         keys: list[StoreKey] = []
         for group in groups:
             add_keys(keys, tenant, group.namespace_id, group.hashes, self._limits)
+        self._rates.of(tenant).take(num_requests=len(keys) // _REQUEST_BLOCKS)
         return keys
 
     def _require_deadline(self, context: grpc.ServicerContext) -> None:

@@ -18,10 +18,12 @@ class Upload:
     holds. At most one slot is held at a time.
     """
 
-    def __init__(self, core: Store, tenant: TenantId, limits: PoolLimits) -> None:
+    def __init__(self, core: Store, tenant: TenantId, limits: PoolLimits, *, refuses: bool = False) -> None:
+        """:param refuses: takes no block: all are THROTTLED."""
         self._core = core
         self._tenant = tenant
         self._limits = limits
+        self._refuses = refuses
         self._statuses: list[WriteStatus] = []
         """The statuses of the blocks before the current one, and of the current one once it is decided."""
         self._num_begun = 0
@@ -72,6 +74,9 @@ class Upload:
             header = parse_header(frame.header)
         except CorruptBlockError:
             self._statuses.append(WriteStatus.FAILED)
+            return
+        if self._refuses:
+            self._statuses.append(WriteStatus.THROTTLED)
             return
         if header.stored_length > self._limits.max_block_bytes:
             self._statuses.append(WriteStatus.FULL)

@@ -1,0 +1,114 @@
+"""Turns of requests while several tenants ask."""
+
+import threading
+
+from clock_rig import StillClock
+from kvtier.tiers.base import Status
+from kvtier_pool.block.turns import FairTurns, Turn
+from pool_rig import BLUE, RED, WAIT_S, connect, items, keys, running_pool, until
+
+
+class Waiting:
+    """A request of red's on a thread of its own."""
+
+    def __init__(self, turns: FairTurns) -> None:
+        self.turn: Turn | None = None
+        self._turns = turns
+        self._thread = threading.Thread(target=self._begin)
+        self._thread.start()
+
+    def _begin(self) -> None:
+        self.turn = self._turns.begin(RED)
+
+    def begun(self) -> Turn:
+        self._thread.join(WAIT_S)
+        assert self.turn is not None
+        return self.turn
+
+
+def begin(turns: FairTurns, tenant: bytes = RED) -> Turn:
+    turn = turns.begin(tenant)  # type: ignore[arg-type]
+    assert turn is not None
+    return turn
+
+
+def several(clock: StillClock) -> FairTurns:
+    """Turns that two tenants have asked for just now."""
+    turns = FairTurns(clock)
+    assert turns.begin(BLUE) is None
+    turns.end(begin(turns))
+    return turns
+
+
+def test_one_tenant_needs_no_turns_and_two_do_until_one_is_quiet() -> None:
+    clock = StillClock()
+    turns = FairTurns(clock)
+    assert [turns.begin(RED) for _ in range(5)] == [None] * 5
+    turns.end(begin(turns, BLUE))
+    turns.end(begin(turns))
+    clock.now_s += 1.0
+    assert [turns.begin(RED) for _ in range(5)] == [None] * 5
+
+
+def test_a_tenant_waits_for_its_own_requests_alone() -> None:
+    turns = several(StillClock())
+    first, _ = begin(turns), begin(turns)
+    third = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    turns.end(begin(turns, BLUE))
+    turns.end(begin(turns, BLUE))
+    assert third.turn is None
+    turns.end(first)
+    third.begun()
+
+
+def test_they_begin_in_their_order() -> None:
+    turns = several(StillClock())
+    running = [begin(turns), begin(turns)]
+    waiting = []
+    for number in range(1, 5):
+        waiting.append(Waiting(turns))
+        until(lambda number=number: len(turns._of[RED].waiting) == number)  # type: ignore[misc]
+    for one in waiting:
+        turns.end(running.pop(0))
+        running.append(one.begun())
+    for turn in running:
+        turns.end(turn)
+    assert not turns._of
+
+
+def test_who_waits_for_a_disk_or_a_client_keeps_no_turn() -> None:
+    clock = StillClock()
+    turns = several(clock)
+    stuck = [begin(turns), begin(turns)]
+    third = Waiting(turns)
+    until(lambda: len(turns._of[RED].waiting) == 1)
+    assert third.turn is None
+    clock.now_s += 0.01
+    turn = third.begun()
+    for each in (*stuck, turn):
+        turns.end(each)
+    assert not turns._of
+
+
+def test_every_request_of_many_connections_is_answered_beside_another_tenants() -> None:
+    with running_pool() as pool:
+        tiers = [connect(pool.block[0], tenant) for tenant in ["red"] * 8 + ["blue"]]
+        wrong: list[object] = []
+
+        def ask(place: int) -> None:
+            of = BLUE if place == 8 else RED
+            tiers[place].write(items([place], of))
+            for _ in range(40):
+                if (found := tiers[place].lookup(keys([place], of))) != [Status.HIT]:
+                    wrong.append(found)
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in range(9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        for tier in tiers:
+            tier.close()
+        assert not wrong
+        assert not any(thread.is_alive() for thread in threads)
