@@ -10,7 +10,7 @@ import pytest
 from kvtier.testing.leaks import Holdings, leaving_no_shared_memory, require_nothing_beyond
 
 _HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE / "rigs"), str(_HERE / "soak")]
+sys.path[:0] = [str(_HERE / folder) for folder in ("rigs", "soak", "fuzz")]
 
 with contextlib.suppress(ModuleNotFoundError):  # environments of the plug-ins' tests are without it
     from hypothesis import settings

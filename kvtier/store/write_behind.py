@@ -142,6 +142,8 @@ class WriteBehind:
 
     def used(self, keys: Collection[StoreKey], run_blocks: int) -> None:
         """These blocks were read from memory, so many of one request together. Never waits."""
+        if self._gate is None and not self._selective:
+            return  # before the lock, which whoever reads would wait for
         due: list[StoreKey] = []
         with self._waiting.changed:
             if self._gate is not None:

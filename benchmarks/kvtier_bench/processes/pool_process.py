@@ -1,7 +1,7 @@
 """A cache pool as a process of its own, and every way to it."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ class PoolProcess:
     http: str
     shared_memory: bool
     """Whether it offers its memory to be mapped."""
+    tenant: str = TENANT
+    """The tenant whose token it is."""
 
     def paths(self) -> list[str]:
         """Every way there is, the one that engines prefer first, by the names that reports have for them."""
@@ -46,7 +48,7 @@ class PoolProcess:
     def local_transport(self, metrics: Metrics) -> LocalTransport:
         """Returns a transport over shared memory where that works, else over the Unix socket; `metrics` tells which it
         is."""
-        socket = SocketTransport(self.unix, self.token, tenant_id(TENANT), metrics=metrics)
+        socket = SocketTransport(self.unix, self.token, tenant_id(self.tenant), metrics=metrics)
         return LocalTransport(socket, metrics=metrics)
 
     def tier(self, path: str, stack: ExitStack, *, only: bool = True, sealing: SealingKeys | None = None) -> PoolTier:
@@ -57,8 +59,8 @@ class PoolProcess:
         """
         metrics = Metrics()
         tier = PoolTier(
-            self._transport(path, metrics),
-            tenant_id(TENANT),
+            self.transport(path, metrics),
+            tenant_id(self.tenant),
             metrics=metrics,
             breaker=CircuitBreaker(3, 1.0),
             call_timeout_s=CALL_TIMEOUT_S,
@@ -78,13 +80,14 @@ class PoolProcess:
         """A tier over each of them."""
         return {path: self.tier(path, stack) for path in self.paths()}
 
-    def _transport(self, path: str, metrics: Metrics) -> PoolTransport:
+    def transport(self, path: str, metrics: Metrics) -> PoolTransport:
+        """One of the ways to it, by its name; the caller closes it."""
         match path:
             case "shm":
                 return self.local_transport(metrics)
             case "unix" | "tcp":
                 address = self.unix if path == "unix" else self.tcp
-                return SocketTransport(address, self.token, tenant_id(TENANT), metrics=metrics)
+                return SocketTransport(address, self.token, tenant_id(self.tenant), metrics=metrics)
             case _:
                 return GrpcTransport(self.grpc, self.token)
 
@@ -96,8 +99,8 @@ def _other_paths(metrics: Metrics, path: str) -> str:
     return ", ".join(sorted(others))
 
 
-def _shares_memory(unix: str, token: str) -> bool:
-    transport = LocalTransport(SocketTransport(unix, token, tenant_id(TENANT)), metrics=Metrics())
+def _shares_memory(unix: str, token: str, tenant: str) -> bool:
+    transport = LocalTransport(SocketTransport(unix, token, tenant_id(tenant)), metrics=Metrics())
     try:
         transport.memory.acquire([], [], MONOTONIC() + CALL_TIMEOUT_S)
     except UnavailableError:
@@ -114,16 +117,35 @@ def pool_process(folder: Path, memory_bytes: int, settings: Sequence[str] = ()) 
     :param folder: for its configuration, its log and its socket: keep the path short.
     :param settings: lines of its table `pool_service`, beside those that are always there.
     """
-    token = secrets.token_urlsafe(32)
+    with pool_of_tenants(folder, memory_bytes, settings, {TENANT: ()}) as pools:
+        yield pools[TENANT]
+
+
+@contextmanager
+def pool_of_tenants(
+    folder: Path, memory_bytes: int, settings: Sequence[str], tenants: Mapping[str, Sequence[str]]
+) -> Iterator[dict[str, PoolProcess]]:
+    """Starts a pool, as `pool_process` does, and gives it as each of its tenants sees it, by the tenant's name.
+
+    :param tenants: lines of each tenant's table, beside its token.
+    """
+    tokens = {name: secrets.token_urlsafe(32) for name in tenants}
     config = folder / "pool.toml"
     config.write_text(
         f'[pool_service]\nlisten = ["127.0.0.1:0", "unix:{folder}/pool.sock"]\n'
         f'grpc_listen = ["127.0.0.1:0"]\nhttp_listen = "127.0.0.1:0"\nmemory_bytes = {memory_bytes}\n'
         + "".join(f"{line}\n" for line in settings)
-        + f'[tenants.{TENANT}]\ntoken_sha256 = ["{token_sha256(token)}"]\n'
+        + "".join(
+            f'[tenants.{name}]\ntoken_sha256 = ["{token_sha256(tokens[name])}"]\n' + "".join(f"{line}\n" for line in of)
+            for name, of in tenants.items()
+        )
     )
     with Service(["pool", "serve", "--config", str(config)], log=folder / "pool.log", environ={}) as service:
         ready = service.ready()
         tcp, unix = ready["block"].split(",")
-        shares = _shares_memory(unix, token)
-        yield PoolProcess(service.process.pid, token, tcp, unix, ready["grpc"], ready["http"], shares)
+        first = next(iter(tenants))
+        shares = _shares_memory(unix, tokens[first], first)
+        yield {
+            name: PoolProcess(service.process.pid, token, tcp, unix, ready["grpc"], ready["http"], shares, name)
+            for name, token in tokens.items()
+        }

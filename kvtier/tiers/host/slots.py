@@ -16,6 +16,7 @@ from kvtier.memory.pages import round_up
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.policies.base import Use, use_in_batch
 from kvtier.system.quiet_log import QuietLog
+from kvtier.system.short_lock import ShortLock
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.shares import Share
@@ -71,13 +72,13 @@ class HostSlots:
         """
         self._name, self._events, self._num_evicted = name, events, num_evicted
         self._min_residency_s, self._clock = min_residency_s, clock
-        self.lock = threading.Lock()
+        self.lock = ShortLock()
         """Held while slots change hands, never while memory is copied, made or given back."""
         self.memory = memory
         """Guarded by lock, but for making slabs."""
         self._reclaim = Reclaim(memory)
         """Guarded by lock."""
-        self._changed = threading.Condition(self.lock)
+        self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # has all that it asks of a lock
         """Notified when a thread has finished making or emptying a slab."""
         self._evicted: collections.Counter[bytes] = collections.Counter()
         """Blocks that were evicted, by tenant. Guarded by lock."""
