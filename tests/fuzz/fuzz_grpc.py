@@ -24,6 +24,7 @@ from kvtier_pool.grpc.call_places import CallPlaces
 from kvtier_pool.grpc.servicer import SERVICE, PoolServicer
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.rates import TenantRates
 from pool_rig import MIB, RED, core_rig
 
 _SIZE = 600
@@ -117,7 +118,8 @@ def _servicer() -> Iterator[Execute]:
     places = CallPlaces(4, _LIMITS, {RED: "red"}, metrics)
     pins = RetentionLimits(max_s=60.0, most_bytes=2 * MIB)
     with core_rig(memory_bytes=32 * MIB, pins=pins) as rig, internal_errors() as errors:
-        handler = PoolServicer(rig.core, _Callers(), _LIMITS, metrics, places).handler()  # type: ignore[arg-type]
+        servicer = PoolServicer(rig.core, _Callers(), _LIMITS, metrics, places, TenantRates(metrics))  # type: ignore[arg-type]
+        handler = servicer.handler()
         calls = {verb: handler.service(_Details(verb)) for verb in _VERBS}  # type: ignore[arg-type]
 
         def execute(data: bytes) -> None:
