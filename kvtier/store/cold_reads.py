@@ -9,8 +9,9 @@ from functools import partial
 from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import header_from_checksum
 from kvtier.errors import ClosedError
-from kvtier.identity.keys import StoreKey
+from kvtier.identity.keys import StoreKey, tenant_of
 from kvtier.store.lending import read_lent
+from kvtier.store.private_buffers import PrivateBuffer, PrivateBuffers
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.tier import DiskTier
@@ -21,7 +22,7 @@ from kvtier.tiers.host.tier import HostTier
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block that may be sent: valid until its lease is released."""
+    """A block that may be sent: valid until its lease or its buffer is released."""
 
     header: bytes
     """Stored-form header."""
@@ -30,6 +31,8 @@ class Block:
     """Holds the payload in memory; None when it lies in a buffer of its own."""
     source: str
     """The tier that had it, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
+    buffer: PrivateBuffer | None = None
+    """Has the payload when it is not in memory."""
 
 
 def block_of(key: StoreKey, lease: ReadPin, source: str) -> Block:
@@ -40,15 +43,29 @@ def block_of(key: StoreKey, lease: ReadPin, source: str) -> Block:
 class ColdReads:
     """Reads blocks from one tier into slots of the memory tier, each block once, however many ask for it.
 
-    Where memory has no slot to spare, a block is served from a buffer of its own. Any thread; blocks on
-    the tier. Two calls never wait for each other: each finishes its own blocks before it waits.
+    Where memory has no slot to spare, a block is served from a buffer of its own, as long as there may be one: else it
+    is a miss. Any thread; blocks on the tier. Two calls never wait for each other: each finishes its own blocks before
+    it waits.
     """
 
-    def __init__(self, memory: HostTier, tier: Tier, on_admitted: Callable[[Sequence[StoreKey]], None]) -> None:
-        """:param on_admitted: told of the blocks that memory got from the tier."""
+    def __init__(
+        self,
+        memory: HostTier,
+        tier: Tier,
+        buffers: PrivateBuffers,
+        on_admitted: Callable[[Sequence[StoreKey]], None],
+        on_unread: Callable[[int], None],
+    ) -> None:
+        """
+        :param buffers: where blocks go that memory has no room for.
+        :param on_admitted: told of the blocks that memory got from the tier.
+        :param on_unread: told of how many blocks were not read for want of room.
+        """
         self._memory = memory
         self._tier = tier
+        self._buffers = buffers
         self._on_admitted = on_admitted
+        self._on_unread = on_unread
         self._lock = threading.Lock()
         self._flights: dict[StoreKey, threading.Event] = {}
         """Keys being read, with what is set when the reader is done. Guarded by _lock."""
@@ -56,7 +73,7 @@ class ColdReads:
     def fetch(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
         """Adds to `found` those of `keys` that the tier has with payloads of `nbytes`.
 
-        The caller releases the leases of `found`, also after an exception.
+        The caller releases the leases and buffers of `found`, also after an exception.
         """
         statuses = self._tier.lookup(keys)
         wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
@@ -84,33 +101,39 @@ class ColdReads:
         """Adds what memory has by now, and the rest from the tier."""
         lent = LentMemory()
         slots: dict[StoreKey, WriteSlot] = {}
-        buffers: dict[StoreKey, memoryview] = {}
+        private: dict[StoreKey, PrivateBuffer] = {}
+        into: dict[StoreKey, memoryview] = {}
+        num_unread = 0
         try:
             for key in keys:
                 slot = self._memory.prepare(key, nbytes)
                 if isinstance(slot, WriteSlot):
-                    slots[key], buffers[key] = slot, slot.view
+                    slots[key], into[key] = slot, slot.view
                 elif slot is WriteStatus.EXISTS and (lease := self._memory.acquire([key])[0]) is not None:
                     found[key] = block_of(key, lease, self._tier.name)
+                elif (buffer := self._buffers.take(tenant_of(key), nbytes)) is not None:
+                    private[key], into[key] = buffer, buffer.view
                 else:
-                    buffers[key] = memoryview(bytearray(nbytes))
-            statuses = read_lent(self._tier, list(buffers), list(buffers.values()), lent)
+                    num_unread += 1
+            if num_unread:
+                self._on_unread(num_unread)
+            statuses = read_lent(self._tier, list(into), list(into.values()), lent)
             checksums: dict[WriteSlot, int] = {}
-            for (key, buffer), status in zip(buffers.items(), statuses, strict=True):
+            for (key, payload), status in zip(into.items(), statuses, strict=True):
                 if status is not Status.HIT:
                     continue
                 # The tier has held these bytes against their writer's checksum, and only this process can change them.
                 if key in slots:
-                    checksums[slots.pop(key)] = checksum(key, buffer)
+                    checksums[slots.pop(key)] = checksum(key, payload)
                 else:
-                    header = header_from_checksum(key, nbytes, checksum(key, buffer))
-                    found[key] = Block(header, buffer, None, f"{self._tier.name}_private")
+                    header = header_from_checksum(key, nbytes, checksum(key, payload))
+                    found[key] = Block(header, payload, None, f"{self._tier.name}_private", private.pop(key))
             self._admit(checksums, found)
         finally:
-            self._let_go(list(slots.values()), lent)
+            self._let_go(list(slots.values()), list(private.values()), lent)
 
-    def _let_go(self, slots: Sequence[WriteSlot], lent: LentMemory) -> None:
-        """Gives back the slots of what could not be read.
+    def _let_go(self, slots: Sequence[WriteSlot], private: Sequence[PrivateBuffer], lent: LentMemory) -> None:
+        """Gives back the slots and buffers of what could not be read.
 
         Slots that a tier which hangs may still fill serve nobody before it answers. Their keys are free at once, or
         such a block could neither be found nor be written for as long.
@@ -120,9 +143,11 @@ class ColdReads:
                 keys = [slot.key for slot in slots]
                 statuses = zip(keys, self._memory.lookup(keys), strict=True)
                 self._memory.discard([key for key, status in statuses if status is Status.PENDING])
-        lent.when_done(partial(self._abort, slots))
+        lent.when_done(partial(self._abort, slots, private))
 
-    def _abort(self, slots: Sequence[WriteSlot]) -> None:
+    def _abort(self, slots: Sequence[WriteSlot], private: Sequence[PrivateBuffer]) -> None:
+        for buffer in private:
+            buffer.release()
         for slot in slots:
             with contextlib.suppress(ClosedError):
                 self._memory.abort(slot)

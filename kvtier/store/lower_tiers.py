@@ -11,11 +11,19 @@ from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.policies.admission import Admission
 from kvtier.store.cold_reads import Block, ColdReads
 from kvtier.store.metrics import StoreMetrics
+from kvtier.store.private_buffers import PrivateBuffers
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.tier import HostTier
+
+_PRIVATE_SHARE = 16
+"""One tenant may take this part of memory beside it, for blocks that memory has no room for, and all together twice as
+much. A larger number makes misses while memory waits for a slow disk; a smaller one takes memory that nobody has
+configured."""
+_LEAST_PRIVATE_BYTES = 8 << 20
+"""A tenant may take so much of however small a memory: all blocks of one piece of a large answer are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,17 @@ class LowerTiers:
         self._set_caps = [each.set_caps for each in lower if each.set_caps is not None]
         self._purges = {each.tier.name: each.purge for each in lower if each.purge is not None}
         self._ways = [WriteBehind(memory, each.tier, metrics, each.settings, _gate_of(each, metrics)) for each in lower]
-        self._cold_reads = [ColdReads(memory, tier, partial(self._note_admitted, source=tier)) for tier in self.tiers]
+        self._buffers = PrivateBuffers(max(_LEAST_PRIVATE_BYTES, memory.usage().capacity_bytes // _PRIVATE_SHARE))
+        self._cold_reads = [
+            ColdReads(
+                memory,
+                tier,
+                self._buffers,
+                on_admitted=partial(self._note_admitted, source=tier),
+                on_unread=metrics.unread_blocks.labels(tier.name).inc,
+            )
+            for tier in self.tiers
+        ]
         for tier in self.tiers:
             metrics.prepare_tier(tier.name)
 
@@ -106,6 +124,10 @@ class LowerTiers:
         for reads in self._cold_reads:
             if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
                 reads.fetch(cold, payload_bytes, blocks)
+
+    def private_bytes(self, tenant: TenantId) -> int:
+        """What reads of the tenant have beside memory at the moment."""
+        return self._buffers.taken_by(tenant)
 
     def is_behind(self, tenant: TenantId) -> bool:
         """Too much of this tenant waits for a tier that keeps what is acknowledged: take no new block of it."""

@@ -21,6 +21,12 @@ class StoreMetrics:
             ["source"],
             registry=registry,
         )
+        self.unread_blocks = Counter(
+            "kvtier_pool_unread_blocks",
+            "Blocks that a tier below had and that were a miss: neither memory nor the buffers beside it had room.",
+            ["tier"],
+            registry=registry,
+        )
         self.sent_bytes = Counter("kvtier_pool_sent_bytes", "Payload bytes handed to readers.", registry=registry)
         self.written_blocks = Counter(
             "kvtier_pool_written_blocks", "Blocks received, by answer.", ["status"], registry=registry
@@ -77,5 +83,6 @@ class StoreMetrics:
             self.written_down_blocks.labels(tier, result)
         for source in (tier, f"{tier}_private"):
             self.read_blocks.labels(source)
+        self.unread_blocks.labels(tier)
         self.write_down_queue_bytes.labels(tier)
         self.evicted_unwritten.labels(tier)

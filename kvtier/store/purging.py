@@ -44,7 +44,7 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
         removed[memory.name] = _sweep(memory, below, tenant)  # and what of it has come down meanwhile
         for tier, number in removed.items():
             report.removed[tier] = report.removed.get(tier, 0) + number
-        if left_bytes := _left_bytes(memory, tenant, min(deadline, MONOTONIC() + _PATIENCE_S)):
+        if left_bytes := _left_bytes(memory, below, tenant, min(deadline, MONOTONIC() + _PATIENCE_S)):
             report.problems.append(f"{memory.name}: {left_bytes} bytes are being read or written")
         if not any(removed.values()):
             break
@@ -58,9 +58,9 @@ def purge(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float
     return report
 
 
-def _left_bytes(memory: HostTier, tenant: TenantId, deadline: float) -> int:
-    """What the tenant has of memory when readers and writers have ended, or at the deadline."""
-    while (left_bytes := memory.retire_tenant(tenant)) and MONOTONIC() < deadline:
+def _left_bytes(memory: HostTier, below: LowerTiers, tenant: TenantId, deadline: float) -> int:
+    """What the tenant has of memory and beside it when readers and writers have ended, or at the deadline."""
+    while (left_bytes := memory.retire_tenant(tenant) + below.private_bytes(tenant)) and MONOTONIC() < deadline:
         time.sleep(_PAUSE_S)
     return left_bytes
 

@@ -132,6 +132,9 @@ class Store:
             yield answer
         finally:
             self._memory.release(block.lease for block in blocks.values())
+            for block in blocks.values():
+                if block.buffer is not None:
+                    block.buffer.release()
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         """Notes a use of one request's blocks in memory, so that its tail is evicted before its head."""
