@@ -11,7 +11,7 @@ class PrivateBuffer:
 
     def __init__(self, owner: "PrivateBuffers", tenant: TenantId, nbytes: int) -> None:
         self.view = memoryview(bytearray(nbytes))
-        """As many bytes as were asked for."""
+        """The room, of as many bytes as were asked for."""
         self._owner: PrivateBuffers | None = owner
         self._tenant = tenant
 
