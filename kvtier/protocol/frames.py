@@ -22,6 +22,8 @@ _FRAME_TAG = 0x0A
 _BLOCK_TAG, _STATUS_TAG, _HEADER_TAG, _PAYLOAD_TAG = 0x08, 0x10, 0x1A, 0x22
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _UINT32_MAX = 2**32 - 1
+_MOST_SHORT, _MOST_LONG = 5, 10
+"""Bytes of a number: of tags and lengths, as protobuf's own parser has it, and of values."""
 _EMPTY = memoryview(b"")
 
 
@@ -97,7 +99,7 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     """(tag, integer, bytes) of each field; of the last two, the one that its wire type does not have is empty."""
     position = 0
     while position < len(view):
-        tag, position = _read_varint(view, position)
+        tag, position = _read_varint(view, position, _MOST_SHORT)
         if tag >> 3 == 0 or tag > _UINT32_MAX:
             raise InvalidInputError(f"frame: field number {tag >> 3} does not exist")
         value, data, position = _read_value(view, tag & 7, position)
@@ -110,7 +112,7 @@ def _read_value(view: memoryview, wire_type: int, position: int) -> tuple[int, m
         value, position = _read_varint(view, position)
         return value, _EMPTY, position
     if wire_type == _BYTES:
-        length, position = _read_varint(view, position)
+        length, position = _read_varint(view, position, _MOST_SHORT)
     elif wire_type == _FIXED64:
         length = 8
     elif wire_type == _FIXED32:
@@ -123,16 +125,16 @@ def _read_value(view: memoryview, wire_type: int, position: int) -> tuple[int, m
     return 0, view[position:end], end
 
 
-def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
-    """(value, position behind) of a varint of at most 64 bits."""
+def _read_varint(view: memoryview, position: int, most: int = _MOST_LONG) -> tuple[int, int]:
+    """(value, position behind) of a varint of at most 64 bits, in at most so many bytes."""
     value = 0
-    for i, byte in enumerate(view[position : position + 10]):
+    for i, byte in enumerate(view[position : position + most]):
         value |= (byte & 0x7F) << (7 * i)
         if byte < 0x80:
             if value >= 1 << 64:
                 break
             return value, position + i + 1
-    raise InvalidInputError("frame: a number is torn or longer than 64 bits")
+    raise InvalidInputError(f"frame: a number is torn, or longer than 64 bits or {most} bytes")
 
 
 def _varint(value: int) -> bytes:

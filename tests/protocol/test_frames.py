@@ -136,6 +136,28 @@ def test_broken_numbers_and_lengths(message: str) -> None:
         list(decode_frames(bytes.fromhex(message)))
 
 
+@pytest.mark.parametrize(
+    ("before", "number", "behind"),
+    [(b"", 0x0A, b"\0"), (b"\x0a", 0, b""), (b"\x0a", 2, b"\x08\x05"), (b"\x08", 5, b"")],
+    ids=["tag", "no length", "length", "value"],
+)
+def test_numbers_in_more_bytes_than_they_need_are_what_protobuf_takes(
+    before: bytes, number: int, behind: bytes
+) -> None:
+    num_taken = 0
+    for num_bytes in range(2, 12):
+        message = before + bytes([number | 0x80, *([0x80] * (num_bytes - 2)), 0]) + behind
+        if before == b"\x08":
+            message = bytes([0x0A, len(message)]) + message
+        try:
+            taken = [as_protobuf(frame) for frame in decode_frames(message)]
+        except InvalidInputError:
+            continue
+        num_taken += 1
+        assert taken == list(pool_pb2.Frames.FromString(message).frames), num_bytes
+    assert num_taken >= 4
+
+
 def test_a_frame_above_the_limit_is_refused() -> None:
     message = pool_pb2.Frames(frames=[pool_pb2.Frame(payload=bytes(MAX_FRAME_PAYLOAD_BYTES + 1))])
     with pytest.raises(InvalidInputError, match=str(MAX_FRAME_PAYLOAD_BYTES)):
