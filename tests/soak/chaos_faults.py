@@ -13,7 +13,7 @@ import psutil
 
 from chaos_schedule import Fault
 from chaos_site import Site, replica_of
-from faulty_link import LinkFault
+from kvtier.testing.faulty_link import LinkFault
 from suspending import resume, suspend
 
 _MIB = b"\0" * (1 << 20)

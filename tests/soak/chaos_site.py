@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from chaos_schedule import ENGINES, POOLS
-from faulty_link import FaultyLink
 from free_port import free_port
 from hanging_disk import HangingDisk, hanging_disk
 from kvtier.errors import KvtierError
 from kvtier.system.processes import Service
+from kvtier.testing.faulty_link import FaultyLink
 from kvtier_engine.demo.demo_model import demo_model_path
 from redis_rig import MIB, RedisServer
 from turned_clock import TurnedClock, turned_clock

@@ -33,6 +33,8 @@ class LinkFault(enum.StrEnum):
     """The first half of a large piece comes, and then the end of the connection."""
     BIT_FLIPS = "bit_flips"
     """One bit of each large piece is another one."""
+    GARBAGE = "garbage"
+    """Each piece is as many random bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class FaultyLink:
     """The way to one server. Any thread may set faults; each connection has two threads."""
 
     def __init__(self, target: tuple[str, int], seed: int) -> None:
-        """:param seed: says which bits are flipped."""
+        """:param seed: says which bits are flipped, and what garbage is."""
         self.target = target
         """Where new connections lead. Written by `lead_to` alone."""
         self.num_hurt = 0
@@ -144,6 +146,8 @@ class FaultyLink:
             return False
         if state.kind is LinkFault.BIT_FLIPS and is_large:
             piece = self._with_a_flipped_bit(piece)
+        if state.kind is LinkFault.GARBAGE:
+            piece = self._random.randbytes(len(piece))
         if state.kind is LinkFault.LATENCY:
             time.sleep(state.delay_s)
         sink.sendall(piece)

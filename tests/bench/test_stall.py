@@ -1,0 +1,28 @@
+"""`kvtier bench stall` runs and reports: what it finds depends on the machine, what every run has to find does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import KvtierError
+from kvtier.offload import Hierarchy
+from kvtier_bench.cases.stall import bench_stall
+
+
+def test_an_engine_beside_garbage_is_measured(tmp_path: Path) -> None:
+    out, poll = tmp_path / "figures.json", Hierarchy.poll
+    bench_stall(json=out, pairs=1, prompt_tokens=48, answer_tokens=4, only=["garbage"], threads=1)
+    (case,) = json.loads(out.read_text())["cases"]
+    figures = case["figures"]
+    assert case["name"] == "garbage"
+    assert figures["num_pieces_hurt"] > 0
+    assert figures["num_steps"] >= 4
+    assert 0 < figures["calls_p50_us"] <= figures["calls_p999_us"] <= figures["calls_max_us"]
+    assert figures["step_ratio"] > 0
+    assert Hierarchy.poll is poll
+
+
+def test_states_that_are_none_are_named() -> None:
+    with pytest.raises(KvtierError, match="no state sleepy: there are healthy, black hole, "):
+        bench_stall(only=["sleepy"])
