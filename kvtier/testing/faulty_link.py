@@ -49,7 +49,7 @@ class FaultyLink:
     def __init__(self, target: tuple[str, int], seed: int) -> None:
         """:param seed: says which bits are flipped, and what garbage is."""
         self.target = target
-        """Where new connections lead. Written by `lead_to` alone."""
+        """The server that new connections lead to. Written by `lead_to` alone."""
         self.num_hurt = 0
         """Pieces that a fault has met, about: threads may lose counts. For reports."""
         self._random = random.Random(seed)
@@ -60,11 +60,11 @@ class FaultyLink:
         """Guarded by _lock."""
 
     def fail(self, kind: LinkFault, delay_s: float = 0.0) -> None:
-        """From now on, instead of the fault before."""
+        """Fails in this way from now on, instead of the fault before."""
         self._state = _State(kind, delay_s)
 
     def heal(self) -> None:
-        """From now on everything comes through."""
+        """Lets everything through from now on."""
         self._state = _State()
 
     def lead_to(self, target: tuple[str, int]) -> None:
@@ -123,7 +123,7 @@ class FaultyLink:
                 self._open -= {client, server}
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        """Until one side ends; then the other is ended too."""
+        """Passes on what comes until one side ends; then it ends the other one, too."""
         with contextlib.suppress(OSError):
             while (piece := source.recv(_PIECE_BYTES)) and self._passes(piece, source, sink):
                 continue

@@ -52,7 +52,7 @@ class _Engine:
     steps_s: list[float] = field(default_factory=list)
     """The mean time of a step: one for each token, the first with the prompt."""
     requests_s: list[float] = field(default_factory=list)
-    """From a request to its last token."""
+    """The time from a request to its last token."""
     calls_s: list[float] = field(default_factory=list)
     """Time inside of calls of the cache, of each step."""
     num_cached: int = 0
