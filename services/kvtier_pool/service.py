@@ -50,6 +50,7 @@ from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
 from kvtier_pool.storage_keys import StorageKeys
+from kvtier_pool.turns import FairTurns
 
 _log = logging.getLogger(__name__)
 _CALLS_SHARE_OF_GRACE = 0.25
@@ -123,7 +124,8 @@ class PoolService:
         self._places = (calls, connections, grpc_connections)
         self._rates = rates = TenantRates(metrics)
         rates.set_tenants(tenants, config.tenants)
-        self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls, rates)
+        turns = FairTurns()
+        self._servicer = servicer = PoolServicer(self._core, callers, limits, metrics, calls, rates, turns)
         with ExitStack() as undo:
             undo.callback(self._core.close)
             self.audit.start()
@@ -150,7 +152,9 @@ class PoolService:
             undo.callback(self._http.stop)
             self._grpc = PoolServer(servicer, callers, config, calls)
             undo.callback(self._grpc.stop, 0.0)
-            self._block = BlockServer(self._core, logins, config, limits, metrics, connections, self._clients, rates)
+            self._block = BlockServer(
+                self._core, logins, config, limits, metrics, connections, self._clients, rates, turns
+            )
             undo.callback(self._block.stop, 0.0)
             addresses = Addresses(self._block.start(), self._grpc.start(), self._http.address)
             undo.pop_all()

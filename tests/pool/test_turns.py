@@ -1,11 +1,25 @@
 """Turns of requests while several tenants ask."""
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from clock_rig import StillClock
-from kvtier.tiers.base import Status
-from kvtier_pool.block.turns import FairTurns, Turn
-from pool_rig import BLUE, RED, WAIT_S, connect, items, keys, running_pool, until
+from kvtier.tiers.base import Status, WriteStatus
+from kvtier_pool.service import Addresses, PoolService
+from kvtier_pool.turns import FairTurns, Turn
+from pool_grpc_rig import connect as connect_grpc
+from pool_rig import BLUE, RED, WAIT_S, connect, items, keys, pool_config, running_pool, until
+
+
+@contextmanager
+def closing_service(service: PoolService) -> Iterator[Addresses]:
+    addresses = service.start()
+    try:
+        yield addresses
+    finally:
+        service.stop()
 
 
 class Waiting:
@@ -112,3 +126,27 @@ def test_every_request_of_many_connections_is_answered_beside_another_tenants() 
             tier.close()
         assert not wrong
         assert not any(thread.is_alive() for thread in threads)
+
+
+def test_calls_of_grpc_take_turns_with_requests_of_connections() -> None:
+    """Red has both of its turns; a call of red's waits for one of them, and blue's is answered meanwhile."""
+    service = PoolService(pool_config())
+    with closing_service(service) as addresses, ThreadPoolExecutor(1) as executor:
+        turns = service._servicer._turns
+        assert turns is service._block._turns
+        over_grpc = [connect_grpc(addresses.grpc[0], tenant) for tenant in ("red", "blue")]
+        for tier, tenant in zip(over_grpc, (RED, BLUE), strict=True):
+            assert tier.lookup(keys([0], tenant)) == [Status.MISS]
+        clock = StillClock()
+        turns._clock = clock
+        turns._several_until_s = clock.now_s + 1.0
+        held = [begin(turns), begin(turns)]
+        waiting = executor.submit(over_grpc[0].write, items([0]))
+        until(lambda: len(turns._of[RED].waiting) == 1)
+        assert over_grpc[1].lookup(keys([0], BLUE)) == [Status.MISS]
+        assert not waiting.done()
+        turns.end(held[0])
+        assert waiting.result(WAIT_S) == [WriteStatus.STORED]
+        turns.end(held[1])
+        for tier in over_grpc:
+            tier.close()

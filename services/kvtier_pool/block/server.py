@@ -19,13 +19,13 @@ from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.strangers import StrangerLog, name_of
-from kvtier_pool.block.turns import FairTurns
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener, SocketAccess
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
+from kvtier_pool.turns import FairTurns
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
@@ -47,12 +47,14 @@ class BlockServer:
         places: TenantPlaces,
         clients: SharedClients | None = None,
         rates: TenantRates | None = None,
+        turns: FairTurns | None = None,
     ) -> None:
         """Binds nothing yet: see `start`.
 
         :param places: of connections.
         :param clients: lets those on a Unix socket share memory with the pool.
         :param rates: of all tenants; None: there are no bounds.
+        :param turns: of the requests of all transports; None: there is no other one.
         """
         self._core = core
         self._logins = logins
@@ -62,7 +64,7 @@ class BlockServer:
         self._places = places
         self._clients = clients
         self._rates = rates
-        self._turns = FairTurns()
+        self._turns = turns if turns is not None else FairTurns()
         tls = config.pool_service_tls()
         self._tls = None if tls is None else ServerTls(tls)
         self._listeners: list[Listener] = []

@@ -21,12 +21,12 @@ from kvtier_pool.block.refused_verbs import RefusedVerbs, asked_bytes
 from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
-from kvtier_pool.block.turns import FairTurns
 from kvtier_pool.block.verbs import BlockVerbs, Handler
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Door
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.rates import Pace, TenantRates
+from kvtier_pool.turns import FairTurns
 from kvtier_pool.wrong_protocol import answer_for
 
 _log = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.rates import Pace, TenantRates
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
+from kvtier_pool.turns import FairTurns
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class PoolServicer:
     message, however long, before anybody asks who is calling.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is put together from
         self,
         core: Store,
         callers: Callers,
@@ -70,13 +71,16 @@ class PoolServicer:
         metrics: PoolMetrics,
         places: CallPlaces,
         rates: TenantRates,
+        turns: FairTurns | None = None,
     ) -> None:
+        """:param turns: of the requests of all transports; None: there is no other one."""
         self._core = core
         self._callers = callers
         self._limits = limits
         self._metrics = metrics
         self._places = places
         self._rates = rates
+        self._turns = turns if turns is not None else FairTurns()
         self._lock = threading.Lock()
         self._streams: dict[Subscription, Login] = {}
         """Streams of events, with whose they are. Guarded by _lock."""
@@ -110,10 +114,11 @@ class PoolServicer:
     def _lookup(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Lookup", context) as login:
             _, is_let_in = self._paced(login)
-            keys = self._keys(login.tenant, _parse(pool_pb2.LookupRequest, requests).groups)
-            if not is_let_in:
-                return pool_pb2.LookupResponse(statuses=bytes([Status.MISS]) * len(keys)).SerializeToString()
-            return pool_pb2.LookupResponse(statuses=bytes(self._core.lookup(keys))).SerializeToString()
+            request = _parse(pool_pb2.LookupRequest, requests)
+            with self._turns.of(login.tenant):
+                keys = self._keys(login.tenant, request.groups)
+                statuses = self._core.lookup(keys) if is_let_in else [Status.MISS] * len(keys)
+                return pool_pb2.LookupResponse(statuses=bytes(statuses)).SerializeToString()
 
     def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._call("Read", context) as login:
@@ -128,7 +133,7 @@ class PoolServicer:
                 return
             for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
                 # All messages of a window are made before the first is sent: nothing is pinned while we wait.
-                with self._core.read(keys[start:stop], sizes[start]) as found:
+                with self._turns.of(login.tenant), self._core.read(keys[start:stop], sizes[start]) as found:
                     messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
                 pace.take(nbytes=sum(map(len, messages)))
                 yield from messages
@@ -144,29 +149,35 @@ class PoolServicer:
                         pace.take(nbytes=len(message))
                     else:
                         pace.refuse(len(message))
-                    for frame in decode_frames(message):
-                        upload.feed(frame)
+                    with self._turns.of(login.tenant):
+                        for frame in decode_frames(message):
+                            upload.feed(frame)
                 return pool_pb2.WriteResponse(statuses=upload.finish()).SerializeToString()
 
     def _discard(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Discard", context) as login:
             self._paced(login)
-            keys = self._keys(login.tenant, _parse(pool_pb2.DiscardRequest, requests).groups)
-            return pool_pb2.DiscardResponse(num_discarded=self._core.discard(keys)).SerializeToString()
+            request = _parse(pool_pb2.DiscardRequest, requests)
+            with self._turns.of(login.tenant):
+                num_discarded = self._core.discard(self._keys(login.tenant, request.groups))
+            return pool_pb2.DiscardResponse(num_discarded=num_discarded).SerializeToString()
 
     def _pin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Pin", context) as login:
             self._paced(login)
             request = _parse(pool_pb2.PinRequest, requests)
             ttl_ms = pin_ttl_ms(request.ttl_ms, self._core.max_pin_s)
-            statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
+            with self._turns.of(login.tenant):
+                statuses = self._core.pin(login.tenant, self._keys(login.tenant, request.groups), ttl_ms / 1000)
             return pool_pb2.PinResponse(statuses=bytes(statuses), ttl_ms=ttl_ms).SerializeToString()
 
     def _unpin(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Unpin", context) as login:
             self._paced(login)
-            keys = self._keys(login.tenant, _parse(pool_pb2.UnpinRequest, requests).groups)
-            return pool_pb2.UnpinResponse(num_unpinned=self._core.unpin(keys)).SerializeToString()
+            request = _parse(pool_pb2.UnpinRequest, requests)
+            with self._turns.of(login.tenant):
+                num_unpinned = self._core.unpin(self._keys(login.tenant, request.groups))
+            return pool_pb2.UnpinResponse(num_unpinned=num_unpinned).SerializeToString()
 
     def _usage(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._call("Usage", context) as login:

@@ -2,6 +2,8 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtier.clock import MONOTONIC, Clock
@@ -40,9 +42,10 @@ class FairTurns:
     """Lets two requests of each tenant be handled at a time, in the order in which they came, while several tenants
     ask. Any thread.
 
-    Each connection has a thread, and threads compete for the interpreter's lock as equals: without turns, whoever has
-    60 connections has 60 parts of it. A tenant waits for its own requests alone, so no tenant's slow request or client
-    keeps another one's: of a hundred connections the last one begins after half a second, if all others are stuck.
+    Each connection and each call of gRPC has a thread, and threads compete for the interpreter's lock as equals:
+    without turns, whoever has 60 connections has 60 parts of it. A tenant waits for its own requests alone, so no
+    tenant's slow request or client keeps another one's: of a hundred connections the last one begins after half a
+    second, if all others are stuck.
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
@@ -89,6 +92,16 @@ class FairTurns:
             self._let_begin(turns)
             if not turns.running and not turns.waiting:
                 del self._of[turn.tenant]
+
+    @contextmanager
+    def of(self, tenant: TenantId) -> Iterator[None]:
+        """Waits for a turn, which is over at the end of the context."""
+        turn = self.begin(tenant)
+        try:
+            yield
+        finally:
+            if turn is not None:
+                self.end(turn)
 
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
         """How long it takes at most until the turn may begin. Caller holds the lock."""
