@@ -49,7 +49,8 @@ def main() -> None:
         if error.name is None or error.name.startswith("kvtier"):
             raise
         print(
-            f"kvtier: this command needs {error.name}, which is not installed: pip install 'kvtier[engine]'",
+            f"kvtier: this command needs {error.name}, which is not installed: in a checkout of kvtier, "
+            "pip install '.[engine]'",
             file=sys.stderr,
         )
         sys.exit(1)

@@ -76,7 +76,8 @@ def test_a_command_that_needs_torch_says_so() -> None:
     program = WITHOUT_TORCH + "sys.argv = ['kvtier', 'bench', 'ttft']; import kvtier.cli.main; kvtier.cli.main.main()"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
-    assert answer.stderr == "kvtier: this command needs torch, which is not installed: pip install 'kvtier[engine]'\n"
+    wanted = "this command needs torch, which is not installed: in a checkout of kvtier, pip install '.[engine]'"
+    assert answer.stderr == f"kvtier: {wanted}\n"
 
 
 def test_an_engine_without_a_pool_imports_no_grpc() -> None:

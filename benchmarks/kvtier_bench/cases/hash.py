@@ -24,7 +24,7 @@ def bench_hash(
     try:
         import cbor2
     except ModuleNotFoundError as error:
-        raise KvtierError("the comparison needs cbor2: pip install 'kvtier[dev]'") from error
+        raise KvtierError("the comparison needs cbor2: in a checkout of kvtier, pip install '.[dev]'") from error
     tokens = np.random.default_rng(0).integers(0, 128_000, NUM_TOKENS, dtype=np.int32)
     token_list = tokens.tolist()
     hasher = PrefixHasher(bytes(32), "", TOKENS_PER_BLOCK)

@@ -98,7 +98,9 @@ def _transformers_prefill(folder: Path, dtype: str) -> Callable[[list[int]], Non
         import torch
         import transformers
     except ModuleNotFoundError as error:
-        raise KvtierError(f"the comparison needs {error.name}: pip install 'kvtier[engine,dev]'") from error
+        raise KvtierError(
+            f"the comparison needs {error.name}: in a checkout of kvtier, pip install '.[engine,dev]'"
+        ) from error
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
