@@ -6,11 +6,53 @@ Names follow Prometheus: `_total` counts since the start of the process, `_secon
 Labels never carry tenants, keys or paths, so the number of series stays small.
 """
 
+import threading
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvtier.events import TierState
 
 _BATCH_BUCKETS_S = (5e-6, 2e-5, 1e-4, 5e-4, 2e-3, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0)
+
+
+class Breaker(Protocol):
+    """What says whether a neighbour is left alone."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is, at the moment."""
+
+
+class OpenBreakers:
+    """Gauge `kvtier_open_breakers`, by tier: how many neighbours are left alone at a scrape. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(
+            "kvtier_open_breakers",
+            "Neighbours of a tier (a pool, servers of a Redis) that are left alone at the moment because they failed; "
+            "their blocks miss",
+            ["tier"],
+            registry=registry,
+        )
+        self._lock = threading.Lock()
+        self._of: dict[str, WeakSet[Breaker]] = {}
+        """Guarded by _lock."""
+
+    def watch(self, tier: str, breaker: Breaker) -> None:
+        """Counts this one, too, for as long as somebody uses it."""
+        with self._lock:
+            if tier not in self._of:
+                self._of[tier] = WeakSet()
+                self._gauge.labels(tier).set_function(partial(self._count, tier))
+            self._of[tier].add(breaker)
+
+    def _count(self, tier: str) -> float:
+        with self._lock:
+            breakers = list(self._of[tier])
+        return sum(breaker.is_open for breaker in breakers)
 
 
 class Metrics:
@@ -109,6 +151,7 @@ class Metrics:
             ["tier", "op", "error"],
             registry=self.registry,
         )
+        self.open_breakers = OpenBreakers(self.registry)
         self.foreign_files = Counter(
             "kvtier_foreign_files",
             "Files in a tier's directory that kvtier did not make; left alone, and not counted against the capacity",

@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher
 from kvtier.identity.namespace import Namespace
 from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy
+from kvtier.system.process_metrics import describe_process
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
@@ -74,6 +75,7 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = LlamaModel(folder.config, weights)
     registry = CollectorRegistry()
+    describe_process(registry)
     lossy_codec = "" if section.lossy_codec == "none" else section.lossy_codec
     namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec)
     with engine_of(config, model, folder.config, kv, namespace, registry) as engine:

@@ -15,6 +15,7 @@ from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
+from kvtier.system.process_metrics import leave_out_creation_times
 
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
@@ -44,6 +45,7 @@ def serve(
     Prints `ready url=http://HOST:PORT` when it can be used. Options win over the file.
     """
     keep_freed_memory()
+    leave_out_creation_times()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     run(_with_options(load_config(config), model, port))
 

@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
+from kvtier.system.process_metrics import leave_out_creation_times
 from kvtier_pool.operator_server import OperatorServer
 from kvtier_pool.operator_verbs import OperatorVerbs
 from kvtier_pool.reloading import Reloader
@@ -109,6 +110,7 @@ def run(config: Config, read_again: Callable[[], Config]) -> None:
     """
     make_process_private()  # engines of all tenants may run as this user
     keep_freed_memory()
+    leave_out_creation_times()
     gc.set_threshold(*_GC_THRESHOLDS)
     came: set[int] = set()
     """Numbers of the signals that came. Their handler does nothing that takes a lock: whatever it interrupts may hold

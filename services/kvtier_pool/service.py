@@ -25,6 +25,7 @@ from kvtier.store.metrics import StoreMetrics
 from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
+from kvtier.system.process_metrics import describe_process
 from kvtier.tiers.common.gauges import TierGauges
 from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
@@ -95,6 +96,7 @@ class PoolService:
         authenticator = Authenticator(config.accepted_tokens(), config.accepted_certificates())
         tls = config.pool_service_tls()
         registry = CollectorRegistry()
+        describe_process(registry)
         metrics = PoolMetrics(registry)
         self.audit = _audit_of(config, metrics)
         self._logins = logins = Logins(authenticator, self.audit, metrics)

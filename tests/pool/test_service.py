@@ -69,6 +69,10 @@ def test_kill_minus_9_during_reads_is_misses_and_heals_by_itself() -> None:
         tier.close()
 
 
+def open_breakers(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("kvtier_open_breakers", {"tier": "pool"})
+
+
 def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     with pool_process() as pool:
@@ -85,6 +89,7 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
             assert failed_calls(metrics, op="read", error="UnavailableError") == 2
             assert failed_calls(metrics, op="read", error="BreakerOpen") == 3
             assert failed_calls(metrics, op="write", error="BreakerOpen") == 1
+            assert open_breakers(metrics) == 1
             now[0] = 10.0  # one probe, which fails
             assert tier.lookup([make_key(0)]) == tier.lookup([make_key(0)]) == [Status.MISS]
             assert failed_calls(metrics, op="lookup", error="UnavailableError") == 1
@@ -95,6 +100,7 @@ def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: 
             return read_blocks(tier, [make_key(0), make_key(1)], BLOCK_BYTES) == [PAYLOADS[0], PAYLOADS[1]]
 
         until(probe_reads)
+        assert open_breakers(metrics) == 0
         assert [r.message.split(":")[1].strip() for r in caplog.records if r.name == "kvtier.tiers.pool.tier"] == [
             "left alone for now, everything misses",
             "answers again",

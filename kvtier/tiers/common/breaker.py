@@ -34,6 +34,12 @@ class CircuitBreaker:
         """A closed one with the same settings, for another neighbour."""
         return CircuitBreaker(self._threshold, self._open_s, self._clock)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the neighbour is left alone, but for probes."""
+        with self._lock:
+            return self._probe_at is not None
+
     def allow(self) -> bool:
         """Whether the caller may try now."""
         with self._lock:

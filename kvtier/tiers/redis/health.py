@@ -18,6 +18,7 @@ class Health:
         self._tier, self._server = tier, server
         self._metrics = metrics
         self._breaker = breaker
+        metrics.open_breakers.watch(tier, breaker)
         self._log = log
 
     def allows(self, op: str) -> bool:

@@ -4,6 +4,7 @@ import pytest
 
 from clock_rig import StillClock
 from kvtier.errors import InvalidInputError
+from kvtier.metrics import Metrics
 from kvtier.tiers.common.breaker import CircuitBreaker
 
 
@@ -61,3 +62,24 @@ def test_an_old_call_that_fails_late_puts_off_the_probe(clock: StillClock) -> No
 def test_bad_settings(threshold: int, open_s: float) -> None:
     with pytest.raises(InvalidInputError):
         CircuitBreaker(threshold, open_s)
+
+
+def test_open_ones_are_counted_by_tier_for_as_long_as_they_are_used(clock: StillClock) -> None:
+    metrics = Metrics()
+
+    def count(tier: str) -> float | None:
+        return metrics.registry.get_sample_value("kvtier_open_breakers", {"tier": tier})
+
+    assert count("redis") is None
+    breakers = [CircuitBreaker(1, 10.0, clock) for _ in range(3)]
+    for breaker in breakers:
+        metrics.open_breakers.watch("redis", breaker)
+    metrics.open_breakers.watch("pool", CircuitBreaker(1, 10.0, clock))
+    assert (count("redis"), count("pool")) == (0, 0)
+    for breaker in breakers:
+        breaker.failure()
+    assert (count("redis"), count("pool")) == (3, 0)
+    breakers[0].success()
+    assert count("redis") == 2
+    del breaker, breakers[1:]
+    assert count("redis") == 0
