@@ -38,6 +38,7 @@ POOL = """
 [pool_service]
 listen = ["unix:{folder}/pool.sock"]
 grpc_listen = []
+http_listen = "127.0.0.1:0"
 memory_bytes = "512MiB"
 [tenants.default]
 token_sha256 = ["{digest}"]
@@ -55,7 +56,9 @@ address = "unix:{folder}/pool.sock"
 
 
 def main() -> None:
-    (model,) = sys.argv[1:]
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    model = sys.argv[1]
     token = secrets.token_hex(32)
     environ = os.environ | {"KVTIER_SECRET": secrets.token_hex(32), "KVTIER_TOKEN": token}
     with tempfile.TemporaryDirectory() as name:
@@ -68,7 +71,8 @@ def main() -> None:
         with subprocess.Popen(serve, env=environ, stdout=subprocess.PIPE, text=True) as pool:
             try:
                 assert pool.stdout is not None
-                pool.stdout.readline()  # it is ready
+                if not pool.stdout.readline().startswith("ready"):
+                    sys.exit("The pool has not started: its reason stands above.")
                 for question in QUESTIONS:
                     print(f"An engine is asked: {question}", flush=True)
                     engine = [sys.executable, str(folder / "engine.py"), model, str(folder / "kvtier.toml"), question]

@@ -73,6 +73,21 @@ def test_seeded_sampling_repeats(engine: EngineProcess) -> None:
     assert answers[0]["token_ids"] == answers[1]["token_ids"] != answers[2]["token_ids"]
 
 
+def test_text_in_parts_and_developers_are_understood(engine: EngineProcess) -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    whole = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}]
+    cut = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": parts},
+    ]
+    body = {"max_tokens": 1, "temperature": 0, "return_prompt_token_ids": True}
+    answers = [
+        engine.client.post("/v1/chat/completions", json=body | {"messages": messages}).json()
+        for messages in (whole, cut)
+    ]
+    assert answers[0]["kvtier"]["prompt_token_ids"] == answers[1]["kvtier"]["prompt_token_ids"]
+
+
 HELLO = [{"role": "user", "content": "hello"}]
 BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "no prompt": ("/v1/completions", {}, 400, "prompt", "required"),
@@ -114,13 +129,21 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "tools": ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "[] only"),
     "JSON answers": (
         "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 400,
-        "response_format", "{'type': 'text'} only",
+        "response_format", '{"type": "text"} only',
     ),
     "pictures": (
         "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
         "messages.0.content", "valid string",
     ),
     "audio": ("/v1/chat/completions", {"messages": HELLO, "audio": {}}, 400, "audio", "no value only"),
+    "a picture beside text": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+        400, "messages.0.content", "valid string",
+    ),
+    "probabilities of a chat": (
+        "/v1/chat/completions", {"messages": HELLO, "logprobs": True}, 400, "logprobs", "supports false only"
+    ),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     "unknown role": ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "x"),
 }  # fmt: skip

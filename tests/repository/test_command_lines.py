@@ -1,5 +1,6 @@
 """Every command line of kvtier that the documentation shows can be typed: its commands and options are there."""
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ IN_TEXT = re.compile(r"`(kvtier [^`]+)`")
 PLACEHOLDER = re.compile(r"[A-Z_.|]+|\.\.\.|…")
 
 
+whole = functools.cache(make_app)
+
+
 def command_lines(text: str) -> Iterator[str]:
     for block in FENCED.findall(text):
         if not block.startswith("```sh\n"):
@@ -32,14 +36,14 @@ def command_lines(text: str) -> Iterator[str]:
             if line.strip().startswith("kvtier "):
                 yield line.strip()
     for span in IN_TEXT.findall(FENCED.sub("", text)):
-        if span.split()[1] in make_app().commands:  # what is logged may begin with kvtier, too
+        if span.split()[1] in whole().commands:  # what is logged may begin with kvtier, too
             yield " ".join(span.split())
 
 
 def problems(line: str) -> list[str]:
     """What of a command line is not there."""
     words = shlex.split(line.partition(" #")[0].partition(" > ")[0].partition(" | ")[0])[1:]
-    command, context = make_app(), typer.Context(make_app())
+    command, context = whole(), typer.Context(whole())
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         if PLACEHOLDER.fullmatch(words[0]):
             return []

@@ -5,9 +5,10 @@ silently of another kind than what was asked for. `null` is the same as leaving 
 requests may say `return_prompt_token_ids`.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -33,7 +34,7 @@ class _Only:
     def __call__(self, value: Any) -> Any:
         if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in self._neutral):
             return value
-        known = " or ".join(map(repr, self._neutral)) or "no value"
+        known = " or ".join(map(json.dumps, self._neutral)) or "no value"
         raise PydanticCustomError("unsupported", "this engine supports {known} only; leave it out", {"known": known})
 
 
@@ -97,13 +98,30 @@ class CompletionBody(SamplingBody):
     suffix: Annotated[Any, AfterValidator(_Only(""))] = None
 
 
+def _as_text(content: Any) -> Any:
+    """Parts that are all text as one text, with line breaks between them as in vLLM; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            return content
+        if not isinstance(part["text"], str):
+            return content
+    return "\n".join(part["text"] for part in content)
+
+
+def _as_role(role: Any) -> Any:
+    """`developer`, which is OpenAI's newer name of it, as `system`."""
+    return "system" if role == "developer" else role
+
+
 class Message(BaseModel):
     """One turn."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_as_role)]
+    content: Annotated[str, BeforeValidator(_as_text)]
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
