@@ -128,7 +128,7 @@ def test_errors_are_openai_s(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="1 prompt tokens and max_tokens 100000") as too_long:
         official.completions.create(**ask | {"max_tokens": 100_000}, stream=True)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="this engine supports False only") as unsupported:
+    with pytest.raises(openai.BadRequestError, match="this engine supports false only") as unsupported:
         official.completions.create(**ask, logprobs=3)
     assert unsupported.value.param == "logprobs"
     assert official.models.retrieve(MODEL_NAME).id == official.models.list().data[0].id == MODEL_NAME
