@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.config.config import Config
 from kvtier.config.reference import texts_of
 from kvtier.errors import ConfigError
+from kvtier.system.memory import available_bytes, total_bytes
 
 
 class Severity(StrEnum):
@@ -31,6 +32,8 @@ class Finding:
     """The key that it is about, with dots."""
     text: str
     """What is found, and what to do about it."""
+    defeats: bool = False
+    """Whether what the key is for cannot work, although the process starts: `kvtier doctor` calls it a problem."""
 
 
 Checks = Callable[[Config], Iterable[Finding]]
@@ -77,6 +80,7 @@ def room_on_disk(
             reserve_key,
             f"{size_words(reserve_bytes)} are kept free for others, and the file system of {folder} has "
             f"{size_words(usage.free)} free: nothing will be stored. Lower {reserve_key}, or use a larger file system",
+            defeats=True,
         )
     elif capacity_bytes > usage.total - reserve_bytes:
         yield Finding(
@@ -84,6 +88,24 @@ def room_on_disk(
             key,
             f"{size_words(capacity_bytes)} will never be had: the file system of {folder} has "
             f"{size_words(usage.total)}, of which {size_words(reserve_bytes)} stay free; the tier takes what there is",
+        )
+
+
+def room_in_memory(key: str, wanted_bytes: int, effect: str) -> Iterable[Finding]:
+    """Yields a warning where so much memory cannot be had here, now or ever.
+
+    :param effect: what happens then.
+    """
+    total, available = total_bytes(), available_bytes()
+    if total is not None and wanted_bytes > total:
+        have = f"this machine or its control group has {size_words(total)} in all"
+        yield Finding(
+            Severity.WARNING, key, f"{size_words(wanted_bytes)}, and {have}: {effect}. Lower it", defeats=True
+        )
+    elif available is not None and wanted_bytes > available:
+        have = f"{size_words(available)} are available now, beside what runs already"
+        yield Finding(
+            Severity.WARNING, key, f"{size_words(wanted_bytes)}, and {have}: {effect}. Lower it, or free memory"
         )
 
 

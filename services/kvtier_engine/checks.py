@@ -6,6 +6,7 @@ from kvtier.cli.sizing.model_shape import load_model_shape
 from kvtier.config import Config
 from kvtier.config.findings import Finding, Severity, size_words
 from kvtier.errors import ConfigError
+from kvtier_engine.model.weight_files import weight_files
 
 _MOST_TOKENS_PER_BLOCK = 256
 _FEW_TOKENS = 4096
@@ -41,6 +42,10 @@ def _model(config: Config) -> Iterable[Finding]:
     except ConfigError as error:
         yield Finding(Severity.ERROR, "engine.model", str(error))
         return
+    try:
+        weight_files(path)
+    except ConfigError as error:
+        yield Finding(Severity.ERROR, "engine.model", str(error))
     yield from _sizes(config, shape.bytes_per_token(config.engine.dtype))
 
 

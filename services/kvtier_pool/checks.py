@@ -3,8 +3,16 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
-from kvtier.config.findings import Finding, Severity, errors_of, fields_of, room_on_disk, size_words, without_effect
-from kvtier.system.memory import available_bytes
+from kvtier.config.findings import (
+    Finding,
+    Severity,
+    errors_of,
+    fields_of,
+    room_in_memory,
+    room_on_disk,
+    size_words,
+    without_effect,
+)
 from kvtier.system.open_files import reachable_open_files
 from kvtier_pool.exposure import require_protected, tokens_in_clear
 
@@ -12,10 +20,15 @@ _DESCRIPTORS_PER_CONNECTION = 4
 """Two ports, and for a moment twice as many connections of each."""
 
 
-def pool_findings(config: Config) -> Iterable[Finding]:
-    """Looks at a file with credentials of tenants, or with the table `pool_service`."""
+def is_of_a_pool(config: Config) -> bool:
+    """Whether the file has credentials of tenants, or the table `pool_service`."""
     is_a_pools = any(tenant.token_sha256 or tenant.certificate_names for tenant in config.tenants.values())
-    if not is_a_pools and "pool_service" not in config.model_fields_set:
+    return is_a_pools or "pool_service" in config.model_fields_set
+
+
+def pool_findings(config: Config) -> Iterable[Finding]:
+    """Looks at a file of a pool."""
+    if not is_of_a_pool(config):
         return
     yield from errors_of(
         config.require_clients,
@@ -41,14 +54,8 @@ def _http(config: Config) -> Iterable[Finding]:
 
 
 def _memory(config: Config) -> Iterable[Finding]:
-    wanted, available = int(config.pool_service.memory_bytes), available_bytes()
-    if available is not None and wanted > available:
-        yield Finding(
-            Severity.WARNING,
-            "pool_service.memory_bytes",
-            f"{size_words(wanted)}, and {size_words(available)} are available now: the kernel will end the pool when "
-            "its memory fills. Lower it, or free memory",
-        )
+    effect = "the kernel will end the pool when its memory fills"
+    yield from room_in_memory("pool_service.memory_bytes", int(config.pool_service.memory_bytes), effect)
 
 
 def _disk(config: Config) -> Iterable[Finding]:

@@ -22,7 +22,7 @@ from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
-    from kvtier.tiers.redis import RedisTier
+    from kvtier.tiers.redis import RedisSettings, RedisTier
 
 _WRITE_DOWN_SHARE = 1 / 4
 """The share of memory that may wait for a tier below and is pinned meanwhile, of a tenant that is alone; of all tenants
@@ -75,10 +75,21 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
 
 def _redis_tier(url: str, config: Config, seals: StorageSeals, metrics: Metrics) -> "RedisTier":
     # Imported here: a pool without Redis starts a tenth of a second sooner.
-    from kvtier.tiers.redis import RedisSettings, RedisTier
+    from kvtier.tiers.redis import RedisTier
+
+    settings = redis_settings(config, seals)
+    try:
+        return RedisTier(url, settings, metrics=metrics, breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S))
+    except ConfigError as error:
+        raise ConfigError(f"redis_url: {error}") from error
+
+
+def redis_settings(config: Config, seals: StorageSeals) -> "RedisSettings":
+    """What the configuration says of the pool's Redis. Raises `ConfigError` where its password cannot be read."""
+    from kvtier.tiers.redis import RedisSettings
 
     table = config.pool_service
-    settings = RedisSettings(
+    return RedisSettings(
         username=table.redis_username,
         password=config.redis_password(),
         ttl_s=table.redis_ttl_s,
@@ -88,10 +99,6 @@ def _redis_tier(url: str, config: Config, seals: StorageSeals, metrics: Metrics)
         lookup_timeout_s=table.redis_lookup_timeout_s,
         connect_timeout_s=min(1.0, table.redis_timeout_s),
     )
-    try:
-        return RedisTier(url, settings, metrics=metrics, breaker=CircuitBreaker(_REDIS_FAILURES, _REDIS_OPEN_S))
-    except ConfigError as error:
-        raise ConfigError(f"redis_url: {error}") from error
 
 
 def _settings(policy: WritePolicy, table: PoolServiceConfig, *, keeps_acknowledged: bool) -> WriteBehindSettings:

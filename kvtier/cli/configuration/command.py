@@ -4,12 +4,12 @@ import json as json_module
 import os
 import sys
 import textwrap
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.configuration.effective import Setting, settings_of
 from kvtier.cli.configuration.starting_files import Role, starting_file
 from kvtier.cli.options import print_json
@@ -18,8 +18,6 @@ from kvtier.config.findings import Finding, Severity
 from kvtier.config.reference import Key, json_schema, keys
 from kvtier.errors import ConfigError
 
-CHECKS = "kvtier.config_checks"
-"""Entry points: name -> `kvtier.config.findings.Checks`."""
 _FILE_MODE = 0o600
 
 app = typer.Typer(
@@ -144,11 +142,7 @@ def findings(file: Path) -> list[Finding]:
         config = load_config(file)
     except ConfigError as error:
         return [Finding(Severity.ERROR, "", line) for line in str(error).splitlines()]
-    found = [finding for entry in entry_points(group=CHECKS) for finding in entry.load()(config)]
-    if not found and not config.model_fields_set:
-        found = [Finding(Severity.WARNING, "", "no key is set: it is neither an engine's file nor a pool's")]
-    order = list(Severity)
-    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.severity))
+    return findings_of(config)
 
 
 def markdown_page(found: list[Key]) -> str:

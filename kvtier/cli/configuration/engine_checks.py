@@ -3,8 +3,15 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
-from kvtier.config.findings import Finding, Severity, errors_of, fields_of, room_on_disk, size_words, without_effect
-from kvtier.system.memory import available_bytes
+from kvtier.config.findings import (
+    Finding,
+    Severity,
+    errors_of,
+    fields_of,
+    room_in_memory,
+    room_on_disk,
+    without_effect,
+)
 
 _FEW_BLOCKS = 200
 
@@ -30,14 +37,8 @@ def engine_findings(config: Config) -> Iterable[Finding]:
 
 
 def _memory(config: Config) -> Iterable[Finding]:
-    wanted, available = config.host_bytes(), available_bytes()
-    if available is not None and wanted > available:
-        yield Finding(
-            Severity.WARNING,
-            "host.capacity_bytes",
-            f"{size_words(wanted)} are touched at the start, and {size_words(available)} are available now: the kernel "
-            "may end the engine. Lower it, or free memory",
-        )
+    effect = "all of it is touched at the start, and the kernel may end the engine"
+    yield from room_in_memory("host.capacity_bytes", config.host_bytes(), effect)
 
 
 def _disk(config: Config) -> Iterable[Finding]:

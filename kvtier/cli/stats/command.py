@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.stats.facts import CodecFacts, Facts, PathFacts, TierFacts, facts_of
-from kvtier.cli.stats.samples import fetch, metrics_url
+from kvtier.cli.stats.samples import fetch, metrics_url, reachable
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.events import TierState
@@ -68,15 +68,7 @@ def _configured(config: Config) -> list[str]:
     """Returns where the file's engine and pool listen, without those that take any free port."""
     pool_scheme = "https" if config.pool_service.tls_certificate is not None else "http"
     places = [("http", config.engine.listen), (pool_scheme, config.pool_service.http_listen)]
-    return [
-        metrics_url(f"{scheme}://{_reachable(address)}") for scheme, address in places if not address.endswith(":0")
-    ]
-
-
-def _reachable(address: str) -> str:
-    """A server that listens on all addresses is asked on the loopback."""
-    host, _, port = address.rpartition(":")
-    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
+    return [metrics_url(f"{scheme}://{reachable(address)}") for scheme, address in places if not address.endswith(":0")]
 
 
 def _ca_of(config: Config) -> Path | None:

@@ -111,3 +111,9 @@ def metrics_url(text: str) -> str:
     if not named:
         raise ConfigError(f"{text!r}: name an engine or a pool as http://host:port or host:port, the port not 0")
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"
+
+
+def reachable(address: str) -> str:
+    """Returns where the server at `host:port` is asked from its own machine: on the loopback, if on all addresses."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"

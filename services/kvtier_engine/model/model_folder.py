@@ -7,6 +7,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.weights_digest import weights_digest
 from kvtier_engine.model.gguf_import import import_gguf
 from kvtier_engine.model.model_config import ModelConfig, load_model_config
+from kvtier_engine.model.weight_files import weight_files
 from kvtier_engine.text.tokenizer import ChatTokenizer
 
 DEFAULT_CACHE_DIR = Path("~/.cache/kvtier/models")
@@ -38,7 +39,7 @@ def open_model(path: Path, cache_dir: Path = DEFAULT_CACHE_DIR) -> ModelFolder:
         folder = path
     else:
         raise ConfigError(f"no model at {path}: give a .gguf file or a folder with config.json and *.safetensors")
-    files = _weight_files(folder)
+    files = weight_files(folder)
     return ModelFolder(
         name=path.stem if path.is_file() else path.resolve().name,
         config=load_model_config(folder),
@@ -46,19 +47,3 @@ def open_model(path: Path, cache_dir: Path = DEFAULT_CACHE_DIR) -> ModelFolder:
         weight_files=files,
         weights_digest=weights_digest(files, cache_dir),
     )
-
-
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not files:
-        missing.append("*.safetensors (the weights)")
-    if not missing:
-        return files
-    ggufs = sorted(folder.glob("*.gguf"))
-    remedy = (
-        f"to use the GGUF file in it, give its path: {ggufs[0]}"
-        if ggufs
-        else "download the complete model, for example with: hf download NAME --local-dir FOLDER"
-    )
-    raise ConfigError(f"model folder {folder} has no {', no '.join(missing)}; {remedy}")

@@ -89,12 +89,20 @@ def require_format(path: Path) -> None:
     _check(path, text)
 
 
-def _take(path: Path, make: bool) -> int:
-    """The locked marker's descriptor."""
+def require_no_strangers(path: Path, *, may_be_empty: bool) -> None:
+    """Raises `ConfigError` for a folder without a marker that has files of others, or is empty unless it may be.
+
+    :raises OSError: it cannot be read.
+    """
     names = set(os.listdir(path))
-    if MARKER not in names and (names - {"lost+found"} or not make):
+    if MARKER not in names and (names - {"lost+found"} or not may_be_empty):
         found = f"holds other files, such as {min(names)!r}" if names else "is empty"
         raise ConfigError(f"disk tier folder {path} {found}: name an empty or new folder")
+
+
+def _take(path: Path, make: bool) -> int:
+    """The locked marker's descriptor."""
+    require_no_strangers(path, may_be_empty=make)
     fd = os.open(path / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

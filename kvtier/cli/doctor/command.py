@@ -1,0 +1,120 @@
+"""The command `kvtier doctor`: what is looked at, and how it is printed."""
+
+import getpass
+import os
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.configuration.all_checks import findings_of
+from kvtier.cli.doctor.lines import Level, Line, Look
+from kvtier.cli.doctor.machine import machine_looks
+from kvtier.cli.doctor.running import run_looks
+from kvtier.cli.options import print_json
+from kvtier.clock import MONOTONIC
+from kvtier.config import Config, load_config, parse_config
+from kvtier.config.findings import Finding, Severity
+from kvtier.errors import ConfigError
+
+LOOKS = "kvtier.doctor_looks"
+"""Entry points: name -> `kvtier.cli.doctor.lines.Looks`."""
+_TIME_S = 25.0
+"""Seconds for everything together: what has not answered by then hangs."""
+_WIDTH = 79
+_INDENT = " " * 9
+_LEVELS = {Severity.ERROR: Level.PROBLEM, Severity.WARNING: Level.WARNING, Severity.NOTE: Level.NOTE}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of an engine or of a pool. Without: the environment alone.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with problems too.")] = False,
+) -> None:
+    """Why does it not work? Looks at machine, file, disk, pool and Redis, and says what to do.
+
+    Give it the file that the engine or the pool has, the same environment, and the same user and host (or container):
+    it tries what that process would do. Each line is ok, a note, a warning or a problem, with its effect and what to
+    do about it. It changes nothing but for a probe file in the disk folder, which it removes, prints no secrets, and
+    ends within 30 seconds. Exit code 0 without problems, 1 with one.
+
+    Example, for an engine: kvtier doctor --config kvtier.toml
+
+    Example, for a pool, as its user: sudo -u kvtier kvtier doctor --config /etc/kvtier/pool.toml
+
+    Example, of problems alone: kvtier doctor --config kvtier.toml --json | jq '.lines[] | select(.level == "problem")'
+    """
+    begun = MONOTONIC()
+    loaded: list[Config] = []
+    # On a thread as well: a file may lie on a file system that hangs.
+    lines, has_ended = run_looks([Look("configuration", lambda: _loading(config, loaded))], begun + _TIME_S)
+    looks = machine_looks() + (_looks_of(loaded[0], config) if loaded else [])
+    more, have_ended = run_looks(looks, begun + _TIME_S)
+    order = list(Level)
+    lines = sorted([*lines, *more], key=lambda line: order.index(line.level))
+    has_problem = any(line.level is Level.PROBLEM for line in lines)
+    if json:
+        name = None if config is None else str(config)
+        print_json({"file": name, "ok": not has_problem, "lines": [asdict(line) for line in lines]})
+    else:
+        _print(config, lines, MONOTONIC() - begun)
+    if not (has_ended and have_ended):  # a thread that hangs in the kernel must not keep the process
+        sys.stdout.flush()
+        os._exit(int(has_problem))
+    if has_problem:
+        raise typer.Exit(1)
+
+
+def _loading(file: Path | None, loaded: list[Config]) -> Iterable[Line]:
+    """Reads the configuration into `loaded`, and says what `kvtier config check` says of it."""
+    try:
+        config = load_config(file) if file is not None else parse_config({}, source="environment")
+    except ConfigError as error:
+        return [Line(Level.PROBLEM, "configuration", line) for line in str(error).splitlines()]
+    loaded.append(config)
+    return [_line_of(finding) for finding in findings_of(config)]
+
+
+def _line_of(finding: Finding) -> Line:
+    level = Level.PROBLEM if finding.defeats else _LEVELS[finding.severity]
+    return Line(level, finding.key or "configuration", finding.text)
+
+
+def _looks_of(config: Config, file: Path | None) -> list[Look]:
+    return [look for entry in entry_points(group=LOOKS) for look in entry.load()(config, file)]
+
+
+def _print(file: Path | None, lines: list[Line], seconds: float) -> None:
+    print(f"kvtier doctor: {file or 'environment'}, as user {_user()}")
+    for line in lines:
+        text = f"{line.subject}: {line.found}" + (f"; {line.effect}" if line.effect else "")
+        print(_filled(text, f"{line.level.value:9}"))
+        if line.remedy:
+            print(_filled(line.remedy, f"{_INDENT}-> "))
+    counts = ", ".join(_counted(sum(line.level is level for line in lines), level) for level in Level)
+    print(f"{counts}; looked for {seconds:.1f} s")
+
+
+def _counted(count: int, level: Level) -> str:
+    return f"{count} {level.value}" + ("s" if count != 1 and level is not Level.OK else "")
+
+
+def _filled(text: str, begin: str) -> str:
+    behind = " " * len(begin)
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=begin, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        return str(os.geteuid())
+    return f"{name} ({os.geteuid()})"

@@ -1,0 +1,91 @@
+"""What is looked at for an engine: its disk, its ways to the pool, its certificates, clocks, and what it has found."""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from kvtier.cli.configuration.engine_checks import is_of_an_engine
+from kvtier.cli.doctor.certificates import certificate_lines
+from kvtier.cli.doctor.clocks import pool_clock
+from kvtier.cli.doctor.disk import FolderSettings, folder_lines
+from kvtier.cli.doctor.lines import Level, Line, Look
+from kvtier.cli.doctor.pool_ways import Way, pool_lines
+from kvtier.cli.stats.facts import ENGINE, Facts, facts_of
+from kvtier.cli.stats.samples import fetch, metrics_url
+from kvtier.config import Config
+from kvtier.errors import KvtierError
+from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
+
+_CLOCK_S = 2.0
+_POOL = "pool"
+
+
+def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
+    """Looks for a file that says whose blocks an engine has. See `kvtier.cli.doctor.lines.Looks`."""
+    if not is_of_an_engine(config):
+        return
+    disk, pool = config.disk, config.pool
+    if disk.directory is not None:
+        folder = config.resolve_path(disk.directory)
+        settings = FolderSettings("disk.directory", folder, int(disk.reserve_bytes), disk.direct_io)
+        yield Look(settings.key, partial(folder_lines, settings, file))
+    if not pool.address:
+        return
+    yield Look("pool.address", lambda: _pool(config))
+    yield Look("pool.tls_ca", lambda: _certificates(config))
+    hosts = {Address.parse(a.removeprefix(GRPC_PREFIX)).host for a in pool.address if UNIX_PREFIX not in a}
+    port = config.pool_service.http_listen.rpartition(":")[2]
+    for host in sorted(hosts)[:3]:
+        name = f"[{host}]" if ":" in host else host
+        yield Look("clock", partial(pool_clock, name, port, _CLOCK_S))
+
+
+def _pool(config: Config) -> Iterable[Line]:
+    ways: list[Way] = []
+    yield from pool_lines(config, ways)
+    usage = next((way.usage for way in ways if way.usage is not None), None)
+    facts = _facts(config)
+    if usage is not None and facts is not None:
+        yield from strangers(facts, usage.num_blocks, usage.used_bytes)
+
+
+def strangers(facts: Facts, num_blocks: int, used_bytes: int) -> Iterable[Line]:
+    """Says whether an engine that runs finds nothing in a pool that has blocks of its tenant by others.
+
+    :param num_blocks: of the tenant, in the pool. :param used_bytes: their size.
+    """
+    of_pool = facts.tiers.get(_POOL)
+    if of_pool is None or not of_pool.read_misses + facts.hit_rate.asked or facts.hit_rate.by_tier.get(_POOL):
+        return
+    if not num_blocks or used_bytes <= of_pool.bytes_written:
+        return  # all that is there may be what this engine has written
+    yield Line(
+        Level.WARNING,
+        "pool",
+        f"it has {num_blocks:,} blocks of this tenant, and this engine has found none of them in "
+        f"{facts.hit_rate.asked:,.0f} {facts.hit_rate.unit}",
+        "their engines' blocks are others' (another namespace), or no prompt begins as theirs did",
+        "engines share with the same weights, dtype, lossy_codec, device, ranks, tokens_per_block, tenant, secret and "
+        "salt: compare kvtier config show --all of both",
+    )
+
+
+def _facts(config: Config) -> Facts | None:
+    """What kvtier's own engine says of itself, if it runs here; None: it does not, or is another one."""
+    listen = config.engine.listen
+    if "engine" not in config.model_fields_set or listen.endswith(":0"):
+        return None
+    try:
+        facts = facts_of(fetch(metrics_url(listen)))
+    except KvtierError:
+        return None
+    return facts if facts is not None and facts.kind == ENGINE else None
+
+
+def _certificates(config: Config) -> Iterable[Line]:
+    files = config.pool_tls()
+    if files is None:
+        return
+    for key, path in (("pool.tls_ca", files.ca), ("pool.tls_certificate", files.certificate)):
+        if path is not None:
+            yield from certificate_lines(key, path)

@@ -1,0 +1,96 @@
+"""What the servers of a Redis say of themselves, for an operator. Unlike the tier, it raises what fails."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.clock import MONOTONIC
+from kvtier.errors import InvalidInputError
+from kvtier.metrics import Metrics
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.redis.address import RedisAddress
+from kvtier.tiers.redis.clients import FAILURES, RedisClients
+from kvtier.tiers.redis.exchange import Conversation, Exchange
+from kvtier.tiers.redis.health import Health
+from kvtier.tiers.redis.memory import REPORT, ServerMemory
+from kvtier.tiers.redis.settings import RedisSettings
+from kvtier.tiers.redis.topology import Server, Topology
+
+_log = logging.getLogger(__name__)
+_QUESTIONS = (("INFO", "server"), ("INFO", "cluster"), ("TIME",), *REPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLook:
+    """One server."""
+
+    software: str
+    """`redis` or `valkey`, and its release."""
+    release: tuple[int, ...]
+    """The release of Redis that it is compatible with."""
+    is_of_a_cluster: bool
+    memory: ServerMemory
+    time_s: float
+    """Its clock, in seconds since 1970."""
+    ping_s: float
+
+
+def look_at(url: str, settings: RedisSettings, timeout_s: float) -> list[ServerLook]:
+    """Asks every server behind an address, and changes nothing. Blocks for `timeout_s` at the most for each.
+
+    :raises KvtierError: which is `UnauthenticatedError` for a wrong password and missing rights, `ConfigError` for a
+        URL that is none. No text of it has the password.
+    """
+    address = RedisAddress.parse(url)
+    clients = RedisClients(address, settings)
+    breaker = CircuitBreaker(1, 1.0)
+    topology = Topology(address, clients, lambda name: Health("redis", name, Metrics(), breaker.another(), _log))
+    try:
+        servers = topology.servers(MONOTONIC() + timeout_s)
+        return [_look(server, timeout_s) for server in servers]
+    except FAILURES as error:
+        raise clients.translated(error) from None
+    finally:
+        topology.close()
+
+
+def _look(server: Server, timeout_s: float) -> ServerLook:
+    def work(talk: Conversation) -> ServerLook:
+        begun = MONOTONIC()
+        talk.ask([("PING",)], lambda i, answer: None)
+        ping_s = MONOTONIC() - begun
+        answers: list[Any] = []
+        talk.ask(_QUESTIONS, lambda i, answer: answers.append(answer))
+        about, cluster, now, *memory = answers
+        return _parsed(_fields(about), _fields(cluster), now, ServerMemory.parse(memory), ping_s)
+
+    return Exchange(server.threads, server.client.connection_pool, work, server.in_cluster).result(
+        MONOTONIC() + timeout_s
+    )
+
+
+def _parsed(
+    about: dict[str, str], cluster: dict[str, str], now: Any, memory: ServerMemory, ping_s: float
+) -> ServerLook:
+    compatible = about.get("redis_version", "")
+    name = about.get("server_name", "redis")
+    try:
+        seconds, microseconds = map(int, now)
+        release = tuple(int(part) for part in compatible.split("."))
+    except (TypeError, ValueError):
+        raise InvalidInputError("the Redis answers INFO and TIME with something else") from None
+    return ServerLook(
+        software=f"{name} {about.get(f'{name}_version', compatible)}",
+        release=release,
+        is_of_a_cluster=cluster.get("cluster_enabled") == "1",
+        memory=memory,
+        time_s=seconds + microseconds / 1e6,
+        ping_s=ping_s,
+    )
+
+
+def _fields(info: Any) -> dict[str, str]:
+    if not isinstance(info, bytes):
+        raise InvalidInputError("the Redis answers INFO with something else")
+    lines = info.decode(errors="replace").splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}

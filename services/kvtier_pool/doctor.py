@@ -1,0 +1,135 @@
+"""What `kvtier doctor` looks at for a pool: its disk, its Redis, its certificates, and whether it serves."""
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterable
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+
+from kvtier.cli.doctor.certificates import certificate_lines
+from kvtier.cli.doctor.clocks import clock_line, healthz
+from kvtier.cli.doctor.disk import FolderSettings, folder_lines
+from kvtier.cli.doctor.lines import Level, Line, Look
+from kvtier.cli.stats.samples import reachable
+from kvtier.clock import MONOTONIC
+from kvtier.codec.sealed_form import NO_SEALS
+from kvtier.config import Config
+from kvtier.config.findings import size_words
+from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnauthenticatedError
+from kvtier.net.address import Address, open_connection
+from kvtier.net.tls import ServerTls
+from kvtier_pool.checks import is_of_a_pool
+from kvtier_pool.open_tiers import redis_settings
+
+_OLDEST_REDIS = (6, 2)
+_REDIS_S = 5.0
+_HTTP_S = 3.0
+_WITHOUT = "the pool runs without this tier: nothing is shared with other pools"
+
+
+def pool_looks(config: Config, file: Path | None) -> Iterable[Look]:
+    """Looks for a file of a pool. See `kvtier.cli.doctor.lines.Looks`."""
+    table = config.pool_service
+    if not is_of_a_pool(config):
+        return
+    if table.disk_dir is not None:
+        folder = config.resolve_path(table.disk_dir)
+        settings = FolderSettings("pool_service.disk_dir", folder, int(table.disk_reserve_bytes), table.disk_direct_io)
+        yield Look(settings.key, partial(folder_lines, settings, file))
+    if table.redis_url:
+        yield Look("pool_service.redis_url", lambda: _redis(config))
+    yield Look("pool_service.tls_certificate", lambda: _certificates(config))
+    yield Look("pool_service.listen", lambda: _serving(config, file))
+
+
+def _redis(config: Config) -> Iterable[Line]:
+    from kvtier.tiers.redis.look import look_at  # imported here, as by a pool: without Redis nobody waits for it
+
+    table, key = config.pool_service, "pool_service.redis_url"
+    assert table.redis_url is not None
+    settings = redis_settings(config, NO_SEALS)
+    timeout_s = min(settings.call_timeout_s, _REDIS_S)
+    settings = dataclasses.replace(settings, call_timeout_s=timeout_s, lookup_timeout_s=timeout_s)
+    try:
+        servers = look_at(table.redis_url, settings, timeout_s)
+    except UnauthenticatedError as error:
+        remedy = "set redis_password (and redis_username) to what the server has: requirepass, or ACL LIST"
+        yield Line(Level.PROBLEM, "pool_service.redis_password", str(error), _WITHOUT, remedy)
+        return
+    except ConfigError as error:
+        yield Line(Level.PROBLEM, key, str(error))
+        return
+    except KvtierError as error:
+        remedy = "start the Redis, or correct the URL; see bind and protected-mode of its configuration"
+        yield Line(Level.PROBLEM, key, str(error), _WITHOUT, remedy)
+        return
+    is_cluster = "+cluster" in table.redis_url
+    for server in servers:
+        memory = server.memory
+        most = size_words(memory.max_bytes) if memory.max_bytes else "no"
+        found = f"{server.software} answers in {server.ping_s * 1e6:,.0f} us; {most} maxmemory, {memory.policy}"
+        yield Line(Level.OK, key, f"{found}; {memory.num_keys:,} keys")
+        if server.release < _OLDEST_REDIS:
+            yield Line(
+                Level.PROBLEM, key, f"{server.software} is too old", _WITHOUT, "use Redis 6.2 or Valkey, or later"
+            )
+        if server.is_of_a_cluster and not is_cluster:
+            remedy = "begin the URL with redis+cluster://"
+            yield Line(Level.PROBLEM, key, "the server is one of a Cluster", "most blocks are refused there", remedy)
+        if warning := memory.warning(ttl=settings.ttl_s > 0):
+            yield Line(Level.WARNING, key, f"the Redis {warning}")
+        yield clock_line("the Redis", server.time_s - time.time())
+
+
+def _certificates(config: Config) -> Iterable[Line]:
+    files = config.pool_service_tls()
+    if files is None:
+        return
+    ServerTls(files).check()
+    named = (("pool_service.tls_certificate", files.certificate), ("pool_service.tls_client_ca", files.ca))
+    for key, path in named:
+        if path is not None:
+            yield from certificate_lines(key, path)
+
+
+def _serving(config: Config, file: Path | None) -> Iterable[Line]:
+    table = config.pool_service
+    scheme = "http" if config.pool_service_tls() is None else "https"
+    url = f"{scheme}://{reachable(table.http_listen)}"
+    key = "pool_service.http_listen"
+    if not table.http_listen.endswith(":0"):
+        try:
+            status, text, _ = healthz(url, _HTTP_S)
+        except (OSError, ValueError, HTTPException, InvalidInputError):
+            pass
+        else:
+            said = " ".join(text.split())[:300]
+            if status == 200 and text.startswith("ok"):
+                level = Level.OK if said == "ok" else Level.WARNING
+                yield Line(level, key, f"a pool answers at {url}: {said}")
+            else:
+                remedy = "see the pool's log; if it is no pool, give the pool another port"
+                yield Line(Level.PROBLEM, key, f"{url} answers {status}: {said}", "probes fail", remedy)
+            return
+    taken = [text for text in table.listen if _is_taken(text)]
+    if taken:
+        found = f"somebody listens at {', '.join(taken)}, and no pool answers at {url}"
+        remedy = "see the pool's log, and restart it if it hangs; if it is another program, choose another port"
+        yield Line(Level.PROBLEM, "pool_service.listen", found, "no engine is served", remedy)
+        return
+    name = "" if file is None else f" --config {file}"
+    found = f"no pool runs here with this file: nobody listens at {', '.join(table.listen)}"
+    yield Line(Level.NOTE, "pool_service.listen", found, remedy=f"to start it: kvtier pool serve{name}")
+
+
+def _is_taken(text: str) -> bool:
+    if text.endswith(":0"):
+        return False
+    address = Address.parse(text if text.startswith("unix:") else reachable(text))
+    try:
+        open_connection(address, MONOTONIC() + _HTTP_S).close()
+    except (OSError, socket.gaierror):
+        return False
+    return True
