@@ -1,10 +1,10 @@
 """What `kvtier doctor` looks at for a pool: its disk, its Redis, its certificates, and whether it serves."""
 
 import dataclasses
-import socket
 import time
 from collections.abc import Iterable
 from functools import partial
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import NO_SEALS
 from kvtier.config import Config
 from kvtier.config.findings import size_words
-from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnauthenticatedError
+from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError
 from kvtier.net.address import Address, open_connection
 from kvtier.net.tls import ServerTls
 from kvtier_pool.checks import is_of_a_pool
@@ -96,32 +96,30 @@ def _certificates(config: Config) -> Iterable[Line]:
 
 def _serving(config: Config, file: Path | None) -> Iterable[Line]:
     table = config.pool_service
+    key = "pool_service.listen"
+    taken = [text for text in table.listen if _is_taken(text)]
+    if not taken:
+        name = "" if file is None else f" --config {file}"
+        found = f"no pool runs here with this file: nobody listens at {', '.join(table.listen)}"
+        yield Line(Level.NOTE, key, found, remedy=f"to start it: kvtier pool serve{name}")
+        return
+    listens = f"somebody listens at {', '.join(taken)}"
+    if table.http_listen.endswith(":0"):
+        yield Line(Level.NOTE, key, f"{listens}; how it is cannot be asked, as http_listen takes any port")
+        return
     scheme = "http" if config.pool_service_tls() is None else "https"
     url = f"{scheme}://{reachable(table.http_listen)}"
-    key = "pool_service.http_listen"
-    if not table.http_listen.endswith(":0"):
-        try:
-            status, text, _ = healthz(url, _HTTP_S)
-        except (OSError, ValueError, HTTPException, InvalidInputError):
-            pass
-        else:
-            said = " ".join(text.split())[:300]
-            if status == 200 and text.startswith("ok"):
-                level = Level.OK if said == "ok" else Level.WARNING
-                yield Line(level, key, f"a pool answers at {url}: {said}")
-            else:
-                remedy = "see the pool's log; if it is no pool, give the pool another port"
-                yield Line(Level.PROBLEM, key, f"{url} answers {status}: {said}", "probes fail", remedy)
-            return
-    taken = [text for text in table.listen if _is_taken(text)]
-    if taken:
-        found = f"somebody listens at {', '.join(taken)}, and no pool answers at {url}"
+    try:
+        status, text, _ = healthz(url, _HTTP_S)
+    except (OSError, ValueError, HTTPException):
         remedy = "see the pool's log, and restart it if it hangs; if it is another program, choose another port"
-        yield Line(Level.PROBLEM, "pool_service.listen", found, "no engine is served", remedy)
+        yield Line(Level.PROBLEM, key, f"{listens}, and no pool answers at {url}", "no engine is served", remedy)
         return
-    name = "" if file is None else f" --config {file}"
-    found = f"no pool runs here with this file: nobody listens at {', '.join(table.listen)}"
-    yield Line(Level.NOTE, "pool_service.listen", found, remedy=f"to start it: kvtier pool serve{name}")
+    said = " ".join(text.split())[:300]
+    if status == HTTPStatus.OK and text.startswith("ok"):
+        yield Line(Level.OK if said == "ok" else Level.WARNING, key, f"a pool answers at {url}: {said}")
+    else:
+        yield Line(Level.PROBLEM, key, f"{url} answers {status}: {said}", "probes fail", "see the pool's log")
 
 
 def _is_taken(text: str) -> bool:
@@ -130,6 +128,8 @@ def _is_taken(text: str) -> bool:
     address = Address.parse(text if text.startswith("unix:") else reachable(text))
     try:
         open_connection(address, MONOTONIC() + _HTTP_S).close()
-    except (OSError, socket.gaierror):
+    except TimeoutError:
+        return True  # somebody has the port, and does not answer
+    except OSError:
         return False
     return True

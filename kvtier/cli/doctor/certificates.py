@@ -1,4 +1,4 @@
-"""Until when certificates hold. Nothing in the standard library tells it of a file: a few bytes of DER are read here."""
+"""Until when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
 
 import datetime
 import re

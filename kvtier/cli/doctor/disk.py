@@ -61,7 +61,7 @@ def _owner(key: str, folder: Path, file: Path | None) -> Iterable[Line]:
     owner = owner_of(folder, file)
     if owner is None:
         return
-    who = f"process {owner.pid}" + (f" ({owner.command[:120]})" if owner.command else "")
+    who = f"process {owner.pid}" + (f" ({owner.command})" if owner.command else "")
     if owner.has_file:
         yield Line(Level.OK, key, f"{folder} is in use by process {owner.pid}, which runs with this file")
         return

@@ -54,17 +54,17 @@ def strangers(facts: Facts, num_blocks: int, used_bytes: int) -> Iterable[Line]:
 
     :param num_blocks: of the tenant, in the pool. :param used_bytes: their size.
     """
-    of_pool = facts.tiers.get(_POOL)
-    if of_pool is None or not of_pool.read_misses + facts.hit_rate.asked or facts.hit_rate.by_tier.get(_POOL):
+    if not facts.hit_rate.asked or facts.hit_rate.by_tier.get(_POOL):
         return
-    if not num_blocks or used_bytes <= of_pool.bytes_written:
+    of_pool = facts.tiers.get(_POOL)
+    if used_bytes <= (0 if of_pool is None else of_pool.bytes_written):
         return  # all that is there may be what this engine has written
     yield Line(
         Level.WARNING,
-        "pool",
-        f"it has {num_blocks:,} blocks of this tenant, and this engine has found none of them in "
+        "pool.address",
+        f"the pool has {num_blocks:,} blocks of this tenant, and this engine has found none of them in "
         f"{facts.hit_rate.asked:,.0f} {facts.hit_rate.unit}",
-        "their engines' blocks are others' (another namespace), or no prompt begins as theirs did",
+        "they are of another namespace (another model, or another way to compute it), or no prompt begins alike",
         "engines share with the same weights, dtype, lossy_codec, device, ranks, tokens_per_block, tenant, secret and "
         "salt: compare kvtier config show --all of both",
     )

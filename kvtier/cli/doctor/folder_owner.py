@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvtier.tiers.disk.medium.folder import MARKER
@@ -16,7 +17,8 @@ class Owner:
 
     pid: int
     command: str
-    """The words that it was started with; empty: they cannot be read."""
+    """Its program and its configuration, and nothing else of its command line, which may have secrets. Empty: it cannot
+    be read."""
     has_file: bool
     """Whether it, or one of the processes that started it, was started with the file of the configuration."""
 
@@ -33,8 +35,7 @@ def owner_of(folder: Path, file: Path | None) -> Owner | None:
     pid = _holder(marker)
     if pid is None:
         return None
-    words = _words(pid)
-    return Owner(pid, " ".join(words), file is not None and _is_named(file, pid))
+    return Owner(pid, _named(_words(pid)), file is not None and _is_named(file, pid))
 
 
 def _holder(marker: Path) -> int | None:
@@ -68,6 +69,14 @@ def _words(pid: int) -> list[str]:
     except OSError:
         return []
     return [word.decode(errors="replace") for word in packed.rstrip(b"\0").split(b"\0")]
+
+
+def _named(words: list[str]) -> str:
+    start = words.index("-m") + 1 if "-m" in words else 0
+    options = [place for place in range(start, len(words)) if words[place].startswith("-")]
+    program = " ".join(words[start : min(options, default=len(words))])
+    config = next((f" --config {after}" for word, after in pairwise(words) if word == "--config"), "")
+    return program + config
 
 
 def _is_named(file: Path, pid: int) -> bool:

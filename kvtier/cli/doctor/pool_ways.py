@@ -101,7 +101,8 @@ def try_way(config: Config, tenant: str, address: str, tls: ClientTls | None, de
 def failure_line(config: Config, tenant: str, way: Way, level: Level, effect: str) -> Line:
     """What an attempt that failed means, and what to do."""
     assert way.failure is not None
-    error = way.failure.__cause__ if isinstance(way.failure.__cause__, OSError) else way.failure
+    below = way.failure.__cause__
+    error = below if isinstance(below, OSError) and not isinstance(way.failure, OSError) else way.failure
     found, remedy = _explained(config, tenant, way.address, error)
     return Line(level, f"pool.address {way.address}", found, effect, remedy)
 
@@ -122,6 +123,8 @@ def _explained(config: Config, tenant: str, address: str, error: BaseException) 
         return _socket_explained(path, error)
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there", "start the pool, or correct the address: its own `listen` says which"
+    if isinstance(error, TimeoutError) and "greeting" in str(error):
+        return str(error), "if it is, the pool hangs or is stopped: see its log, and restart it"
     if isinstance(error, TimeoutError):
         found = f"no answer within {min(config.pool.connect_timeout_s, _MOST_S):g} s"
         return found, "look for a firewall, a wrong address, or a pool that hangs (kvtier doctor there)"

@@ -1,0 +1,245 @@
+"""`kvtier doctor` tells the cause of what is broken, in one line each, beside real pools, servers and certificates."""
+
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from certificates import Authority
+from configured_pool import running
+from doctor_rig import PASSWORD, TOKEN, diagnosed, diagnosed_as, engine_file, pool_file, run
+from free_port import free_port
+from kvtier.cli.doctor.lines import Level, Line, Look
+from kvtier.cli.doctor.running import run_looks
+from kvtier.clock import MONOTONIC
+from kvtier.tiers.base import WriteStatus
+from pool_rig import connect, items
+from redis_rig import running_cluster, running_redis
+from suspending import suspended
+
+AN_OTHER_USER = 1234
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """One that other users may enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-doctor-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_a_misspelt_key(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[pool]\nadress = '127.0.0.1:7600'")
+    diagnosed(file).tells("pool.adress", "unknown key", "did you mean 'address'")
+    diagnosed(tmp_path / "nowhere.toml").tells("nowhere.toml", "cannot read the configuration")
+
+
+def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
+    """The same pool, by its socket and by TCP: what works has no problem, and says which way blocks go."""
+    socket_path = tmp_path / "pool.sock"
+    more = f"disk_dir = 'disk'\ndisk_reserve_bytes = '1MiB'\nhttp_listen = '127.0.0.1:{free_port()}'"
+    file = pool_file(tmp_path, more, listen=f"unix:{socket_path}")
+    file.write_text(file.read_text().replace("listen = ['unix:", "listen = ['127.0.0.1:0', 'unix:"))
+    with running(file) as pool:
+        tcp = pool.block.split(",")[0]
+        found = diagnosed(engine_file(tmp_path, f"unix:{socket_path}"))
+        assert found.code == 0, found.problems()
+        found.tells("blocks go by shared memory", "this tenant has 0 blocks", level="ok")
+        found = diagnosed(engine_file(tmp_path, tcp, "connect_timeout_s = 3"))
+        assert found.code == 0, found.problems()
+        found.tells("none of its Unix sockets is in pool.address", "shared memory would be", level="note")
+        found = diagnosed(engine_file(tmp_path, f"grpc:{pool.grpc}"))
+        found.tells("blocks go by gRPC", level="ok")
+        found = diagnosed(engine_file(tmp_path, f"unix:{socket_path}", "shared_memory = false"))
+        found.tells("pool.shared_memory", "set it to true", level="note")
+        for address in (tcp, f"grpc:{pool.grpc}"):
+            found = diagnosed(engine_file(tmp_path, address), THE_TOKEN="some-other-token")
+            found.tells(f"pool.address {address}", "refuses the token of tenant 'red'", "token_sha256")
+        found = diagnosed(file)
+        assert found.code == 0, found.problems()
+        found.tells("pool_service.listen", "a pool answers at http://", level="ok")
+        found.tells(
+            "pool_service.disk_dir", f"in use by process {pool.service.process.pid}", "with this file", level="ok"
+        )
+        with suspended(pool.service.process.pid):
+            found = diagnosed(engine_file(tmp_path, tcp, "connect_timeout_s = 0.2"))
+            found.tells("connected, but no greeting in time", "the pool hangs or is stopped")
+
+
+def test_a_dead_pool_and_a_black_hole(tmp_path: Path) -> None:
+    port = free_port()
+    found = diagnosed(engine_file(tmp_path, f"127.0.0.1:{port}"))
+    found.tells(f"pool.address 127.0.0.1:{port}", "nobody listens there", "computes every prompt", "start the pool")
+    diagnosed(pool_file(tmp_path, listen=f"127.0.0.1:{port}")).tells("no pool runs here", level="note")
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "left.sock"))
+    left.close()
+    diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/left.sock")).tells("nobody listens: its pool has ended")
+    diagnosed(engine_file(tmp_path, f"unix:{tmp_path}/none.sock")).tells("there is no such socket")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as hole:
+        place = hole.getsockname()
+        with socket.create_connection(place):  # its queue is full: what comes next is not answered
+            found = diagnosed(engine_file(tmp_path, f"127.0.0.1:{place[1]}", "connect_timeout_s = 0.2"))
+            found.tells(f"pool.address 127.0.0.1:{place[1]}", "no answer within 0.2 s", "firewall")
+        own = pool_file(tmp_path, "http_listen = '127.0.0.1:1'", listen=f"127.0.0.1:{place[1]}")
+        diagnosed(own).tells("somebody listens at", "no pool answers at http://127.0.0.1:1")
+
+
+def test_a_full_disk_and_too_little_memory(tmp_path: Path) -> None:
+    more = "disk_dir = 'disk'\ndisk_reserve_bytes = '900TiB'\nmemory_bytes = '900TiB'"
+    (tmp_path / "disk").mkdir()
+    found = diagnosed(pool_file(tmp_path, more))
+    found.tells("pool_service.disk_reserve_bytes", "nothing will be stored", "use a larger file system")
+    found.tells("pool_service.memory_bytes", "in all: the kernel will end the pool", "Lower it")
+    found.tells("pool_service.disk_dir", "O_DIRECT", "free", level="ok")
+    assert list((tmp_path / "disk").iterdir()) == [], "the probe is gone"
+    (tmp_path / "disk" / "letters.txt").touch()
+    diagnosed(pool_file(tmp_path, "disk_dir = 'disk'")).tells("holds other files", "name an empty or new folder")
+
+
+def test_a_redis_with_another_password(tmp_path: Path) -> None:
+    with running_redis(tmp_path, password=PASSWORD) as server:
+        more = f"redis_url = '{server.url}'\n"
+        secret = "redis_password = 'env:THE_PASSWORD'"
+        found = diagnosed(pool_file(tmp_path, more + secret))
+        assert found.code == 0, found.problems()
+        found.tells("the Redis has no `maxmemory`", "allkeys-lru", level="warning")
+        found.tells("pool_service.redis_url", "answers in", level="ok")
+        found.tells("clock", "agrees with that of the Redis", level="ok")
+        found = diagnosed(pool_file(tmp_path, more + secret), THE_PASSWORD="not-the-password")
+        found.tells("pool_service.redis_password", "the Redis refuses", "set redis_password", "requirepass")
+        diagnosed(pool_file(tmp_path, more)).tells("the Redis refuses", "set redis_password")
+        with suspended(server.process.pid):
+            found = diagnosed(pool_file(tmp_path, f"{more}{secret}\nredis_timeout_s = 0.3"))
+            found.tells("pool_service.redis_url", "Redis at 127.0.0.1")
+    diagnosed(pool_file(tmp_path, more + secret)).tells("Connection refused", "start the Redis")
+
+
+def test_a_server_of_a_cluster(tmp_path: Path) -> None:
+    with running_cluster(tmp_path, num_nodes=2) as nodes:
+        found = diagnosed(pool_file(tmp_path, f"redis_url = '{nodes[0].url}'"))
+        found.tells("one of a Cluster", "redis+cluster://")
+        found = diagnosed(pool_file(tmp_path, f"redis_url = 'redis+cluster://127.0.0.1:{nodes[0].port}'"))
+        assert found.code == 0, found.problems()
+        assert sum("answers in" in text for text in found.of("ok")) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_socket_of_another_user(public_folder: Path, tmp_path: Path) -> None:
+    path = public_folder / "pool.sock"
+    file = engine_file(public_folder, f"unix:{path}", "[disk]\ndirectory = 'disk'")
+    file.chmod(0o644)
+    with running(pool_file(tmp_path, listen=f"unix:{path}")):
+        found = diagnosed_as(AN_OTHER_USER, file)
+        found.tells("pool.address unix:", f"user {AN_OTHER_USER} may not use the socket", "socket_mode = 0o660")
+        found.tells("disk.directory", f"user {AN_OTHER_USER} may not make", "0755 of user 0", "chown")
+        assert not any("may not" in text for text in diagnosed(file).problems())
+
+
+def test_an_expired_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    authority.issue("pool", "127.0.0.1", valid_days=-1)
+    more = "tls_certificate = 'pool.pem'\ntls_key = 'pool.key'"
+    file = pool_file(tmp_path, more)
+    diagnosed(file).tells("pool_service.tls_certificate", "expired at", "renew it (docs/tls.md)")
+    with running(file) as pool:
+        engine = engine_file(tmp_path, pool.block, "tls_ca = 'authority.pem'")
+        diagnosed(engine).tells(f"pool.address {pool.block}", "certificate has expired", "renew it")
+        authority.issue("pool", "127.0.0.1", valid_days=20_000)
+        found = diagnosed(engine)
+        assert found.code == 0, found.problems()
+        found.tells("blocks go by TLS", level="ok")
+    diagnosed(file).tells("pool_service.tls_certificate", "holds until 20", level="ok")
+    authority.issue("pool", "127.0.0.1", valid_days=3)
+    diagnosed(file).tells("pool_service.tls_certificate", "expires at", level="warning")
+
+
+@contextmanager
+def an_engine(page: str) -> Iterator[str]:
+    """What serves the metrics of an engine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_another_model_than_the_others(tmp_path: Path) -> None:
+    """A folder that is no model, and an engine that finds nothing of what others have put into the pool."""
+    (tmp_path / "model").mkdir()
+    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
+    found.tells("engine.model", "config.json", "name a Hugging Face folder")
+    shape = '{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}'
+    (tmp_path / "model" / "config.json").write_text(shape)
+    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1", "[engine]\nmodel = 'model'"))
+    found.tells("engine.model", "no *.safetensors (the weights)", "download the complete model")
+    page = "# TYPE kvtier_engine_prompt_tokens counter\nkvtier_engine_prompt_tokens_total 640.0\n"
+    with running(pool_file(tmp_path)) as pool, an_engine(page) as listen:
+        file = engine_file(tmp_path, pool.block, f"[engine]\nlisten = '{listen}'")
+        assert not any("namespace" in text for text in diagnosed(file).of("warning"))
+        tier = connect(pool.block, token=TOKEN)
+        assert tier.write(items(range(4))) == [WriteStatus.STORED] * 4
+        tier.close()
+        found = diagnosed(file)
+        found.tells("the pool has 4 blocks", "none of them in 640 tokens", "another namespace", level="warning")
+
+
+def test_two_pools_on_one_folder(tmp_path: Path) -> None:
+    disk = "disk_dir = 'disk'\ndisk_reserve_bytes = '1MiB'"
+    second = pool_file(tmp_path, disk, name="second.toml")
+    with running(pool_file(tmp_path, disk)) as pool:
+        found = diagnosed(second)
+        found.tells("pool_service.disk_dir", f"in use by process {pool.service.process.pid}", "pool.toml", "its own")
+    assert diagnosed(second).code == 0
+
+
+def test_what_is_printed_fits_and_says_how_many(tmp_path: Path) -> None:
+    done = run(engine_file(tmp_path, "127.0.0.1:1"))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if len(line) > 80 and str(tmp_path) not in line] == []
+    assert lines[1].startswith("problem  pool.address 127.0.0.1:1: nobody listens there")
+    assert lines[-1].startswith("1 problem, ")
+
+
+def test_nothing_that_hangs_is_waited_for() -> None:
+    over = threading.Event()
+
+    def hang() -> list[Line]:
+        over.wait(60)
+        return []
+
+    def fail() -> list[Line]:
+        raise ZeroDivisionError("by accident")
+
+    good = Line(Level.OK, "good", "is well")
+    looks = [Look("hung", hang), Look("good", lambda: [good]), Look("wrong", fail)]
+    lines, have_ended = run_looks(looks, MONOTONIC() + 0.2)
+    over.set()
+    assert not have_ended
+    assert lines[1] == good
+    assert (lines[0].level, lines[0].subject) == (Level.PROBLEM, "hung")
+    assert (lines[2].level, "ZeroDivisionError: by accident" in lines[2].found) == (Level.WARNING, True)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier-doctor"):
+            thread.join()
