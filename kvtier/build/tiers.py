@@ -16,7 +16,7 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
 from kvtier.net.address import UNIX_PREFIX
-from kvtier.net.tls import ClientTls
+from kvtier.net.tls import ClientTls, client_tls
 from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.metered import Metered
@@ -192,7 +192,7 @@ def _disk_tier(config: Config, on_event: EventSink, metrics: Metrics) -> Tier:
 
 def _open_pool(config: Config, namespaces: Sequence[NamespaceId], metrics: Metrics) -> SharedTier:
     """A client of its own for each tenant."""
-    tls = _pool_tls(config)
+    tls = client_tls(config.pool_tls(), config.pool.tls_server_name)
     names = config.engine_tenants()
     clients = {tenant_id(name): _pool_client(config, name, namespaces, tls, metrics) for name in names}
     both = PerTenant(POOL, clients)
@@ -225,13 +225,3 @@ def _pool_client(
         sealing=config.carriage_keys(name),
         name=POOL,
     )
-
-
-def _pool_tls(config: Config) -> ClientTls | None:
-    """Raises `ConfigError` when the files are no good: now, rather than at the first connection."""
-    files = config.pool_tls()
-    if files is None:
-        return None
-    tls = ClientTls(files, config.pool.tls_server_name)
-    tls.check()
-    return tls

@@ -86,6 +86,15 @@ class ClientTls:
             return stream
 
 
+def client_tls(files: TlsFiles | None, server_name: str | None) -> ClientTls | None:
+    """None without files. Raises `ConfigError` when they are no good: now, rather than at the first connection."""
+    if files is None:
+        return None
+    tls = ClientTls(files, server_name)
+    tls.check()
+    return tls
+
+
 def require_credentials(token: str | None, tls: ClientTls | None) -> None:
     """Raises `ConfigError` when a client has nothing that could say who it is, or a token that cannot be one.
 

@@ -36,7 +36,14 @@ def pool_looks(config: Config, file: Path | None) -> Iterable[Look]:
         return
     if table.disk_dir is not None:
         folder = config.resolve_path(table.disk_dir)
-        settings = FolderSettings("pool_service.disk_dir", folder, int(table.disk_reserve_bytes), table.disk_direct_io)
+        settings = FolderSettings(
+            "pool_service.disk_dir",
+            folder,
+            "pool_service.disk_bytes",
+            int(table.disk_bytes),
+            int(table.disk_reserve_bytes),
+            table.disk_direct_io,
+        )
         yield Look(settings.key, partial(folder_lines, settings, file))
     if table.redis_url:
         yield Look("pool_service.redis_url", lambda: _redis(config))

@@ -17,6 +17,7 @@ from kvtier.tiers.disk.medium.files import PROBE, OsFiles, supports_direct
 from kvtier.tiers.disk.medium.folder import MARKER, require_format, require_no_strangers
 
 _PROBE_BYTES = 16 << 20
+_STAT_BLOCK_BYTES = 512
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -27,6 +28,8 @@ class FolderSettings:
     key: str
     """The key of its folder, with dots."""
     folder: Path
+    capacity_key: str
+    capacity_bytes: int
     reserve_bytes: int
     direct_io: str
 
@@ -39,6 +42,8 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
     """
     folder = settings.folder
     there = next(place for place in (folder, *folder.parents) if place.exists())
+    if there.is_dir():
+        yield from _room(settings, there)
     if there != folder:
         yield _not_made_yet(settings, there)
         return
@@ -55,6 +60,23 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
         return
     yield from _owner(settings.key, folder, file)
     yield _medium(settings)
+
+
+def _room(settings: FolderSettings, there: Path) -> Iterable[Line]:
+    """Says so where the drive would be large enough, and others have filled it."""
+    usage, own = shutil.disk_usage(there), 0
+    if there == settings.folder:
+        with suppress(OSError):
+            own = sum(os.stat(entry).st_blocks * _STAT_BLOCK_BYTES for entry in os.scandir(there) if entry.is_file())
+    can_have = usage.free + own - settings.reserve_bytes
+    if usage.free <= settings.reserve_bytes or settings.capacity_bytes > usage.total - settings.reserve_bytes:
+        return  # `kvtier config check` says it
+    if can_have < settings.capacity_bytes:
+        found = (
+            f"{size_words(settings.capacity_bytes)}, and {size_words(can_have)} can be had now: others take the rest"
+        )
+        effect = "the tier holds what there is, and evicts sooner"
+        yield Line(Level.WARNING, settings.capacity_key, found, effect, "free the file system, or lower the key")
 
 
 def _owner(key: str, folder: Path, file: Path | None) -> Iterable[Line]:

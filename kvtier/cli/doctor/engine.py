@@ -9,7 +9,7 @@ from kvtier.cli.doctor.certificates import certificate_lines
 from kvtier.cli.doctor.clocks import pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line, Look
-from kvtier.cli.doctor.pool_ways import Way, pool_lines
+from kvtier.cli.doctor.pool_ways import Way, is_here, pool_lines
 from kvtier.cli.stats.facts import ENGINE, Facts, facts_of
 from kvtier.cli.stats.samples import fetch, metrics_url
 from kvtier.config import Config
@@ -27,17 +27,28 @@ def engine_looks(config: Config, file: Path | None) -> Iterable[Look]:
     disk, pool = config.disk, config.pool
     if disk.directory is not None:
         folder = config.resolve_path(disk.directory)
-        settings = FolderSettings("disk.directory", folder, int(disk.reserve_bytes), disk.direct_io)
+        settings = FolderSettings(
+            "disk.directory",
+            folder,
+            "disk.capacity_bytes",
+            int(disk.capacity_bytes),
+            int(disk.reserve_bytes),
+            disk.direct_io,
+        )
         yield Look(settings.key, partial(folder_lines, settings, file))
     if not pool.address:
         return
     yield Look("pool.address", lambda: _pool(config))
     yield Look("pool.tls_ca", lambda: _certificates(config))
-    hosts = {Address.parse(a.removeprefix(GRPC_PREFIX)).host for a in pool.address if UNIX_PREFIX not in a}
+    yield Look("clock", lambda: _clock(config))
+
+
+def _clock(config: Config) -> Iterable[Line]:
+    """Asks pools on other machines, at the HTTP port that they have unless somebody has chosen another."""
     port = config.pool_service.http_listen.rpartition(":")[2]
-    for host in sorted(hosts)[:3]:
-        name = f"[{host}]" if ":" in host else host
-        yield Look("clock", partial(pool_clock, name, port, _CLOCK_S))
+    others = [address for address in config.pool.address if UNIX_PREFIX not in address and not is_here(address)]
+    for host in sorted({Address.parse(address.removeprefix(GRPC_PREFIX)).host for address in others}):
+        yield from pool_clock(f"[{host}]" if ":" in host else host, port, _CLOCK_S)
 
 
 def _pool(config: Config) -> Iterable[Line]:

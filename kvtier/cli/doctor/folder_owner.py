@@ -85,7 +85,7 @@ def _is_named(file: Path, pid: int) -> bool:
     while pid > 1:
         words = _words(pid)
         named = (word.rpartition("=")[2] for word in words)
-        if any(_same(word, wanted, pid) for word in named) or any(f'"{wanted}"' in word for word in words):
+        if any(_same(word, wanted, pid) for word in named) or any(f'{wanted.name}"' in word for word in words):
             return True
         pid = _parent(pid)
     return False

@@ -56,7 +56,8 @@ def gpu_lines() -> Iterable[Line]:
 
 def _line(measured: dict[str, object]) -> Line:
     if "name" not in measured:
-        found = f"torch finds none (it is built for CUDA {measured['release']})"
+        built = f"for CUDA {measured['release']}" if measured["release"] else "without CUDA"
+        found = f"torch finds none (it is built {built})"
         remedy = "see nvidia-smi; in a container, --gpus all; or install torch for this driver"
         return Line(Level.WARNING, "GPU", found, "an engine would compute on the CPU", remedy)
     to, back = float(str(measured["to"])), float(str(measured["from"]))

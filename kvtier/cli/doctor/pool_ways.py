@@ -16,11 +16,11 @@ from kvtier.errors import ConfigError, KvtierError, UnauthenticatedError
 from kvtier.identity.keys import tenant_id
 from kvtier.metrics import Metrics
 from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX, Address
-from kvtier.net.tls import ClientTls
+from kvtier.net.tls import ClientTls, client_tls
 from kvtier.net.tls_errors import TlsError
 from kvtier.net.wrong_protocol import WrongProtocolError
 from kvtier.tiers.base import Usage
-from kvtier.tiers.pool.access import PoolAccess, open_transport
+from kvtier.tiers.pool.access import PoolAccess, open_transport, rank
 from kvtier.tiers.pool.socket_transport import SocketTransport
 
 _MOST_S = 3.0
@@ -48,9 +48,9 @@ def pool_lines(config: Config, ways: list[Way]) -> Iterable[Line]:
     :param ways: takes what was found for the first tenant.
     """
     deadline = MONOTONIC() + _ALL_S
-    tls = _tls(config)
+    tls = client_tls(config.pool_tls(), config.pool.tls_server_name)
     first, *others = config.engine_tenants()
-    ways.extend(try_way(config, first, address, tls, deadline) for address in _ordered(config))
+    ways.extend(try_way(config, first, address, tls, deadline) for address in sorted(config.pool.address, key=rank))
     works = next((way for way in ways if way.failure is None), None)
     for way in ways:
         if way.failure is not None:
@@ -173,7 +173,7 @@ def _why_not_faster(config: Config, way: Way) -> Iterable[Line]:
         return
     if any(address.startswith(UNIX_PREFIX) for address in config.pool.address):
         return  # why that one fails was told
-    if _is_here(way.address):
+    if is_here(way.address):
         remedy = 'give it "unix:/run/kvtier/pool.sock" in `listen`, and this engine the same in pool.address'
         found = "the pool is on this host, and none of its Unix sockets is in pool.address"
         yield Line(Level.NOTE, subject, found, "shared memory would be several times faster", remedy)
@@ -182,7 +182,7 @@ def _why_not_faster(config: Config, way: Way) -> Iterable[Line]:
         yield Line(Level.NOTE, subject, "gRPC is the slowest way", "the block protocol is faster", remedy)
 
 
-def _is_here(address: str) -> bool:
+def is_here(address: str) -> bool:
     """Whether the address is of this machine: somebody could listen at it here."""
     host = Address.parse(address.removeprefix(GRPC_PREFIX)).host
     try:
@@ -192,15 +192,6 @@ def _is_here(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _ordered(config: Config) -> list[str]:
-    """The addresses from the fastest kind to the slowest, as engines take them."""
-
-    def rank(address: str) -> int:
-        return 0 if address.startswith(UNIX_PREFIX) else 2 if address.startswith(GRPC_PREFIX) else 1
-
-    return sorted(config.pool.address, key=rank)
 
 
 def _kind(address: str, tls: ClientTls | None, shares: bool) -> str:
@@ -219,12 +210,3 @@ def _seconds(call: object) -> float:
     begun = MONOTONIC()
     call()  # type: ignore[operator]
     return MONOTONIC() - begun
-
-
-def _tls(config: Config) -> ClientTls | None:
-    files = config.pool_tls()
-    if files is None:
-        return None
-    tls = ClientTls(files, config.pool.tls_server_name)
-    tls.check()
-    return tls
