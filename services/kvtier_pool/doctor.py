@@ -25,7 +25,7 @@ from kvtier_pool.open_tiers import redis_settings
 
 _OLDEST_REDIS = (6, 2)
 _REDIS_S = 5.0
-_HTTP_S = 3.0
+_HTTP_S, _CONNECT_S = 3.0, 1.0
 _WITHOUT = "the pool runs without this tier: nothing is shared with other pools"
 
 
@@ -134,7 +134,7 @@ def _is_taken(text: str) -> bool:
         return False
     address = Address.parse(text if text.startswith("unix:") else reachable(text))
     try:
-        open_connection(address, MONOTONIC() + _HTTP_S).close()
+        open_connection(address, MONOTONIC() + _CONNECT_S).close()
     except TimeoutError:
         return True  # somebody has the port, and does not answer
     except OSError:

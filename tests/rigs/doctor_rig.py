@@ -96,12 +96,12 @@ def _read(said: str, code: int) -> Diagnosis:
     return Diagnosis(code, answer["lines"])
 
 
-def engine_file(folder: Path, address: str, more: str = "") -> Path:
+def engine_file(folder: Path, address: str | list[str], more: str = "") -> Path:
     """An engine's of tenant red. `more` begins with keys of `[pool]`."""
     file = folder / "engine.toml"
     file.write_text(
         "tenant = 'red'\n[tenants.red]\nsecret = 'env:THE_SECRET'\ntoken = 'env:THE_TOKEN'\n"
-        f"[pool]\naddress = '{address}'\n{more}"
+        f"[pool]\naddress = {json.dumps(address)}\n{more}"
     )
     return file
 
