@@ -58,7 +58,7 @@ def test_a_whole_set_up_and_a_wrong_token(tmp_path: Path) -> None:
         found = diagnosed(engine_file(tmp_path, [f"grpc:127.0.0.1:{free_port()}", tcp, f"unix:{tmp_path}/none"]))
         assert found.code == 0, found.problems()
         found.tells("there is no such socket", "a slower way is taken", level="warning")
-        found.tells("pool.address grpc:", "nothing is left if", level="warning")
+        found.tells("pool.address grpc:", "nobody listens there", "nothing is left if", level="warning")
         found = diagnosed(engine_file(tmp_path, f"grpc:{pool.grpc}"))
         found.tells("blocks go by gRPC", level="ok")
         found = diagnosed(engine_file(tmp_path, f"unix:{socket_path}", "shared_memory = false"))

@@ -24,8 +24,8 @@ from kvtier.errors import ConfigError
 
 LOOKS = "kvtier.doctor_looks"
 """Entry points: name -> `kvtier.cli.doctor.lines.Looks`."""
-_TIME_S = 25.0
-"""Seconds for everything together: what has not answered by then hangs."""
+_TIME_S, _LOADING_S = 25.0, 5.0
+"""Seconds for everything together, and of these for the file: what has not answered by then hangs."""
 _WIDTH = 79
 _INDENT = " " * 9
 _LEVELS = {Severity.ERROR: Level.PROBLEM, Severity.WARNING: Level.WARNING, Severity.NOTE: Level.NOTE}
@@ -53,7 +53,7 @@ def doctor(
     begun = MONOTONIC()
     loaded: list[Config] = []
     # On a thread as well: a file may lie on a file system that hangs.
-    lines, has_ended = run_looks([Look("configuration", lambda: _loading(config, loaded))], begun + _TIME_S)
+    lines, has_ended = run_looks([Look("configuration", lambda: _loading(config, loaded))], begun + _LOADING_S)
     looks = machine_looks() + (_looks_of(loaded[0], config) if loaded else [])
     more, have_ended = run_looks(looks, begun + _TIME_S)
     order = list(Level)

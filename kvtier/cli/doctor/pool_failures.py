@@ -41,7 +41,7 @@ def _explained(config: Config, tenant: str, address: str, error: BaseException) 
     path = Path(address.removeprefix(GRPC_PREFIX).removeprefix(UNIX_PREFIX))
     if address.removeprefix(GRPC_PREFIX).startswith(UNIX_PREFIX):
         return _socket_explained(path, error)
-    if isinstance(error, ConnectionRefusedError):
+    if isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):  # the latter: gRPC's words
         return "nobody listens there", "start the pool, or correct the address: its own `listen` says which"
     if isinstance(error, TimeoutError) and "greeting" in str(error):
         return str(error), "if it is, the pool hangs or is stopped: see its log, and restart it"
