@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -38,6 +39,9 @@ def test_a_misspelt_key(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text("[pool]\nadress = '127.0.0.1:7600'")
     diagnosed(file).tells("pool.adress", "unknown key", "did you mean 'address'")
+    found = diagnosed(engine_file(tmp_path, "127.0.0.1:1"), THE_TOKEN="")
+    assert len(found.problems()) == 1
+    found.tells("tenants.red.token", "THE_TOKEN is missing")
     diagnosed(tmp_path / "nowhere.toml").tells("nowhere.toml", "cannot read the configuration")
 
 
@@ -106,6 +110,22 @@ def test_a_full_disk_and_too_little_memory(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == [], "the probe is gone"
     (tmp_path / "disk" / "letters.txt").touch()
     diagnosed(pool_file(tmp_path, "disk_dir = 'disk'")).tells("holds other files", "name an empty or new folder")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_file_system_without_room(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, timeout=20).returncode:
+        pytest.skip("no mounts here")
+    try:
+        (folder / "kvtier-disk-tier").write_text("kvtier disk tier, format 2\n")
+        (folder / "00000001.segment").write_bytes(bytes(60 << 10))
+        found = diagnosed(pool_file(tmp_path, "disk_dir = 'disk'\ndisk_reserve_bytes = 0"))
+        found.tells("pool_service.disk_dir", "tmpfs", "No space left on device", "free the file system")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=20)
 
 
 def test_a_redis_with_another_password(tmp_path: Path) -> None:

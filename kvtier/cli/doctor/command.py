@@ -56,8 +56,11 @@ def doctor(
     lines, has_ended = run_looks([Look("configuration", lambda: _loading(config, loaded))], begun + _LOADING_S)
     looks = machine_looks() + (_looks_of(loaded[0], config) if loaded else [])
     more, have_ended = run_looks(looks, begun + _TIME_S)
-    order = list(Level)
-    lines = sorted([*lines, *more], key=lambda line: order.index(line.level))
+    order, known = list(Level), {line.found for line in lines}
+    # A secret that is missing stops looks, too.
+    lines = sorted(
+        [*lines, *(line for line in more if line.found not in known)], key=lambda line: order.index(line.level)
+    )
     has_problem = any(line.level is Level.PROBLEM for line in lines)
     if json:
         name = None if config is None else str(config)

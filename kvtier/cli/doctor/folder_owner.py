@@ -92,12 +92,13 @@ def _is_named(file: Path, pid: int) -> bool:
 
 
 def _same(word: str, wanted: Path, pid: int) -> bool:
-    if not word.endswith(wanted.name):
+    if Path(word).name != wanted.name:
         return False
     try:
-        return (_PROCESSES / str(pid) / "cwd" / word).resolve() == wanted
-    except OSError:  # of another user: nobody says where it was started
-        return not word.startswith("/")
+        begun_in = os.readlink(_PROCESSES / str(pid) / "cwd")
+    except OSError:  # a pool is private, and says where it was started to root alone
+        return not word.startswith("/") or Path(word).resolve() == wanted
+    return Path(begun_in, word).resolve() == wanted
 
 
 def _parent(pid: int) -> int:
