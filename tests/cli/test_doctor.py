@@ -165,6 +165,10 @@ def test_a_socket_of_another_user(public_folder: Path, tmp_path: Path) -> None:
         found.tells("pool.address unix:", f"user {AN_OTHER_USER} may not use the socket", "socket_mode = 0o660")
         found.tells("disk.directory", f"user {AN_OTHER_USER} may not make", "0755 of user 0", "chown")
         assert not any("may not" in text for text in diagnosed(file).problems())
+        file.write_text(file.read_text().replace("'disk'", f"'{tmp_path}/disk'"))
+        found = diagnosed_as(AN_OTHER_USER, file)
+        found.tells("configuration", "Permission denied", "run this as the user that the process has")
+        found.tells("disk.directory", f"user {AN_OTHER_USER} may not enter the folders above")
 
 
 def test_an_expired_certificate(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from configured_pool import running
 from doctor_rig import pool_file
-from kvtier.cli.doctor import disk, gpu
+from kvtier.cli.doctor import disk, gpu, machine
 from kvtier.cli.doctor.clocks import clock_line, pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line
@@ -95,3 +95,13 @@ def test_a_file_system_without_direct_io(
     (line,) = folder_lines(settings, None)
     assert (line.level, "has no O_DIRECT" in line.found) == (level, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_with_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "cpu.max"
+    monkeypatch.setattr(machine, "_CPU_LIMIT", limit)
+    for text, level in (("max 100000", Level.OK), ("50000 100000", Level.WARNING)):
+        limit.write_text(text)
+        (line,) = [line for line in machine.machine_looks()[0].run() if line.subject == "cores"]
+        assert line.level is level
+    assert "the time of 0.5" in line.found

@@ -11,7 +11,14 @@ CHECKS = "kvtier.config_checks"
 
 def findings_of(config: Config) -> list[Finding]:
     """Returns each finding once, errors first. It opens no connection and changes nothing."""
-    found = [finding for entry in entry_points(group=CHECKS) for finding in entry.load()(config)]
+    found: list[Finding] = []
+    for entry in entry_points(group=CHECKS):
+        try:
+            for finding in entry.load()(config):
+                found.append(finding)
+        except OSError as error:  # most often a folder that this user may not enter
+            text = f"{error}; run this as the user that the process has, or correct the path"
+            found.append(Finding(Severity.ERROR, "", text))
     if not found and not config.model_fields_set:
         found = [Finding(Severity.WARNING, "", "no key is set: it is neither an engine's file nor a pool's")]
     order = list(Severity)

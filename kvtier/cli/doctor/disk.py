@@ -41,7 +41,13 @@ def folder_lines(settings: FolderSettings, file: Path | None) -> Iterable[Line]:
     :param file: of the configuration.
     """
     folder = settings.folder
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+    except PermissionError:
+        found = f"user {os.geteuid()} may not enter the folders above {folder}"
+        remedy = "run as the user of the folder, or let this one enter: chmod o+x"
+        yield Line(Level.PROBLEM, settings.key, found, "nothing starts with it", remedy)
+        return
     if there.is_dir():
         yield from _room(settings, there)
     if there != folder:
@@ -128,10 +134,10 @@ def _medium(settings: FolderSettings) -> Line:
     except OSError as error:
         effect = "no block gets to disk"
         return Line(Level.PROBLEM, key, f"{found}, and takes no file: {error}", effect, "mend or free the file system")
-    measured = "" if speed is None else f", at {speed / 1e9:.2f} GB/s as measured with one thread"
+    measured = "" if speed is None else f"; a file of {size_words(_PROBE_BYTES)} is written at {speed / 1e9:.2f} GB/s"
     if can:
         past = "is not wanted" if settings.direct_io == "off" else "works"
-        return Line(Level.OK, key, f"{found}; O_DIRECT {past}; it takes {size_words(_PROBE_BYTES)}{measured}")
+        return Line(Level.OK, key, f"{found}; O_DIRECT {past}{measured}")
     if settings.direct_io == "on":
         remedy = 'set direct_io to "auto", or name a folder on ext4 or xfs'
         return Line(Level.PROBLEM, key, f"{found}, and has no O_DIRECT", "nothing starts with direct_io on", remedy)

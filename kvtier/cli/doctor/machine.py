@@ -22,6 +22,7 @@ _SMALL_SHARED_BYTES = 64 << 20
 """What containers have where nobody asks for more."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _NODES = Path("/sys/devices/system/node")
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _FEW_FILES = 4096
 _PACKAGES = ("torch", "triton", "vllm", "sglang", "redis", "cryptography")
 
@@ -47,8 +48,23 @@ def _memory() -> Line:
 def _cores() -> Line:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
+    allowed = _allowed_cores()
+    if allowed is not None and allowed < cores:
+        found = f"{cores}, and the control group gives this process the time of {allowed:g}"
+        effect = "threads are as many as there are cores, and wait for each other"
+        remedy = "raise the limit (docker run --cpus), or set cache.load_threads and engine.num_threads"
+        return Line(Level.WARNING, "cores", found, effect, remedy)
     found = f"{cores} for this process, on {nodes} NUMA node{'s' if nodes > 1 else ''}"
     return Line(Level.OK, "cores", f"{found}; cache.load_threads is {default_load_threads()} unless it is set")
+
+
+def _allowed_cores() -> float | None:
+    """Returns how many cores' time the control group has; None: as much as there is."""
+    try:
+        quota, period = _CPU_LIMIT.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
 
 
 def _shared_memory() -> Line:
