@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from kvtier.errors import ConfigError
+from kvtier.identity.model_code import code_digests
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights_digest import weights_digest
 from kvtier_sglang import compat
@@ -248,8 +249,7 @@ def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
         raise ConfigError(
             f"{SOURCE}: KV is kept by the content of the weights, and {folder} has no *.safetensors; add {_REMEDY}"
         )
-    code = folder.glob("*.py") if compat.option("trust_remote_code") else ()
-    more = [*(folder / name for name in _SAY_MORE), *code]
+    more = [folder / name for name in _SAY_MORE]
     try:
         config = json.loads((folder / "config.json").read_text())
         said = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in more if file.exists()}
@@ -259,6 +259,8 @@ def _content(folder: Path, prefix: str, digests: Path) -> dict[str, str]:
         {name: value for name, value in config.items() if name not in _SAYS_NOTHING}, sort_keys=True
     )
     said["weights"] = weights_digest(files, digests).hex()
+    if compat.option("trust_remote_code"):
+        said |= code_digests(folder)
     return {f"{prefix}{name}": content for name, content in said.items()}
 
 

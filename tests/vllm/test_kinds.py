@@ -306,6 +306,19 @@ def test_what_states_are_made_of_is_in_the_namespace(fp8: Engine, monkeypatch: p
     assert namespace() not in known, "the other order of a convolution's dimensions"
 
 
+def test_code_beside_the_weights_counts_where_it_is_run(lab: Lab, tmp_path: Path) -> None:
+    tiny_llama.make(tmp_path / "model", seed=1)
+
+    def digest(*, trusted: bool) -> bytes:
+        config = engine_config(tmp_path / "model", trust_remote_code=trusted)
+        return model_digest(config, lab.home / "digests")
+
+    known, trusted = digest(trusted=False), digest(trusted=True)
+    (tmp_path / "model" / "modeling_tiny.py").write_text("# another model")
+    assert digest(trusted=False) == known, "code that vLLM does not run"
+    assert digest(trusted=True) not in (known, trusted)
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_drafters_are_told_by_their_content_wherever_they_lie(lab: Lab, tmp_path: Path, method: str) -> None:
     make = tiny_drafters.make_eagle if method == "eagle" else tiny_llama.make

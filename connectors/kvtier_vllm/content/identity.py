@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvtier.errors import ConfigError
+from kvtier.identity.model_code import code_digests
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights_digest import weights_digest
 from kvtier_vllm.compat import drafter
@@ -142,6 +143,8 @@ def _model_digest(model: ModelConfig, load: LoadConfig, digests: Path) -> bytes:
     if _LENGTH_MATTERS in json.dumps(arithmetic):
         arithmetic["vllm.max_model_len"] = model.max_model_len
     arithmetic["vllm.load_format"] = str(load.load_format)
+    if model.trust_remote_code:
+        arithmetic["vllm.code"] = [model.code_revision, code_digests(Path(model.model))]
     packed = json.dumps(arithmetic, sort_keys=True).encode()
     return hashlib.sha256(_LABEL + weights_digest(files, digests) + packed).digest()
 
