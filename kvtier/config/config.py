@@ -217,12 +217,22 @@ class Config(Section):
         return accepted
 
     def pool_tls(self) -> TlsFiles | None:
-        """The engine's files for TLS towards the pool; None without TLS."""
+        """The engine's files for TLS towards the pool; None without TLS.
+
+        :raises ConfigError: without TLS the token would travel over a network in the clear, and nobody has allowed it.
+        """
         pool = self.pool
         if pool.tls_ca is None:
             for key in ("tls_certificate", "tls_key", "tls_server_name"):
                 if getattr(pool, key) is not None:
                     raise self._error(f"pool.{key}", "needs tls_ca, which turns TLS on: name the CA of the pool")
+            exposed = [] if pool.insecure else pool.addresses_elsewhere()
+            if exposed:
+                raise self._error(
+                    "pool.address",
+                    f"without TLS, token and blocks would travel to {', '.join(exposed)} in the clear. Set pool.tls_ca "
+                    "(docs/tls.md), leave out this way, or set pool.insecure = true where you trust the network",
+                )
             return None
         return TlsFiles(
             certificate=self._resolved(pool.tls_certificate),

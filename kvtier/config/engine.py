@@ -30,6 +30,7 @@ from kvtier.config.fields import (
     WritePolicyName,
     as_list,
 )
+from kvtier.net.address import GRPC_PREFIX, Address
 
 
 def default_load_threads(num_processes: int = 1) -> int:
@@ -140,6 +141,10 @@ class EngineConfig(Section):
     """The folder in which a GGUF is dequantised, once. Default: `~/.cache/kvtier/models`."""
     listen: str = "127.0.0.1:8000"
     """`host:port` of the OpenAI API; port 0 takes a free one."""
+    allowed_hosts: list[str] = Field(default=[])
+    """Names, without a port, by which clients may call an engine that listens on a loopback address, and the hosts of
+    web pages that may use it, beside `localhost` and loopback addresses: those of a proxy on this machine that hands on
+    the `Host` it was asked for. Who calls it by another name is refused, so that no web page reaches it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that holds the model and its KV. `auto` takes the first CUDA device where torch and triton can use
     one. Engines on CPU and on CUDA do not share: their KV differs in the last bits."""
@@ -300,8 +305,12 @@ class PoolConfig(Section):
     in which other processes on the host wait for NVIDIA's driver, too; and what an engine has mapped stays taken when
     the pool gives it up, until the engine has noticed. 0 maps nothing."""
     tls_ca: Path | None = None
-    """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets; without, token and blocks travel
-    in the clear."""
+    """CAs, in PEM, of the pool's certificate. Turns TLS on, for all but Unix sockets."""
+    insecure: bool = False
+    """Whether token and blocks may travel to other machines in the clear, without TLS. An engine with an address that
+    is neither a Unix socket nor a loopback one does not start without `tls_ca` unless this is true: for networks that
+    you trust. A pool in a container of the same machine counts as elsewhere, unless its port is published on loopback.
+    """
     tls_certificate: Path | None = None
     """This engine's certificate, for a pool with `tls_client_ca`. One in its tenant's `certificate_names` stands for
     the token."""
@@ -320,3 +329,7 @@ class PoolConfig(Section):
     """Then one call probes it. Short probes a dead pool often, long misses its return."""
     write_policy: WritePolicyName = "write_through"
     """When blocks in host memory are copied to the pool. The other two make engines share later, or less."""
+
+    def addresses_elsewhere(self) -> list[str]:
+        """The addresses that may be of another machine, in order."""
+        return [text for text in self.address if not Address.parse(text.removeprefix(GRPC_PREFIX)).is_of_this_machine]

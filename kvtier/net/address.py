@@ -1,5 +1,6 @@
 """Addresses of the block protocol, `host:port` or `unix:/path`, and connections to them within a deadline."""
 
+import ipaddress
 import queue
 import socket
 import threading
@@ -40,10 +41,25 @@ class Address:
             raise ConfigError(f"address {text!r}: use host:port or unix:/path")
         return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether nobody but processes of this machine can be there or reach it."""
+        return bool(self.path) or is_loopback(self.host)
+
     def __str__(self) -> str:
         if self.path:
             return f"{UNIX_PREFIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address stays on this machine, as far as can be told without asking anybody."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may be of any network
+        return False
 
 
 def open_connection(address: Address, deadline: float) -> socket.socket:

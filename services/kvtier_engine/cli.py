@@ -14,6 +14,7 @@ import typer
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
+from kvtier.net.address import is_loopback
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
 
@@ -56,6 +57,7 @@ def run(config: Config) -> None:
     import uvicorn
 
     from kvtier_engine.api.http_connections import BACKLOG, bounded_protocol
+    from kvtier_engine.api.known_hosts import KnownHosts
     from kvtier_engine.api.server import Server
     from kvtier_engine.assemble import assembled_engine
 
@@ -68,9 +70,10 @@ def run(config: Config) -> None:
             eos_token_ids=assembled.model.config.eos_token_ids,
             registry=assembled.registry,
         )
+        served, is_of_this_machine = server.app(), is_loopback(listener.getsockname()[0])
         uvicorn_server = uvicorn.Server(
             uvicorn.Config(
-                server.app(),
+                KnownHosts(served, config.engine.allowed_hosts) if is_of_this_machine else served,
                 http=bounded_protocol(open_files),
                 backlog=BACKLOG,
                 log_config=None,

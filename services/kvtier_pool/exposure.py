@@ -1,10 +1,8 @@
 """What a pool refuses to begin with: tokens and blocks in the clear on a network, unless somebody has said so."""
 
-import ipaddress
-
 from kvtier.config import Config
 from kvtier.errors import ConfigError
-from kvtier.net.address import Address
+from kvtier.net.address import Address, is_loopback
 
 
 def require_protected(config: Config) -> None:
@@ -21,7 +19,7 @@ def require_protected(config: Config) -> None:
         return
     for field, addresses in (("listen", table.listen), ("grpc_listen", table.grpc_listen)):
         for text in addresses:
-            if not _is_of_this_machine(Address.parse(text)):
+            if not Address.parse(text).is_of_this_machine:
                 raise ConfigError(
                     f"pool_service.{field}: {text} can be reached by other machines, and without TLS tokens and "
                     "blocks would travel in the clear. Set tls_certificate and tls_key (docs/tls.md), listen on "
@@ -34,19 +32,10 @@ def tokens_in_clear(config: Config) -> str | None:
     table = config.pool_service
     host = table.http_listen.rpartition(":")[0].strip("[]")
     is_protected = table.insecure or config.pool_service_tls() is not None
-    if is_protected or _is_of_this_machine(Address(host=host, port=0, path="")):
+    if is_protected or is_loopback(host):
         return None
     return (
         f"pool_service.http_listen: {table.http_listen} can be reached by other machines, and without TLS a token "
         "would travel in the clear. Set tls_certificate and tls_key, listen on 127.0.0.1, or set "
         "pool_service.insecure = true"
     )
-
-
-def _is_of_this_machine(address: Address) -> bool:
-    if address.path or address.host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address.host).is_loopback
-    except ValueError:  # a name, which may be of any network
-        return False

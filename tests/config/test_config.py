@@ -1,6 +1,7 @@
 """Configuration: what is accepted, and that every error names file, key and remedy."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -313,6 +314,19 @@ def test_a_key_without_a_ca_is_not_ignored() -> None:
     config = parse_config({"pool": {"tls_key": "engine.key"}}, source="x", environ={})
     with pytest.raises(ConfigError, match=r"pool\.tls_key: needs tls_ca"):
         config.pool_tls()
+
+
+@pytest.mark.parametrize("address", ["pool.example:7600", "10.0.0.7:7600", "[2001:db8::1]:7600", "grpc:0.0.0.0:7601"])
+def test_no_engine_sends_its_token_over_a_network_in_the_clear(address: str) -> None:
+    """Not even as its second way, which it takes when the Unix socket cannot be had."""
+    ways = ["unix:/run/kvtier/pool.sock", "127.0.0.1:7600", "grpc:[::1]:7601", "localhost:7600"]
+    assert parse_config({"pool": {"address": ways}}, source="x", environ={}).pool_tls() is None
+    exposed = {"address": [*ways, address]}
+    config = parse_config({"pool": exposed}, source="x", environ={})
+    with pytest.raises(ConfigError, match=re.escape(f"to {address} in the clear")):
+        config.pool_tls()
+    for allowed in ({"insecure": True}, {"tls_ca": "ca.pem"}):
+        parse_config({"pool": exposed | allowed}, source="x", environ={}).pool_tls()
 
 
 @pytest.mark.parametrize(

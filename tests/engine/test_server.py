@@ -213,6 +213,21 @@ def test_web_pages_may_not_reset_the_cache(engine: EngineProcess) -> None:
     assert engine.chat(max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
 
+def test_web_pages_do_not_reach_an_engine_on_loopback(engine: EngineProcess) -> None:
+    port = engine.client.base_url.port
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", "demo.localhost", "a.proxy"):
+        assert engine.client.get("/v1/models", headers={"Host": host}).status_code == 200
+    assert engine.client.get("/health", headers={"Origin": "http://localhost:3000"}).status_code == 200
+    rebound = ("rebound.example", f"rebound.example:{port}", "127.0.0.1.example.org", "0.0.0.0", "[::", "a.proxy.org")
+    for headers in (
+        *({"Host": host} for host in rebound),
+        *({"Origin": origin} for origin in ("https://example.org", "null", "", "http://[")),
+    ):
+        response = engine.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
+        assert response.status_code == 403, headers
+        assert "engine.allowed_hosts" in response.json()["error"]["message"]
+
+
 def test_what_is_not_http_gets_a_line_of_text(engine: EngineProcess) -> None:
     with socket.create_connection(_address(engine), timeout=PATIENCE_S) as connection:
         connection.sendall(b"\x16\x03\x01\r\n\r\n")
@@ -233,7 +248,7 @@ def test_idle_connections_take_no_more_descriptors_than_there_are(
         idle.enter_context(before)
         for _ in range(400):
             idle.enter_context(socket.create_connection(_address(engine), timeout=PATIENCE_S))
-        before.sendall(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+        before.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert before.recv(4096).startswith(b"HTTP/1.1 200 ")
         # The last of them may have been accepted a moment ago, and are about to be refused.
         until(lambda: len(list(Path(f"/proc/{engine.process.pid}/fd").iterdir())) < 400)
@@ -289,7 +304,7 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
     before = engine.metric(cancelled)
     body = json.dumps({"prompt": "Count to a million: 1, 2, 3,", "max_tokens": 1200, "temperature": 0}).encode()
     with socket.create_connection(_address(engine), timeout=PATIENCE_S) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         until(lambda: engine.metric("kvtier_engine_running") == 1)
     until(lambda: engine.metric(cancelled) == before + 1)

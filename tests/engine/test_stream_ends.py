@@ -91,8 +91,8 @@ def test_a_slow_reader_holds_up_nobody(tmp_path: Path) -> None:
         slow.settimeout(PATIENCE_S)
         slow.connect(tiny.address)
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 450, "temperature": 0, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: e\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        slow.sendall(head.encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: _ended(tiny, "length"))
         assert tiny.complete(prompt=[7], max_tokens=3)["usage"]["completion_tokens"] == 3
         with slow.makefile("r", encoding="utf-8", newline="\n") as lines:
@@ -110,7 +110,7 @@ def test_a_slow_reader_that_resets_its_connection_is_forgotten(tmp_path: Path) -
         assert isinstance(model, PacedModel)
         with socket.create_connection(tiny.address, timeout=PATIENCE_S) as slow:
             body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 450, "temperature": 0, "stream": True}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             slow.sendall(head.encode() + body)
             model.permits.release(200)
             until(lambda: model.num_steps == 200)
@@ -207,7 +207,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_error(
 ) -> None:
     with served_engine(tmp_path) as tiny:
         with socket.create_connection(tiny.address, timeout=PATIENCE_S) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: e\r\nContent-Length: 1000\r\n\r\n{")
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         with contextlib.suppress(httpx.HTTPError):
             assert tiny.complete(prompt="abc", max_tokens=1)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

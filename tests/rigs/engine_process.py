@@ -29,6 +29,7 @@ secret = "env:RED_SECRET"
 [engine]
 model = {model}
 listen = "127.0.0.1:0"
+allowed_hosts = ["A.proxy"]
 dtype = "float32"
 kv_bytes = "64MiB"
 max_batch_tokens = 256

@@ -116,10 +116,16 @@ def test_other_weights_never_meet(filled: ListeningPool, tmp_path: Path) -> None
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no pool": ({"pool": {}}, ["pool.address", "missing"]),
-    "write policy": ({"pool": {"address": ["a:1"], "write_policy": "write_through_selective"}}, ["pool.write_policy"]),
-    "locality": ({"pool": {"address": ["a:1"]}, "locality": "NEAR"}, ["locality", "LOCAL or REMOTE"]),
+    "write policy": (
+        {"pool": {"address": ["[::1]:1"], "write_policy": "write_through_selective"}},
+        ["pool.write_policy"],
+    ),
+    "locality": ({"pool": {"address": ["[::1]:1"]}, "locality": "NEAR"}, ["locality", "LOCAL or REMOTE"]),
     "typo": ({"pools": {}}, ["pools", "did you mean 'pool'"]),
-    "secret": ({"pool": {"address": ["a:1"]}, "tenants": {"red": {"secret": "env:NONE"}}}, ["NONE", "export it"]),
+    "secret": (
+        {"pool": {"address": ["[::1]:1"]}, "tenants": {"red": {"secret": "env:NONE"}}},
+        ["NONE", "export it"],
+    ),
 }
 
 
@@ -135,7 +141,7 @@ def test_settings_that_cannot_be(engine: VllmConfig, change: dict[str, Any], tol
 def test_hashes_that_differ_in_each_process_are_refused(lab: Lab, algorithm: str) -> None:
     with (
         pytest.raises(ConfigError, match="--prefix-caching-hash-algo sha256"),
-        Native(engine_config(lab.model, hash_algorithm=algorithm), settings("a:1")),
+        Native(engine_config(lab.model, hash_algorithm=algorithm), settings("[::1]:1")),
     ):
         pass
 
@@ -143,21 +149,21 @@ def test_hashes_that_differ_in_each_process_are_refused(lab: Lab, algorithm: str
 def test_adapters_are_refused(lab: Lab) -> None:
     config = engine_config(lab.model)
     config.lora_config = LoRAConfig(max_lora_rank=8)
-    with pytest.raises(ConfigError, match="--enable-lora"), Native(config, settings("a:1")):
+    with pytest.raises(ConfigError, match="--enable-lora"), Native(config, settings("[::1]:1")):
         pass
 
 
 def test_images_are_refused(lab: Lab) -> None:
     config = engine_config(lab.model)
     config.model_config.multimodal_config = MultiModalConfig()
-    with pytest.raises(ConfigError, match="--language-model-only"), Native(config, settings("a:1")):
+    with pytest.raises(ConfigError, match="--language-model-only"), Native(config, settings("[::1]:1")):
         pass
     config.model_config.multimodal_config = MultiModalConfig(language_model_only=True)
-    with Native(config, settings("127.0.0.1:1")):
+    with Native(config, settings("[::1]:1")):
         pass
 
 
 def test_an_engine_that_says_nothing_of_itself_is_refused(engine: VllmConfig) -> None:
-    spec = TieringOffloadingSpec(offloading_config(engine, settings("a:1")))
+    spec = TieringOffloadingSpec(offloading_config(engine, settings("[::1]:1")))
     with pytest.raises(ConfigError, match="set_current_vllm_config"):
         spec.get_manager()

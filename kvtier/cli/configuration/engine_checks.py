@@ -78,14 +78,10 @@ def _pool(config: Config) -> Iterable[Finding]:
             f"{pool.connect_timeout_s:g} s, and a lookup waits cache.lookup_deadline_s = {cache.lookup_deadline_s:g} s "
             "at the most: make it no longer",
         )
-    others = [address for address in pool.address if not address.removeprefix("grpc:").startswith("unix:")]
-    if others and pool.tls_ca is None and not all(_is_local(address) for address in others):
+    others = pool.addresses_elsewhere()
+    if others and pool.tls_ca is None and pool.insecure:
         yield Finding(
             Severity.WARNING,
-            "pool.tls_ca",
-            f"not set: token and blocks travel to {', '.join(others)} in the clear (docs/tls.md)",
+            "pool.insecure",
+            f"token and blocks travel to {', '.join(others)} in the clear; set pool.tls_ca (docs/tls.md)",
         )
-
-
-def _is_local(address: str) -> bool:
-    return address.removeprefix("grpc:").rpartition(":")[0].strip("[]") in ("localhost", "127.0.0.1", "::1")

@@ -28,7 +28,8 @@ token = "env:KVTIER_TOKEN"              # openssl rand -hex 32; the pool has its
 [pool]
 address = ["127.0.0.1:7600"]            # several: the fastest that works is taken
 # address = ["unix:/run/kvtier/pool.sock", "pool.site.example:7600"]   # the socket: shared memory on the pool's host
-# tls_ca = "ca.pem"                     # for any address that is not of this machine: docs/tls.md
+# tls_ca = "ca.pem"                     # an address that is not of this machine needs it (docs/tls.md), or
+# insecure = true                       # on a network that you trust: token and blocks travel in the clear
 
 [host]
 # capacity_bytes = "8GiB"               # host memory of all ranks together; the default suits a pool on this host
