@@ -19,7 +19,7 @@ from kvtier.store.lower_tiers import LowerTier, LowerTiers
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.purging import PurgeReport, purge
 from kvtier.store.retention import Retention, RetentionLimits
-from kvtier.store.tenant_reads import TenantReads
+from kvtier.store.tenant_counts import TenantCounts
 from kvtier.store.tier_share import TierShare
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
@@ -97,7 +97,7 @@ class Store:
         )
         self.pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
         self._below = LowerTiers(self._memory, below, metrics)
-        self.reads = TenantReads(self._memory.num_evicted_of)
+        self.counts = TenantCounts(self._memory.num_evicted_of)
 
     def start(self) -> None:
         """Starts the background writers and the thread that ends pins. Once, before the first write."""
@@ -154,7 +154,7 @@ class Store:
         if key.startswith(tenant) and nbytes:
             outcome = self._prepare(key, nbytes, writer)
         if isinstance(outcome, WriteStatus):
-            self._metrics.count_written(outcome, 0)
+            self._count_unwritten(tenant, outcome)
         return outcome
 
     def commit_write(self, slot: WriteSlot, header: Header) -> WriteStatus:
@@ -181,7 +181,8 @@ class Store:
         self._record(Kind.WRITE, [slot.key for slot in slots], len(slots[0].view) if slots else 0)
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
         self._metrics.count_written(WriteStatus.STORED, num_bytes, sum(kept))
-        self._metrics.count_written(WriteStatus.THROTTLED, 0, len(kept) - sum(kept))
+        if not all(kept):
+            self._count_unwritten(tenant_of(slots[0].key), WriteStatus.THROTTLED, kept.count(False))
         return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
 
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
@@ -221,7 +222,7 @@ class Store:
             self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
         self._num_mapped_reads.inc(held.num_held)
         if keys:
-            self.reads.count(tenant_of(keys[0]), num_hits=held.num_held)
+            self.counts.count(tenant_of(keys[0]), num_hits=held.num_held)
         return held
 
     def release_places(self, held: PinnedSlots) -> None:
@@ -343,9 +344,17 @@ class Store:
             outcome = self._memory.prepare(key, nbytes, writer=writer)
         return outcome
 
+    def _count_unwritten(self, tenant: TenantId, status: WriteStatus, num_blocks: int = 1) -> None:
+        """Blocks of one tenant that got this answer and are not stored by this write."""
+        self._metrics.count_written(status, 0, num_blocks)
+        if status is WriteStatus.FULL:
+            self.counts.count(tenant, num_full=num_blocks)
+        elif status is WriteStatus.THROTTLED:
+            self.counts.count(tenant, num_throttled=num_blocks)
+
     def _count_read(self, keys: Sequence[StoreKey], blocks: Sequence[Block | None]) -> None:
         if keys:
             num_misses = blocks.count(None)
-            self.reads.count(tenant_of(keys[0]), num_hits=len(blocks) - num_misses, num_misses=num_misses)
+            self.counts.count(tenant_of(keys[0]), num_hits=len(blocks) - num_misses, num_misses=num_misses)
             sources = (block.source if block is not None else "miss" for block in blocks)
             self._metrics.count_read(sources, sum(len(block.payload) for block in blocks if block is not None))

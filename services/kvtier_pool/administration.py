@@ -10,6 +10,7 @@ from kvtier.config.engine import TenantConfig
 from kvtier.errors import UnavailableError
 from kvtier.identity.keys import tenant_id
 from kvtier.store.store import Store
+from kvtier.store.tenant_counts import Counts
 from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import LoginRefusedError
 from kvtier_pool.metrics import PoolMetrics
@@ -51,13 +52,17 @@ class Administration:
             return {"tiers": self._tiers(), "tenants": {each: self._figures(each) for each in sorted(self._tenants)}}
         if role is Role.TENANT:
             return {"tenants": {name: self._figures(name)}}
-        reads = self._store.reads.of(None)
-        asked = reads.num_hits + reads.num_misses
+        counts = self._store.counts.of(None)
+        asked = counts.num_hits + counts.num_misses
         return {
             "tiers": self._tiers(),
             "num_tenants": len(self._tenants),
-            "hit_percent": round(100 * reads.num_hits / asked) if asked else None,
+            "hit_percent": round(100 * counts.num_hits / asked) if asked else None,
         }
+
+    def counts(self) -> list[tuple[str, Counts]]:
+        """Names of all tenants, and what each asked for."""
+        return [(name, self._store.counts.of(tenant_id(name))) for name in sorted(self._tenants)]
 
     def purge(self, role: Role, name: str, tenant: str) -> Answer:
         """Removes everything of a tenant from memory, disk and Redis; what was there, and what is left. Blocks until
@@ -107,7 +112,7 @@ class Administration:
 
     def _figures(self, name: str) -> Answer:
         tenant = tenant_id(name)
-        reads = self._store.reads.of(tenant)
+        counts = self._store.counts.of(tenant)
         config = self._tenants.get(name, TenantConfig())
         quotas = {of: getattr(config, of).model_dump(exclude_none=True) for of in ("memory", "disk", "redis", "rate")}
         return {
@@ -115,9 +120,11 @@ class Administration:
                 share.tier: {"num_blocks": share.num_blocks, "used_bytes": share.used_bytes}
                 for share in self._store.usage(tenant)
             },
-            "num_hits": reads.num_hits,
-            "num_misses": reads.num_misses,
-            "num_evicted": reads.num_evicted,
+            "num_hits": counts.num_hits,
+            "num_misses": counts.num_misses,
+            "num_evicted": counts.num_evicted,
+            "num_full": counts.num_full,
+            "num_throttled": counts.num_throttled,
             "num_refused": self._metrics.refusals_of(name),
             "quota": quotas,
             "tokens": [token.model_dump(mode="json", include={"expires_at"}) for token in config.token_sha256],

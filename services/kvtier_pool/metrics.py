@@ -1,6 +1,12 @@
 """What the pool service counts of calls and connections. Its store counts blocks (`kvtier.store.metrics`)."""
 
+from collections.abc import Callable, Iterable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from kvtier.store.tenant_counts import Counts
 
 
 class PoolMetrics:
@@ -71,3 +77,24 @@ class PoolMetrics:
         if child is None:
             child = self._block_calls_by[verb, result] = self.block_calls.labels(verb, result)
         child.inc()
+
+
+class UnwrittenBlocks(Collector):
+    """Counts what memory did not take, by tenant. Any thread."""
+
+    def __init__(self, counts: Callable[[], Iterable[tuple[str, Counts]]]) -> None:
+        """:param counts: says what each tenant asked for, by name."""
+        self._counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """`prometheus_client`'s."""
+        family = CounterMetricFamily(
+            "kvtier_pool_tenant_unwritten_blocks",
+            "Blocks that were not written. full: no room may be freed; throttled: the disk, or another tier that keeps "
+            "what is acknowledged, is behind.",
+            labels=["tenant", "status"],
+        )
+        for name, counts in self._counts():
+            family.add_metric([name, "full"], counts.num_full)
+            family.add_metric([name, "throttled"], counts.num_throttled)
+        yield family

@@ -46,7 +46,7 @@ from kvtier_pool.http_metrics import HttpMetrics
 from kvtier_pool.http_tenants import HttpTenants
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Logins
-from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.metrics import PoolMetrics, UnwrittenBlocks
 from kvtier_pool.open_tiers import open_lower_tiers
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
@@ -141,6 +141,7 @@ class PoolService:
                 self._clients.start()
                 undo.callback(self._clients.stop)
             self.administration = Administration(self._core, metrics, self.audit, config)
+            registry.register(UnwrittenBlocks(self.administration.counts))
             in_clear = tokens_in_clear(config)
             self._http = StatusServer(
                 table.http_listen,

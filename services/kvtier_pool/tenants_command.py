@@ -39,7 +39,7 @@ def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help
         print(json.dumps(report, indent=2))
         return
     table = Table(box=None)
-    for column in ("tenant", "memory", "disk", "blocks", "hits", "misses", "evicted", "refused", "tokens"):
+    for column in ("tenant", "memory", "disk", "blocks", "hits", "misses", "evicted", "unwritten", "refused", "tokens"):
         table.add_column(column, justify="left" if column == "tenant" else "right", no_wrap=True)
     for name, figures in report["tenants"].items():
         table.add_row(name, *_row(figures))
@@ -49,7 +49,8 @@ def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help
 def _row(figures: dict[str, Any]) -> list[str]:
     tiers = figures["tiers"]
     sizes = [f"{tiers[tier]['used_bytes'] / 2**20:,.0f} MiB" if tier in tiers else "-" for tier in ("memory", "disk")]
-    counts = [figures[key] for key in ("num_hits", "num_misses", "num_evicted", "num_refused")]
+    num_unwritten = figures["num_full"] + figures["num_throttled"]
+    counts = [figures["num_hits"], figures["num_misses"], figures["num_evicted"], num_unwritten, figures["num_refused"]]
     num_blocks = max(tier["num_blocks"] for tier in tiers.values())
     return [*sizes, *(f"{count:,}" for count in (num_blocks, *counts)), str(len(figures["tokens"]))]
 

@@ -1,9 +1,11 @@
 """One tenant writes more than the tiers below take; another one writes a little beside it."""
 
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from configured_pool import BOSS, digest
 from gated_files import GatedFiles
 from kvtier.events import Event, EventKind
 from kvtier.identity.keys import StoreKey
@@ -16,6 +18,17 @@ from remote_tier import RemoteTier, remote_tier
 
 remote = pytest.fixture(remote_tier)
 BATCH = 4
+OPERATORS = {"operators": {"boss": {"token_sha256": [digest(BOSS)]}}}
+
+
+def unwritten(http: str, tenant: str, status: str) -> float:
+    """What an operator reads on the page of `/metrics`."""
+    sample = f'kvtier_pool_tenant_unwritten_blocks_total{{status="{status}",tenant="{tenant}"}} '
+    request = urllib.request.Request(f"http://{http}/metrics", headers={"Authorization": f"Bearer {BOSS}"})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = (line for line in lines if line.startswith(sample))
+    return float(line.removeprefix(sample))
 
 
 @pytest.fixture
@@ -86,7 +99,7 @@ def test_engines_of_another_tenant_are_not_throttled(tmp_path: Path, monkeypatch
     files = GatedFiles()
     monkeypatch.setattr(disk, "OsFiles", lambda direct: files)
     settings = {"disk_dir": tmp_path, "disk_bytes": 64 * MIB, "disk_reserve_bytes": 0}
-    with running_pool(16 * MIB, **settings) as addresses:
+    with running_pool(16 * MIB, roles=OPERATORS, **settings) as addresses:
         red, blue = connect(addresses.block[0], "red"), connect(addresses.block[0], "blue")
         files.may_write.clear()
         stored, label = list[int](), 0
@@ -99,6 +112,8 @@ def test_engines_of_another_tenant_are_not_throttled(tmp_path: Path, monkeypatch
         assert red.write(items(["more"], RED)) == [WriteStatus.THROTTLED]
         files.may_write.set()
         until(lambda: red.write(items(["more"], RED)) == [WriteStatus.STORED])
+        assert unwritten(addresses.http, "red", "throttled") >= 2, "an operator sees who is throttled"
+        assert unwritten(addresses.http, "red", "full") == unwritten(addresses.http, "blue", "throttled") == 0
         assert read_blocks(blue, keys(range(16), BLUE), BLOCK_BYTES) == payloads(range(16))
         red.close()
         blue.close()
