@@ -1,5 +1,6 @@
 """All tiers below the pool's memory as one: where its blocks go down to, and come up from."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from functools import partial
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
+from kvtier.events import TierState
 from kvtier.identity.keys import StoreKey, TenantId
 from kvtier.policies.admission import Admission
 from kvtier.store.cold_reads import Block, ColdReads
@@ -24,6 +26,10 @@ much. A larger number makes misses while memory waits for a slow disk; a smaller
 configured."""
 _LEAST_PRIVATE_BYTES = 8 << 20
 """A tenant may take so much of however small a memory: all blocks of one piece of a large answer are held at a time."""
+
+_REMOVAL_S = 2.0
+"""How long a purge waits for files that another thread removes. Then they cannot be removed, or the disk hangs."""
+_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,10 @@ class LowerTiers:
         for tier in self.tiers:
             if isinstance(tier, DiskTier):
                 removed[tier.name] = tier.purge(tenant)
-                if problem := tier.problem():
-                    problems.append(f"{tier.name} is {tier.state.value}: {problem}")
-                elif left := tier.usage_of(tenant).num_blocks:
-                    problems.append(f"{tier.name}: {left} blocks are there")
+                if left := _left_of(tier, tenant):
+                    problem = tier.problem()
+                    why = f"; it is {tier.state.value}: {problem}" if problem else ""
+                    problems.append(f"{tier.name}: {left}{why}")
             elif (purge := self._purges.get(tier.name)) is not None:
                 try:
                     removed[tier.name] = purge(tenant, deadline)
@@ -206,6 +212,20 @@ class LowerTiers:
 
     def _note_admitted(self, keys: Sequence[StoreKey], source: Tier) -> None:
         self.entered(keys, source)
+
+
+def _left_of(disk: DiskTier, tenant: TenantId) -> str | None:
+    """What a tenant still has of a disk that is purged, in words. Waits a moment for files that are being removed."""
+    if disk.problem() and disk.state is TierState.OFF:
+        return "nobody knows what is left"
+    end_s = MONOTONIC() + _REMOVAL_S
+    while (left := disk.usage_of(tenant)).used_bytes and not left.num_blocks and MONOTONIC() < end_s:
+        time.sleep(_PAUSE_S)
+    if left.num_blocks:
+        return f"{left.num_blocks} blocks are there"
+    if not left.used_bytes:
+        return None
+    return f"files of {left.used_bytes} bytes cannot be removed, as the log says, and are tried again in half a minute"
 
 
 def _gate_of(lower: LowerTier, metrics: StoreMetrics) -> AdmissionGate | None:

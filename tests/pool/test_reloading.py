@@ -20,6 +20,7 @@ from kvtier.testing.contract import make_key
 from kvtier.tiers.base import Status, WriteStatus
 from kvtier_pool.auth import Authenticator, LoginRefusedError
 from pool_rig import BLUE, RED, WAIT_S, connect, items, keys, until
+from turned_clock import turned_clock
 
 
 def test_a_rotation_needs_no_pause_and_a_revoked_token_ends_its_connections(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_tenants_that_are_new_get_in_and_those_that_are_gone_do_not(tmp_path: Pa
 def test_a_token_that_expires_ends_its_connections_and_streams(tmp_path: Path) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=6)
     path = configuration(tmp_path / "pool.toml", f'{{sha256 = "{digest(OLD)}", expires_at = {soon.isoformat()}}}')
-    with running(path) as pool, grpc.insecure_channel(pool.grpc) as channel:
+    with turned_clock(tmp_path) as clock, running(path) as pool, grpc.insecure_channel(pool.grpc) as channel:
         events = channel.unary_stream("/kvtier.pool.v1.Pool/Events")(
             pool_pb2.EventsRequest().SerializeToString(),
             metadata=[("authorization", f"Bearer {OLD}")],
@@ -160,8 +161,11 @@ def test_a_token_that_expires_ends_its_connections_and_streams(tmp_path: Path) -
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, error.value.details()
         assert tier.lookup(keys(range(1))) == [Status.MISS]
         tier.close()
-        with pytest.raises(UnauthenticatedError, match="has expired: have another one made"):
-            pool.dial(OLD)
+        for seconds in (0, -86_400):
+            if clock is not None:
+                clock.turn(seconds)
+            with pytest.raises(UnauthenticatedError, match="has expired: have another one made"):
+                pool.dial(OLD)
 
 
 def test_operators_and_observers_have_no_blocks(tmp_path: Path) -> None:

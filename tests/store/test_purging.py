@@ -28,6 +28,32 @@ class FullFiles(OsFiles):
         super().write(fd, buffers, offset)
 
 
+class ReadOnlyFiles(OsFiles):
+    """Lets nothing be changed while it is `read_only`, as a file system that was mounted so after errors."""
+
+    read_only = False
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self._refuse()
+        super().write(fd, buffers, offset)
+
+    def create(self, path: str, nbytes: int) -> int:
+        self._refuse()
+        return super().create(path, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self._refuse()
+        super().truncate(fd, nbytes)
+
+    def remove(self, path: str) -> None:
+        self._refuse()
+        super().remove(path)
+
+    def _refuse(self) -> None:
+        if self.read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 def fill(rig: CoreRig) -> None:
     """Blocks of both tenants, in memory and on disk."""
     for tenant in (RED, BLUE):
@@ -74,5 +100,26 @@ def test_a_full_disk_is_purged(tmp_path: Path) -> None:
         rig.core.purge(RED, AGES_S)
         assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
         files.full = False
+    with core_rig(tmp_path / "disk") as rig:
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS), "nor after a start"
+
+
+def test_a_purge_of_a_disk_that_is_read_only_says_so_and_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be removed is there: after a start it would even be found."""
+    monkeypatch.setattr("kvtier.store.lower_tiers._REMOVAL_S", 0.1)
+    monkeypatch.setattr("kvtier.tiers.disk.state.segment_set._STUCK_S", 0.1)
+    files = ReadOnlyFiles(direct=False)
+    with core_rig(tmp_path / "disk", files=GatedFiles(files)) as rig:
+        fill(rig)
+        files.read_only = True
+        report = rig.core.purge(RED, AGES_S)
+        assert any(problem.startswith("disk") for problem in report.problems), report
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
+        assert rig.core.purge(RED, AGES_S).problems, "it is no better for being asked again"
+        files.read_only = False
+        until(lambda: rig.core.purge(RED, AGES_S).problems == [])
+        assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS)
     with core_rig(tmp_path / "disk") as rig:
         assert (there(rig, RED), there(rig, BLUE)) == (0, NUM_BLOCKS), "nor after a start"
