@@ -4,6 +4,18 @@
 "kvtier", "module_path": "kvtier_sglang", "class_name": "KvtierStorage", "interface_v1": 1, "config": "kvtier.toml"}'`
 """
 
-from kvtier_sglang.storage import KvtierStorage
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier_sglang.storage import KvtierStorage
 
 __all__ = ["KvtierStorage"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the backend when somebody asks for it: SGLang imports this package in processes that do not use it."""
+    if name == "KvtierStorage":
+        from kvtier_sglang.storage import KvtierStorage
+
+        return KvtierStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from kvtier.errors import ConfigError
+from kvtier.identity.local_model import local_model_folder
 from kvtier.identity.model_code import code_digests
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights_digest import weights_digest
@@ -224,19 +225,14 @@ def _require_weights_of_the_folder(*, has_draft: bool) -> None:
 def _folder(path_option: str, revision_option: str) -> Path:
     """Returns the folder in which a model of the server's options lies on this machine."""
     path = compat.option(path_option)
-    if path and Path(path).is_dir():
-        return Path(path)
+    reason = "no server's options say where the model is"
     if path:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        revision, cache = compat.option(revision_option), compat.option("download_dir")
         try:
-            return Path(snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
-        except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-            reason = f"{path} is no folder here and in no Hugging Face cache: {error}"
-    else:
-        reason = "no server's options say where the model is"
+            return local_model_folder(
+                path, revision=compat.option(revision_option), cache_dir=compat.option("download_dir")
+            )
+        except ConfigError as error:
+            reason = str(error)
     raise ConfigError(
         f"{SOURCE}: KV is kept by the content of the weights, and {reason}; add model_folder, or {_REMEDY}"
     )

@@ -4,6 +4,18 @@
 "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config": "kvtier.toml"}}'`
 """
 
-from kvtier_vllm.connector import KvtierConnector
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier_vllm.connector import KvtierConnector
 
 __all__ = ["KvtierConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the connector when somebody asks for it: vLLM imports this package in processes that do not use it."""
+    if name == "KvtierConnector":
+        from kvtier_vllm.connector import KvtierConnector
+
+        return KvtierConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -69,10 +69,11 @@ def require_version() -> None:
         raise ConfigError(f"kvtier works with vLLM {known}, this is {vllm.__version__}: install one of these")
 
 
-def require_recompute(config: VllmConfig) -> None:
-    """Raises `ConfigError` where vLLM would end a request with an error because a cached block is gone."""
-    transfer = config.kv_transfer_config
-    policy = transfer.kv_load_failure_policy if transfer is not None else None
+def require_recompute(policy: str) -> None:
+    """Raises `ConfigError` where vLLM would end a request with an error because a cached block is gone.
+
+    :param policy: `kv_load_failure_policy` of the connector, or of what it is a part of.
+    """
     if policy != _RECOMPUTE:
         raise ConfigError(
             f"kv_load_failure_policy is {policy!r}: a block that is evicted or lost on the way would fail its request; "
@@ -97,11 +98,16 @@ def tokens_per_block(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
             "vLLM's second model runner clears blocks before it says so, where there is linear attention or a KV cache "
             "of several precisions: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    require_tried_options(config)
+    return size
+
+
+def require_tried_options(config: VllmConfig) -> None:
+    """Raises `ConfigError` for features of vLLM that this connector was not tried with, whatever the model is."""
     require_tried_speculation(config)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("kvtier does not work with context parallelism: its blocks hold every n-th token")
-    return size
 
 
 def _require_kept(config: VllmConfig, specs: Sequence[KVCacheSpec]) -> None:
@@ -239,6 +245,12 @@ def drafter(config: VllmConfig) -> tuple[str, ModelConfig, LoadConfig] | None:
     if speculation is None or speculation.method not in _DRAFTERS:
         return None
     return speculation.method, speculation.draft_model_config, speculation.draft_load_config or config.load_config
+
+
+def models_of(config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The models whose KV is in a block, and how each is loaded: the engine's, and a drafter with KV of its own."""
+    drafting = drafter(config)
+    return [(config.model_config, config.load_config), *([drafting[1:]] if drafting is not None else [])]
 
 
 def num_volatile_blocks(config: VllmConfig) -> int:

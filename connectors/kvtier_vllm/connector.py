@@ -56,7 +56,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.log_as_vllm_does()
         compat.require_version()
-        compat.require_recompute(vllm_config)
+        compat.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
         config = of_rank(settings, vllm_config.parallel_config)

@@ -230,8 +230,8 @@ class WorkerSide:
 
     def _watch_weights(self, namespace: Callable[[], NamespaceId]) -> NamespaceId:
         """Watches the weights from now on until `close`; gives the namespace of those that vLLM has loaded."""
-        model = self._vllm_config.model_config
-        self._weights = Weights(namespace, lambda path: weight_files(path or model.model))
+        model, load = self._vllm_config.model_config, self._vllm_config.load_config
+        self._weights = Weights(namespace, lambda path: weight_files(model, load, path))
         self._adapters = LoadedAdapters(self._weights.forget_device)
         self._stack.enter_context(watching(self._vllm_config, self._weights, self._adapters, self._wait_for_copies))
         assert self._weights.state.namespace is not None

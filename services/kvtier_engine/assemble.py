@@ -11,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.build.engine_cache import engine_cache
+from kvtier.build.startable import require_startable
 from kvtier.config import Config
 from kvtier.config.engine import EngineConfig
 from kvtier.device.block_pool import BlockPool
@@ -57,6 +58,8 @@ class AssembledEngine:
 def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     """Loads the model, allocates KV, opens the tiers and warms up; the caller then calls `engine.run`.
 
+    What the configuration alone shows is refused before the model is loaded.
+
     Leaving the context ends requests, writes out what is queued for the tiers, and closes them. Sets
     torch's number of threads for the whole process.
 
@@ -68,9 +71,13 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     if section.model is None:
         raise ConfigError("engine.model: missing; name a Hugging Face folder or a GGUF file, or give --model")
     cache_dir = DEFAULT_CACHE_DIR if section.model_cache_dir is None else config.resolve_path(section.model_cache_dir)
+    device = engine_device(section.device)
+    if section.cache:
+        config.only_tenant()
+        require_startable(config, device.type)
     folder = open_model(config.resolve_path(section.model), cache_dir)
     torch.set_num_threads(section.num_threads or len(os.sched_getaffinity(0)))
-    dtype, device = _DTYPES[section.dtype], engine_device(section.device)
+    dtype = _DTYPES[section.dtype]
     kv = _allocate(config, folder, dtype, device)
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
     model = LlamaModel(folder.config, weights)

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_model_rig import small_folder
+from kvtier.config import parse_config
 from kvtier.errors import ConfigError
+from kvtier_engine.assemble import assembled_engine
 from kvtier_engine.model.devices import weights_on
 from kvtier_engine.model.model_folder import open_model
 from kvtier_engine.model.weights import LlamaWeights, load_weights
@@ -124,3 +126,11 @@ def test_weights_digest_is_of_the_content(tmp_path: Path) -> None:
     tensors[name][3, 5] += 0.5
     save_file(tensors, moved / "in_one_file.safetensors")
     assert open_model(moved, tmp_path / "cache").weights_digest != first
+
+
+def test_a_missing_secret_is_told_before_the_model_is_looked_at(tmp_path: Path) -> None:
+    """Loading one takes minutes."""
+    tables = {"engine": {"model": "nowhere"}, "tenant": "red", "tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}
+    config = parse_config(tables, source="kvtier.toml", folder=tmp_path, environ={})
+    with pytest.raises(ConfigError, match="NOT_EXPORTED"), assembled_engine(config):
+        pass

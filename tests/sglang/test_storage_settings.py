@@ -12,6 +12,7 @@ import pytest
 import sglang
 import torch
 from safetensors.torch import save_file
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 from storage_rig import ALONE, CachePool, digests, extra, host_pool, indices, storage
@@ -226,6 +227,24 @@ def test_changes_of_weights_are_noted_by_these_names() -> None:
     source = "".join(file.read_text() for file in noting)
     for name in compat._CHANGES_WEIGHTS:
         assert f'"{name}"' in source
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"hots": {}}, "did you mean 'host'"),
+        ({"tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}, r"tenants\.red\.secret: .*NOT_EXPORTED"),
+        ({"pool": {"address": "127.0.0.1:1", "tls_ca": "/nowhere/ca.pem"}}, "/nowhere/ca.pem"),
+    ],
+    ids=["key", "secret", "certificate"],
+)
+def test_what_options_show_is_refused_before_sglang_starts_processes(said: dict[str, Any], told: str) -> None:
+    """By SGLang itself, which finds our plug-in among what is installed. What it refuses there itself comes later."""
+    load_plugins()
+    options = {"hicache_storage_backend_extra_config": json.dumps(extra(pool=POOL) | said)}
+    arguments = ServerArgs(model_path="nobody/no-such-model", hicache_storage_backend="dynamic", **options)
+    with pytest.raises(ConfigError, match=told):
+        arguments.check_server_args()
 
 
 def test_sglang_gives_its_storage_threads_10_s() -> None:

@@ -26,8 +26,11 @@ KV_BYTES = 256 << 20
 class Engine:
     """A running `LLM`. One command at a time."""
 
-    def __init__(self, child: Child, model: Path) -> None:
-        """:param child: without an engine."""
+    def __init__(self, child: Child, model: Path | str) -> None:
+        """
+        :param child: without an engine.
+        :param model: its folder or its name.
+        """
         self._child, self._model = child, model
         self._begun_at = 0
         """Its start, in what the child prints."""
@@ -169,7 +172,7 @@ class Lab:
         self,
         connector: Mapping[str, Any] | None = None,
         *,
-        model: Path | None = None,
+        model: Path | str | None = None,
         own_process: bool = False,
         **options: Any,
     ) -> Iterator[Engine]:
@@ -266,12 +269,12 @@ class Lab:
                 process.stdin.close()
 
 
-def _options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options(model: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `LLM`."""
     return _shared_options(model, options) | {"disable_log_stats": False}
 
 
-def _shared_options(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_options(model: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that `LLM` and the server have in common."""
     return {
         "model": str(model),

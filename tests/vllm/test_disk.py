@@ -19,6 +19,7 @@ from vllm_rig import (
 )
 
 import disk_rig
+import hugging_face_cache
 
 PROMPTS = make_prompts()
 WORKER = "0-0"
@@ -45,8 +46,15 @@ def _keeping(folder: Path) -> dict[str, object]:
     return transfer(settings(disk={"directory": str(folder), "reserve_bytes": 0}))
 
 
-def test_a_cold_start_hits_everything(lab: Lab, expected: list[Answer], folder: Path) -> None:
-    with lab.engine(_keeping(folder), own_process=True) as engine:
+def test_a_cold_start_by_the_models_name_hits_everything(
+    lab: Lab, expected: list[Answer], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an engine has computed that was given the model's folder. The Hub is not reached, as on many machines."""
+    name = "tiny/llama"
+    hugging_face_cache.add(tmp_path / "cache", name, lab.model)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with lab.engine(_keeping(folder), own_process=True, model=name) as engine:
         answers = engine.generate(PROMPTS)
     assert tokens_of(answers) == tokens_of(expected)
     assert cached_of(answers) == all_hit(PROMPTS)

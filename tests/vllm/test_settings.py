@@ -1,6 +1,7 @@
 """How users configure the connector, and what they are told when it cannot work like that."""
 
 import functools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ import prometheus_client
 import pytest
 from engine_lab import Lab
 from lab_child import EngineError
-from vllm.config import ParallelConfig
-from vllm_rig import settings, transfer
+from model_classes import found_out_here
+from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm_rig import ENVIRON, settings, transfer
 
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
@@ -117,20 +120,82 @@ def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
         load_settings({"config": str(tmp_path / "kvtier.toml")}, 32)
 
 
-UNUSABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "policy": (
-        transfer(settings(), policy=None),
-        ["kv_load_failure_policy is 'fail'", '"kv_load_failure_policy": "recompute"'],
+NO_POLICY = ["kv_load_failure_policy is 'fail'", '"kv_load_failure_policy": "recompute"']
+NO_SECRET = settings() | {"tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}
+NO_TOKEN = settings(pool={"address": "127.0.0.1:1"}) | {
+    "tenants": {"red": {"secret": "env:KV_SECRET", "token": "env:NO_TOKEN"}}
+}
+
+
+def _multi(**child: Any) -> dict[str, Any]:
+    within = {"kv_connector_extra_config": {"connectors": [transfer(settings(), **child)]}}
+    return transfer({}) | {"kv_connector": "MultiConnector", "kv_connector_module_path": None} | within
+
+
+def _tier(**settings_of_tier: Any) -> dict[str, Any]:
+    tiers = [{"type": "KvtierTier", "module_path": "kvtier_vllm.secondary_tier", **settings_of_tier}]
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers},
+    }
+
+
+UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "policy": (transfer(settings(), policy=None), {}, NO_POLICY),
+    "policy of a part": (_multi(policy=None), {}, NO_POLICY),
+    "secret": (transfer(NO_SECRET), {}, ["tenants.red.secret", "NOT_EXPORTED", "export it"]),
+    "token": (transfer(NO_TOKEN), {}, ["tenants.red.token", "NO_TOKEN"]),
+    "certificate": (transfer(settings(pool={"tls_ca": "/nowhere/ca.pem"})), {}, ["/nowhere/ca.pem"]),
+    "folder": (transfer(settings(disk={"directory": "/dev/null"})), {}, ["/dev/null", "may write"]),
+    "verified on the device": (transfer(settings(cache={"verify_loads": "device"})), {}, ["verify_loads"]),
+    "secondary tier": (_tier(hots={}), {}, ["hots", "did you mean 'host'"]),
+    "hashes": (
+        transfer(settings(gateway=["blue"])),
+        {"prefix_caching_hash_algo": "xxhash", "enable_prefix_caching": True},
+        ["gateway_tenants", "use sha256"],
     ),
-    "secret": (
-        transfer(settings() | {"tenants": {"red": {"secret": "env:NOT_EXPORTED"}}}),
-        ["tenants.red.secret", "NOT_EXPORTED", "export it"],
+    "drafts": (
+        transfer(settings()),
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        ["speculative decoding by ngram_gpu"],
     ),
 }
 
 
-@pytest.mark.parametrize(("connector", "told"), UNUSABLE.values(), ids=UNUSABLE)
-def test_an_engine_that_cannot_use_it_does_not_start(lab: Lab, connector: dict[str, Any], told: list[str]) -> None:
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets and tokens are in the environment, as where an engine runs."""
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize(("connector", "options", "told"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_vllms_configuration_shows_is_refused_while_vllm_makes_it(
+    lab: Lab, connector: dict[str, Any], options: dict[str, Any], told: list[str]
+) -> None:
+    arguments = EngineArgs(model=str(lab.model), kv_transfer_config=KVTransferConfig(**connector), **options)
+    with found_out_here(), pytest.raises(ConfigError) as error:
+        arguments.create_engine_config()
+    for words in told:
+        assert words in str(error.value)
+
+
+@pytest.mark.usefixtures("exported")
+def test_a_folder_without_weights_is_refused_then_too_and_what_can_start_is_not(lab: Lab, tmp_path: Path) -> None:
+    shutil.copytree(lab.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    connector = KVTransferConfig(**transfer(settings(disk={"directory": str(tmp_path / "kv")})))
+    with found_out_here():
+        assert EngineArgs(model=str(lab.model), kv_transfer_config=connector).create_engine_config() is not None
+        with pytest.raises(ConfigError, match=r"no \*\.safetensors there"):
+            EngineArgs(model=str(tmp_path / "model"), kv_transfer_config=connector).create_engine_config()
+    assert not (tmp_path / "kv").exists(), "nothing was made"
+
+
+def test_the_connector_refuses_too_where_vllm_loads_no_plugins(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    connector, _, told = UNUSABLE["policy"]
     with pytest.raises(EngineError) as error, lab.engine(connector, own_process=True):
         pass
     for words in told:

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvtier.errors import ConfigError
+from kvtier.identity.local_model import local_model_folder
 from kvtier.identity.model_code import code_digests
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.weights_digest import weights_digest
@@ -124,27 +125,39 @@ def model_digest(config: VllmConfig, digests: Path) -> bytes:
     return hashlib.sha256(_DRAFT_LABEL + digest + method.encode() + _model_digest(model, load, digests)).digest()
 
 
-def weight_files(model: str) -> list[Path]:
-    """The files in this folder that hold the model's weights. `ConfigError`: there are none."""
-    folder = Path(model)
+def weight_files(model: ModelConfig, load: LoadConfig, path: str = "") -> list[Path]:
+    """The files on this machine that hold the model's weights, where vLLM reads them.
+
+    :param path: a folder or a name to read in place of the model's.
+    :raises ConfigError: there are none, or the model's name has come to mean another commit since vLLM started.
+    """
+    named = path or model.model
+    folder = local_model_folder(named, revision=model.revision, cache_dir=load.download_dir)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    is_by_name = not path and folder != Path(model.model)
+    if is_by_name and commit is not None and folder.name != commit:
+        raise ConfigError(
+            f"{named}: vLLM has started with commit {commit} and the Hugging Face cache has {folder.name} now: start "
+            "vLLM again, or give it a --revision"
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{folder}: no *.safetensors there, and KV is kept by the content of the weights: "
-            "give vLLM a local folder (`hf download MODEL` says where it is)"
+            f"{folder}: no *.safetensors there, and KV is kept by the content of the weights: give vLLM a model that "
+            "has safetensors files"
         )
     return files
 
 
 def _model_digest(model: ModelConfig, load: LoadConfig, digests: Path) -> bytes:
-    files = weight_files(model.model)
+    files = weight_files(model, load)
     arithmetic = json.loads(model.hf_config.to_json_string(use_diff=False), object_hook=_without_what_says_nothing)
     arithmetic["vllm.quantization"] = model.quantization
     if _LENGTH_MATTERS in json.dumps(arithmetic):
         arithmetic["vllm.max_model_len"] = model.max_model_len
     arithmetic["vllm.load_format"] = str(load.load_format)
     if model.trust_remote_code:
-        arithmetic["vllm.code"] = [model.code_revision, code_digests(Path(model.model))]
+        arithmetic["vllm.code"] = [model.code_revision, code_digests(files[0].parent)]
     packed = json.dumps(arithmetic, sort_keys=True).encode()
     return hashlib.sha256(_LABEL + weights_digest(files, digests) + packed).digest()
 

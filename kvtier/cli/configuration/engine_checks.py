@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from kvtier.config import Config
+from kvtier.config.engine_attempts import engine_attempts
 from kvtier.config.findings import (
     Finding,
     Severity,
@@ -25,12 +26,7 @@ def engine_findings(config: Config) -> Iterable[Finding]:
     """Looks at what kvtier's own engine, vLLM's and SGLang's plug-ins have in common."""
     if not is_of_an_engine(config):
         return
-    yield from errors_of(lambda: config.verifies_on_device("cuda"), config.pool_tls)
-    for name in config.engine_tenants():
-        yield from errors_of(lambda name=name: config.chain_secret(name), lambda name=name: config.carriage_keys(name))  # type: ignore[misc]
-        yield from errors_of(lambda name=name: config.storage_seals([name]))  # type: ignore[misc]
-        if config.pool.address:
-            yield from errors_of(lambda name=name: config.pool_token(name))  # type: ignore[misc]
+    yield from errors_of(*engine_attempts(config, "cuda"))
     yield from _memory(config)
     yield from _disk(config)
     yield from _pool(config)

@@ -4,6 +4,7 @@
 <folder>/<number>.segment      one segment; the number is 8 lower-case hexadecimal digits
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -50,9 +51,7 @@ class DiskFolder:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(str(path), _take(path, make))
         except OSError as error:
-            raise ConfigError(
-                f"disk tier folder {path} cannot be used: {error}; name a folder that this user may write"
-            ) from error
+            raise _unusable(path, error) from error
 
     def segment_path(self, number: int) -> str:
         return f"{self.path}/{segment_name(number)}"
@@ -98,6 +97,33 @@ def require_no_strangers(path: Path, *, may_be_empty: bool) -> None:
     if MARKER not in names and (names - {"lost+found"} or not may_be_empty):
         found = f"holds other files, such as {min(names)!r}" if names else "is empty"
         raise ConfigError(f"disk tier folder {path} {found}: name an empty or new folder")
+
+
+def require_usable_folder(path: Path) -> None:
+    """Raises `ConfigError` where `DiskFolder.open` would for this user, but for a folder that is in use.
+
+    Makes and takes nothing.
+    """
+    try:
+        if path.is_dir():
+            if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            if (path / MARKER).exists():
+                require_format(path)
+            else:
+                require_no_strangers(path, may_be_empty=True)
+            return
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"disk tier folder {path} cannot be used: {error}; name a folder that this user may write")
 
 
 def _take(path: Path, make: bool) -> int:

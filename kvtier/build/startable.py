@@ -1,0 +1,34 @@
+"""Refuses what an engine's configuration cannot start with, before the engine loads a model: which may take minutes."""
+
+import os
+
+from kvtier.build.tiers import has_io_process
+from kvtier.config import Config
+from kvtier.config.engine_attempts import engine_attempts
+from kvtier.errors import ConfigError
+from kvtier.policies.admission_text import parse_admission
+from kvtier.tiers.disk.medium.folder import require_usable_folder
+
+
+def require_startable(config: Config, device_type: str) -> None:
+    """Raises the first `ConfigError` that starting an engine with this configuration would raise later.
+
+    Reads the files of secrets and certificates, and looks at the disk folder without taking or making it. What depends
+    on the model stays for later: whether host memory has room for enough blocks. So does whether somebody else uses the
+    folder by then.
+
+    :param device_type: of the engine's KV, `cuda` or `cpu`.
+    """
+    for attempt in engine_attempts(config, device_type):
+        attempt()
+    has_io_process(config)
+    disk, trace = config.disk, config.cache.record_trace
+    if disk.directory is not None:
+        require_usable_folder(config.resolve_path(disk.directory))
+        if disk.admission is not None:
+            parse_admission(disk.admission, int(disk.capacity_bytes))
+    if trace is not None and not os.access(config.resolve_path(trace).parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"cache.record_trace: {config.resolve_path(trace)} cannot be written; name a file in a folder that this "
+            "user may write"
+        )
