@@ -6,7 +6,8 @@ import torch
 
 from kvtier.errors import InvalidInputError
 from kvtier_sglang.host_pages import Lent, tensor_bytes
-from kvtier_sglang.page_store import Lend, PageKind, PageStore
+from kvtier_sglang.page_kinds import PageKind
+from kvtier_sglang.page_store import Lend, PageStore
 from kvtier_sglang.pending_pages import PendingPages
 from kvtier_sglang.pools import HostPools
 

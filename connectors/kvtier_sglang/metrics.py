@@ -24,7 +24,8 @@ class StorageStats:
         self._pages = Counter(
             "kvtier_sglang_pages",
             "Pages by what SGLang asked for (query, read, write) and what came of it: hit, miss; stored, exists, owed "
-            "(tried again later), retried (and stored), dropped (not stored, or given up); refused (not understood)",
+            "(tried again later), retried (and stored), dropped (not stored, or given up); refused (not understood); "
+            "previous: of those that were read, under a previous secret",
             ["pool", "op", "status"],
             registry=self.registry,
         )

@@ -1,14 +1,15 @@
 """What the pool calls SGLang's pages: the digests that SGLang makes of tokens, keyed with the tenant's secret."""
 
 import hashlib
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from kvtier.build.hashers import tenant_hasher
 from kvtier.config import Config
-from kvtier.identity.keys import BlockKey, PrefixHasher, block_key, tenant_id
+from kvtier.identity.keys import BlockHasher, BlockKey, block_key
 
-_log = logging.getLogger(__name__)
+Namer = Callable[[str], BlockKey]
+"""The key of a page."""
 _ANY_TOKENS = 16
 """Tokens of a block, which every key's root holds. Any number does: a page's length is in its namespace."""
 _DIGEST_DIGITS = 64
@@ -21,21 +22,25 @@ class PageKeys:
 
     def __init__(self, config: Config) -> None:
         """:raises ConfigError: the tenant's secret is missing."""
-        name = config.only_tenant()
-        tenant = tenant_id(name)
-        if config.tenants[name].previous_secrets:
-            _log.warning("tenants.%s.previous_secrets: SGLang's pages are looked for under the secret alone", name)
-        hasher = PrefixHasher(config.chain_secret(name), config.tenants[name].salt, _ANY_TOKENS)
-
-        @lru_cache(maxsize=_REMEMBERED)
-        def key_of(page: str) -> BlockKey:
-            return block_key(tenant, hasher.external_key(_digest_of(page)))
-
-        self._key_of = key_of
+        hasher = tenant_hasher(config, config.only_tenant(), _ANY_TOKENS)
+        self._key_of = _namer(hasher)
+        self._previous = [(each, _namer(each.hasher)) for each in hasher.previous]
 
     def of(self, pages: Sequence[str]) -> list[BlockKey]:
         """One per page, in order."""
         return [self._key_of(page) for page in pages]
+
+    def under_previous(self) -> list[Namer]:
+        """What names pages by each previous secret that has not retired, the newest first."""
+        return [namer for each, namer in self._previous if not each.is_retired]
+
+
+def _namer(hasher: BlockHasher) -> Namer:
+    @lru_cache(maxsize=_REMEMBERED)
+    def key_of(page: str) -> BlockKey:
+        return block_key(hasher.tenant, hasher.external_key(_digest_of(page)))
+
+    return key_of
 
 
 def _digest_of(page: str) -> bytes:

@@ -3,8 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC, Clock
@@ -15,7 +13,9 @@ from kvtier.tiers.base import Status, Tier, TierOf, WriteStatus
 from kvtier_sglang.host_pages import Lent
 from kvtier_sglang.metrics import StorageStats
 from kvtier_sglang.page_keys import PageKeys
+from kvtier_sglang.page_kinds import KeysOf, PageKind, Wanted, part_keys
 from kvtier_sglang.pending_pages import Items, Outcome, PendingPages
+from kvtier_sglang.previous_pages import PreviousPages
 
 _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
 _OF_OTHERS: dict[Status, Outcome] = {
@@ -29,19 +29,6 @@ _MAX_SEEN = 1 << 17
 _T = TypeVar("_T")
 Lend = Callable[[Sequence[int]], Lent]
 """Buffers for the pages at these places in the call."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageKind:
-    """Pages of one host pool, as the pool has them."""
-
-    name: str
-    """The host pool's, in SGLang and in metrics."""
-    namespaces: tuple[NamespaceId, ...]
-    """The namespaces of the parts of a page, in order."""
-    part_bytes: tuple[int, ...]
-    batch_pages: int
-    """Pages in one transfer."""
 
 
 class PageStore:
@@ -68,6 +55,7 @@ class PageStore:
             whether its thread should end.
         """
         self._keys, self._queries, self._data = keys, queries, data
+        self._previous = PreviousPages(keys)
         self._stats = stats
         self._patience_s, self._clock = patience_s, clock
         self._not_before_s = 0.0
@@ -77,18 +65,25 @@ class PageStore:
         """Pages that were found or written, the oldest first: a plain dict that loses items there takes ever longer to
         find the first one. Guarded by _lock."""
 
-    def present(self, wanted: Sequence[tuple[PageKind, Sequence[str]]]) -> list[list[bool]]:
-        """Returns which pages of several kinds are there. One round trip for all."""
-        keys = list(chain.from_iterable(self._part_keys(kind, names) for kind, names in wanted))
+    def present(self, wanted: Wanted) -> list[list[bool]]:
+        """Returns which pages of several kinds are there. One round trip for all; where some are missing, one more for
+        each previous secret, and another one if it has any."""
+        answers = self._present(wanted, self._keys.of)
+        return self._previous.search(wanted, answers, self._present)
+
+    def _present(self, wanted: Wanted, keys_of: KeysOf) -> list[list[bool]]:
+        """Returns which pages the pool has by these names."""
+        named = [(kind, keys_of(names)) for kind, names in wanted]
+        keys = [key for kind, of_kind in named for key in part_keys(kind, of_kind)]
         found = iter(self._queries.lookup(keys) if keys else [])
         answers: list[list[bool]] = []
-        for kind, names in wanted:
-            is_there = [True] * len(names)
+        for kind, of_kind in named:
+            is_there = [True] * len(of_kind)
             for _ in kind.namespaces:
-                for i, status in zip(range(len(names)), found, strict=False):
+                for i, status in zip(range(len(of_kind)), found, strict=False):
                     is_there[i] = is_there[i] and status is Status.HIT
             answers.append(is_there)
-            self._note_seen(kind, names, is_there)
+            self._note_seen(kind, of_kind, is_there)
         return answers
 
     def begin_by(self) -> float:
@@ -105,10 +100,16 @@ class PageStore:
             lent = lend(places)
             into = [page[part] for part in range(len(kind.namespaces)) for page in lent.buffers]
             begun = self._clock()
-            statuses = self._data.read(self._part_keys(kind, [names[i] for i in places]), into)
+            wanted = [names[i] for i in places]
+            own = self._keys.of(wanted)
+            keys = self._previous.keys(kind, wanted, own)
+            statuses = self._data.read(part_keys(kind, keys), into)
             self._note_pace(begun)
             for i, of_page in zip(places, _by_page(statuses, len(places)), strict=True):
                 got[i] = all(status is Status.HIT for status in of_page)
+            self._previous.forget(kind, wanted)
+            renamed = [n for n, i in enumerate(places) if got[i] and keys[n] != own[n]]
+            self._rename(kind, [wanted[n] for n in renamed], [lent.buffers[n] for n in renamed], begin_by)
             lent.give_back()
             if not all(got[i] for i in places):
                 break
@@ -125,7 +126,7 @@ class PageStore:
         started = self._clock()
         is_kept = [False] * len(names)
         if self._may_begin(begin_by):
-            is_kept = self.present([(kind, names)])[0]
+            is_kept = self._present([(kind, names)], self._keys.of)[0]
             self._note_pace(started)
         self._stats.count(kind.name, "write", "exists", sum(is_kept))
         firsts = rank_keys(self._keys.of(names), kind.namespaces[0])
@@ -145,7 +146,7 @@ class PageStore:
             lent.give_back()
             # A pool that takes none of them is busy or away: more would only be sent in vain.
             is_well = any(status in _THERE for status in statuses)
-        self._note_seen(kind, names, is_kept)
+        self._note_seen(kind, self._keys.of(names), is_kept)
         self._stats.sample("write", num_stored, num_stored * sum(kind.part_bytes), self._clock() - started)
         return is_kept
 
@@ -207,29 +208,32 @@ class PageStore:
 
     def _items(self, kind: PageKind, names: Sequence[str], buffers: Sequence[Sequence[Target]]) -> list[Items]:
         """The parts of each page, with their keys and checksums."""
-        keys = list(_by_page(self._part_keys(kind, names), len(names)))
+        keys = list(_by_page(part_keys(kind, self._keys.of(names)), len(names)))
         return [
             [(key, part, checksum(key, part)) for key, part in zip(of_page, page, strict=True)]
             for of_page, page in zip(keys, buffers, strict=True)
         ]
 
-    def _part_keys(self, kind: PageKind, names: Sequence[str]) -> list[StoreKey]:
-        """Returns the keys of all first parts, then of all second ones: what is sent together has one size and
-        namespace."""
-        keys = self._keys.of(names)
-        return [key for namespace in kind.namespaces for key in rank_keys(keys, namespace)]
+    def _rename(self, kind: PageKind, names: Sequence[str], pages: Sequence[Sequence[Target]], begin_by: float) -> None:
+        """Writes pages that came by a previous name by their own. What fails is tried again when they come again."""
+        if names and self._may_begin(begin_by):
+            begun = self._clock()
+            items = [item for page in self._items(kind, names, pages) for item in page]
+            self._data.write(items)
+            self._note_pace(begun)
+        self._stats.count(kind.name, "read", "previous", len(names))
 
-    def _note_seen(self, kind: PageKind, names: Sequence[str], is_there: Sequence[bool]) -> None:
-        keys = self._keys.of([name for name, there in zip(names, is_there, strict=True) if there])
+    def _note_seen(self, kind: PageKind, keys: Sequence[BlockKey], is_there: Sequence[bool]) -> None:
         with self._lock:
-            for key in keys:
-                self._seen[kind.namespaces, key] = None
+            for key, there in zip(keys, is_there, strict=True):
+                if there:
+                    self._seen[kind.namespaces, key] = None
             while len(self._seen) > _MAX_SEEN:
                 self._seen.popitem(last=False)
 
 
 def _by_page(answers: Sequence[_T], num_pages: int) -> Iterator[tuple[_T, ...]]:
-    """Groups answers that are in the order of `_part_keys` by page."""
+    """Groups answers that are in the order of `part_keys` by page."""
     return zip(*(answers[start : start + num_pages] for start in range(0, len(answers), num_pages)), strict=True)
 
 

@@ -12,7 +12,8 @@ from kvtier.errors import ConfigError, InvalidInputError
 from kvtier_sglang import compat
 from kvtier_sglang.host_pages import FlatPages, HostPages, Lent, PageForm, flat_form, page_size_of, pages_of
 from kvtier_sglang.identity import namespaces_of
-from kvtier_sglang.page_store import Lend, PageKind
+from kvtier_sglang.page_kinds import PageKind
+from kvtier_sglang.page_store import Lend
 
 _log = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from kvtier.build.hashers import tenant_hasher
 from kvtier.build.tiers import DISK, POOL, borrows, has_io_process, tiers_below
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.device.kv import DeviceKV
 from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, PreviousHasher, tenant_id
+from kvtier.identity.keys import BlockHasher, NamespaceId, tenant_id
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
@@ -205,7 +206,7 @@ def directory_half(
     :param on_answer: called from another thread when a lookup is worth polling.
     :raises ConfigError: the tenant's secret is missing, host memory is too small.
     """
-    hashers = {name: _hasher(config, name) for name in config.engine_tenants()}
+    hashers = {name: tenant_hasher(config, name, config.cache.tokens_per_block) for name in config.engine_tenants()}
     metrics, num_slots = HierarchyMetrics(registry), _num_slots(config, block_bytes)
     directory = Directory(
         namespaces=namespaces,
@@ -260,22 +261,6 @@ def _recorder(config: Config, num_slots: int, block_bytes: int) -> TraceRecorder
 def planner(config: Config, directory: Directory) -> Planner:
     """How much of a hit is fetched, as configured."""
     return AlwaysFetch() if config.cache.fetch == "always" else FetchIfFaster(directory.speeds)
-
-
-def _hasher(config: Config, name: str) -> BlockHasher:
-    """The hasher of one of the engine's tenants, with those of its previous secrets."""
-
-    def of_secret(secret: bytes, previous: Sequence[PreviousHasher] = ()) -> BlockHasher:
-        chain = PrefixHasher(secret, config.tenants[name].salt, config.cache.tokens_per_block)
-        return BlockHasher(tenant_id(name), chain, previous)
-
-    previous = [PreviousHasher(of_secret(secret), retire_at_s) for secret, retire_at_s in config.previous_secrets(name)]
-    for place, each in enumerate(previous):
-        if each.is_retired:
-            _log.warning(
-                "tenants.%s.previous_secrets[%d]: its retire_at has passed, so it is not used; remove it", name, place
-            )
-    return of_secret(config.chain_secret(name), previous)
 
 
 def _num_slots(config: Config, block_bytes: int) -> int:

@@ -28,6 +28,7 @@ from kvtier.testing.blocks import summed
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.write import WritePart
 from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier_sglang.page_kinds import part_keys
 
 CALL_S = 10.0
 """What no call of SGLang's may take."""
@@ -143,7 +144,7 @@ def test_what_another_writer_has_begun_is_not_there_yet(pool: CachePool) -> None
         with storage(pool, mine) as made:
             kind = made._pools.anchor.kind
             assert kind is not None
-            names = made._store._part_keys(kind, keys[:1])
+            names = part_keys(kind, made._store._keys.of(keys[:1]))
             items = [summed(name, bytes(kind.part_bytes[0])) for name in names]
             begun = WritePart(link, items, time.monotonic() + 60)
             begun.await_room()
