@@ -81,12 +81,14 @@ soak-kernels: .venv/dev.stamp .venv/triton-$(OLDEST_TRITON)
 	KVTIER_TEST_ALL_KERNELS="80 90 100" $(WITH_OLDEST_TRITON) $(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) tests/kernels/test_resources.py
 
 # Engines on a real model under faults of networks, processes, disks, Redis and clocks, every answer compared, for 5 minutes;
-# every kind of fault over every path of a pool, 10 seconds each; and 400 processes killed over a disk: about 15 minutes.
+# every kind of fault over every path of a pool, 10 seconds each; 400 processes killed over a disk, and 30 pools in the middle
+# of a purge: about 20 minutes.
 # As root, or disks neither fill up nor hang.
 chaos: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python tests/soak/chaos.py --seconds 240 --json .venv/chaos-tokens.json $(CHAOS_ARGS)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --sweep --seconds 10 --json .venv/chaos.json $(SOAK_ARGS)
 	$(BIN)/python tests/rigs/disk_crash_rig.py --rounds 200 --clients 200
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/soak/purge_kills.py --rounds 30
 
 # Coverage-guided fuzzing of all that reads others' bytes, 10 minutes; the corpus grows in .venv/fuzz-corpus. FUZZ_ARGS=--seconds N.
 fuzz: .venv/fuzz

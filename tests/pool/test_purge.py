@@ -1,40 +1,35 @@
 """A tenant's purge: nothing of it is left in memory, on disk or in Redis, and nothing of others is gone."""
 
-import contextlib
 import http.client
 import json
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from configured_pool import BOSS, NEW, OLD, OTHER, Pool, configuration, digest, running
-from kvtier.identity.keys import TenantId
-from kvtier.testing.contract import make_key, read_blocks, summed
+from configured_pool import BOSS, NEW, OLD, OTHER, digest, running
+from kvtier.testing.contract import make_key, summed
 from kvtier.tiers.base import Status, WriteStatus
-from kvtier.tiers.pool.tier import PoolTier
 from pool_rig import BLUE, RED, WAIT_S, connect, until
+from purge_rig import (
+    BLOCK_BYTES,
+    COMMAND,
+    NUM_BLOCKS,
+    TWO_PAGES,
+    fill,
+    found,
+    in_dump,
+    in_memory,
+    in_redis,
+    marks,
+    on_disk,
+    payload,
+    purge,
+    tiers_of,
+)
 from redis_rig import RedisServer, running_redis
-
-NUM_BLOCKS = 40
-BLOCK_BYTES = 256 * 1024
-TWO_PAGES = 8192
-COMMAND = [sys.executable, "-c", "from kvtier_pool.tenants_command import app; app(prog_name='kvtier tenants')"]
-
-
-def payload(name: str, label: int) -> bytes:
-    """A block in which every piece is another one's, and says whose it is."""
-    words = (f"{name}'s own words {label:6d} {piece:6d} ".encode() for piece in range(BLOCK_BYTES // 32))
-    return b"".join(word.ljust(32, b".")[:32] for word in words)
-
-
-def marks(name: str) -> bytes:
-    """What is in every piece of a tenant's blocks."""
-    return f"{name}'s own words ".encode()
 
 
 @pytest.fixture
@@ -43,79 +38,6 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     folder.mkdir()
     with running_redis(folder) as server:
         yield server
-
-
-def tiers_of(path: Path, redis: RedisServer) -> Path:
-    roles = f'[operators.boss]\ntoken_sha256 = ["{digest(BOSS)}"]\n[observers.bob]\ntoken_sha256 = ["{digest(NEW)}"]\n'
-    configuration(path, f'"{digest(OLD)}"', roles)
-    disk = 'disk_dir = "disk"\ndisk_bytes = "256MiB"\ndisk_reserve_bytes = 0\n'
-    table = f'[pool_service]\n{disk}redis_url = "{redis.url}"\n'
-    unix = f'listen = ["127.0.0.1:0", "unix:{path.parent}/pool.sock"]'
-    text = (
-        path.read_text()
-        .replace("32MiB", "128MiB")
-        .replace("[pool_service]\n", table)
-        .replace('listen = ["127.0.0.1:0"]', unix, 1)
-    )
-    path.write_text(text)
-    return path
-
-
-def fill(pool: Pool, path: Path) -> None:
-    """Both tenants' blocks, by every way, until they are on disk and in Redis."""
-    tcp = pool.block.split(",")[0]
-    for number, (address, shared) in enumerate(
-        ((tcp, False), (f"grpc:{pool.grpc}", False), (f"unix:{path.parent}/pool.sock", True))
-    ):
-        for name, tenant, token in (("red", RED, OLD), ("blue", BLUE, OTHER)):
-            tier = connect(address, name, token=token, shared_memory=shared)
-            labels = range(number * NUM_BLOCKS, (number + 1) * NUM_BLOCKS)
-            items = [summed(make_key(label, tenant=tenant), payload(name, label)) for label in labels]
-            assert set(tier.write(items)) == {WriteStatus.STORED}
-            assert found(tier, tenant, labels) == NUM_BLOCKS
-            tier.close()
-
-
-def found(tier: PoolTier, tenant: TenantId, labels: range) -> int:
-    answers = read_blocks(tier, [make_key(label, tenant=tenant) for label in labels], BLOCK_BYTES)
-    return len(answers) - answers.count(None)
-
-
-def in_redis(redis: RedisServer, tenant: TenantId) -> int:
-    with redis.client() as client:
-        return len(list(client.scan_iter(f"kvt1:{tenant.hex()}:*", count=1000)))
-
-
-def on_disk(path: Path, mark: bytes) -> int:
-    return sum(file.read_bytes().count(mark) for file in (path.parent / "disk").rglob("*") if file.is_file())
-
-
-def in_dump(redis: RedisServer, mark: bytes) -> int:
-    with redis.client() as client:
-        client.config_set("rdbcompression", "no")
-        client.save()
-    return (redis.folder / "dump.rdb").read_bytes().count(mark)
-
-
-def in_memory(pid: int, name: str) -> int:
-    """The longest run of a tenant's bytes in memory that a process can write to."""
-    longest = 0
-    piece = re.compile(rb"(?:%b[ 0-9.]{13,17}){2,}" % re.escape(marks(name)))
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
-            if found is None:
-                continue
-            start, end = (int(text, 16) for text in found.groups())
-            memory.seek(start)
-            with contextlib.suppress(OSError):
-                longest = max([longest, *(len(run[0]) for run in piece.finditer(memory.read(end - start)))])
-    return longest
-
-
-def purge(pool: Pool, *, name: str = "red") -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "purge", name, "--yes", "--pid", str(pool.service.process.pid)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_nothing_is_left_and_nothing_of_others_is_gone(tmp_path: Path, redis: RedisServer) -> None:
