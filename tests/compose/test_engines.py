@@ -11,7 +11,7 @@ from compose_rig import ROOT, Stack
 from kvtier.config import load_config, parse_config, token_sha256
 from kvtier_engine.demo.ask import post
 from kvtier_engine.demo.demo_model import demo_model_path
-from kvtier_engine.demo.runs import TENANTS, Stage
+from kvtier_engine.demo.stage import TENANTS, Stage
 
 OVERRIDE = """\
 version: "3.8"

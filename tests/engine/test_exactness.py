@@ -16,7 +16,7 @@ from kvtier.device.kv import HostMemoryKV
 from kvtier.system.processes import Service
 from kvtier_engine.demo.demo_model import demo_model_path
 from kvtier_engine.demo.document import messages, people
-from kvtier_engine.demo.runs import Stage
+from kvtier_engine.demo.stage import Stage
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_folder import open_model
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, kv_namespace

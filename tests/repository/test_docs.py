@@ -57,12 +57,16 @@ def test_recipes_name_files_that_are_there() -> None:
     assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
+def recipe_of_secrets() -> str:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    blocks = (block.partition("```")[0] for block in page.split("```sh\n")[1:])
+    return next(block for block in blocks if "KVTIER_TOKEN_SHA256" in block).replace("docker-compose", "true")
+
+
 @pytest.mark.parametrize("missing", ["openssl", "sha256sum"])
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
-def test_recipes_of_secrets_make_no_empty_ones(page: str, missing: str, tmp_path: Path) -> None:
+def test_recipes_of_secrets_make_no_empty_ones(missing: str, tmp_path: Path) -> None:
     """They stop, and leave no file, where a command that they need fails."""
-    blocks = (block.partition("```")[0] for block in (ROOT / page).read_text().split("```sh\n")[1:])
-    recipe = next(block for block in blocks if "KVTIER_TOKEN_SHA256" in block).replace("docker-compose", "true")
+    recipe = recipe_of_secrets()
     broken, folder = tmp_path / "bin", tmp_path / "site"
     broken.mkdir()
     folder.mkdir()
@@ -75,11 +79,9 @@ def test_recipes_of_secrets_make_no_empty_ones(page: str, missing: str, tmp_path
 
 
 @pytest.mark.parametrize("there", [".env", "engine.env"])
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md"])
-def test_recipes_of_secrets_make_no_halves_of_pairs(page: str, there: str, tmp_path: Path) -> None:
+def test_recipes_of_secrets_make_no_halves_of_pairs(there: str, tmp_path: Path) -> None:
     """A digest in `.env` of another token than that in `engine.env` lets nobody in."""
-    blocks = (block.partition("```")[0] for block in (ROOT / page).read_text().split("```sh\n")[1:])
-    recipe = next(block for block in blocks if "KVTIER_TOKEN_SHA256" in block).replace("docker-compose", "true")
+    recipe = recipe_of_secrets()
     (tmp_path / there).write_text("KVTIER_BIND=127.0.0.1\n")
     done = subprocess.run(["sh", "-c", f"set -e\n{recipe}"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode

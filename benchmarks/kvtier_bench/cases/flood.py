@@ -9,13 +9,13 @@ import typer
 
 from kvtier.cli.options import Json
 from kvtier.errors import KvtierError
+from kvtier.system.redis_process import redis_binary, redis_process
 from kvtier.system.working_folder import working_folder
 from kvtier_bench.cases.flood_rig import BLUE, Aftermath, Flooding, FloodRig
 from kvtier_bench.measuring.report import Case, Spread, ratios, report
 from kvtier_bench.measuring.rounds import percentile, progress
 from kvtier_bench.processes.flood_means import BLOCK_BYTES, MEANS
 from kvtier_bench.processes.pool_process import pool_of_tenants
-from kvtier_bench.processes.redis_process import redis_binary, redis_process
 
 _PROCESS_BYTES = 100 << 20
 """What a pool's process may take beside its memory."""

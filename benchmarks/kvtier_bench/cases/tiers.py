@@ -15,6 +15,7 @@ from kvtier.cli.options import Json, Plot
 from kvtier.errors import KvtierError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
+from kvtier.system.redis_process import redis_binary, redis_process
 from kvtier.system.working_folder import working_folder
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.common.breaker import CircuitBreaker
@@ -29,7 +30,6 @@ from kvtier_bench.processes.peers import CHECKOUT, DISK_KINDS, Peer, start_peers
 from kvtier_bench.processes.plain_redis import PlainRedis
 from kvtier_bench.processes.pool_process import CALL_TIMEOUT_S, pool_process
 from kvtier_bench.processes.raw_disk import RawDisk
-from kvtier_bench.processes.redis_process import redis_binary, redis_process
 
 _ROOM = 4
 """Capacity of each tier, in rounds; the Redis has room for redis-py's blocks as well."""

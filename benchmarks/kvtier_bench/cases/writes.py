@@ -20,6 +20,7 @@ from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.store import Store
 from kvtier.store.write_behind import WriteBehindSettings
+from kvtier.system.redis_process import redis_binary, redis_process
 from kvtier.system.working_folder import working_folder
 from kvtier.tiers.base import Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
@@ -31,7 +32,6 @@ from kvtier_bench.measuring.options import PayloadBytes, Rounds
 from kvtier_bench.measuring.report import Case, report
 from kvtier_bench.measuring.rounds import NUM_ROUNDS, Subject, in_turn
 from kvtier_bench.processes.pool_process import CALL_TIMEOUT_S
-from kvtier_bench.processes.redis_process import redis_binary, redis_process
 
 _ROOM = 4
 """Capacity of each tier, in rounds."""

@@ -1,131 +1,65 @@
-"""`kvtier demo`: run, compare, report."""
+"""`kvtier demo`: run, report, draw."""
 
+import datetime
 import json as json_module
-from dataclasses import asdict
+import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from kvtier.cli.options import Plot, writable
+from kvtier.cli.options import STANDARD_OUTPUT, Json, Plot, print_json
 from kvtier.errors import KvtierError
 from kvtier.system.machine import commit, hardware
 from kvtier.system.working_folder import working_folder
 from kvtier_engine.demo.demo_model import demo_model_path
-from kvtier_engine.demo.plot import write_plot
-from kvtier_engine.demo.runs import Run, Stage, judge, run_all, shared_prefix
-
-_NUM_STAGES = 6
-_MIN_CACHED_SHARE = 0.95
 
 
 def demo(
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.", callback=writable)] = None,
+    json: Json = None,
     plot: Plot = None,
     model: Annotated[Path | None, typer.Option(help="Model folder or GGUF file; default: SmolLM2-135M.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a third of the time.")] = False,
 ) -> None:
-    """Two engine processes share one KV cache through the pool; a third tenant hits nothing."""
-    console = Console()
-    model_path = model or demo_model_path()
-    with (
-        working_folder("kvtier-demo-") as folder,
-        Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress,
-    ):
-        task = progress.add_task("Starting the cache pool (memory and disk)", total=_NUM_STAGES)
+    """The whole story in two minutes: engines share a KV cache, pools stop and die, tenants stay apart.
 
-        def note(text: str) -> None:
-            progress.update(task, description=text, advance=1)
+    Everything is real: a cache pool, engines on the CPU, and a Redis where one is installed, in processes of their own
+    that have ended when this ends. Progress is on standard error. Exit code 1 when something is not as it must be.
+    """
+    # Not before it is called: a list of commands needs no model.
+    from kvtier.config import parse_config
+    from kvtier_engine.demo.picture import draw_story
+    from kvtier_engine.demo.report import figures, problems, report
+    from kvtier_engine.demo.stage import Stage
+    from kvtier_engine.demo.story import FULL, QUICK, tell
+    from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, open_model
 
-        stage = Stage.prepare(folder, model_path, dtype)
-        with stage.pool() as pool:
-            address = pool.ready()["block"]
-            runs = run_all(stage, address, note)
-            identical, judged_in = _tokens_identical(runs), dtype
-            if not identical and dtype != "float32":
-                # Prefill in other chunks rounds differently in bfloat16, which may flip a near tie between
-                # two tokens. float32 tells such a flip from a wrong byte.
-                note("A token differs; judging again in float32")
-                again = shared_prefix(stage, "f32-", address, "float32", note)
-                again += again[:1] + judge(stage, "f32-judge", "float32", note)
-                identical, judged_in = _tokens_identical(again), "float32"
-    summary = _summary(runs, identical, judged_in)
-    _print(console, runs, summary)
+    begin = time.monotonic()
+
+    def note(text: str) -> None:
+        print(f"{time.monotonic() - begin:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    path = model or demo_model_path()
+    with working_folder("kvtier-demo-") as folder:
+        stage = Stage.prepare(folder, path, "bfloat16")
+        note("The model is opened; the first time, it is unpacked")
+        cache_dir = parse_config({}, source="demo").engine.model_cache_dir or DEFAULT_CACHE_DIR
+        opened = open_model(path, cache_dir)
+        story = tell(stage, opened.config, QUICK if quick else FULL, note)
+    took_s = time.monotonic() - begin
+    note("Done")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    caption = f"{opened.name}, {hardware()}; commit {commit()}, {today}"
+    out = sys.stderr if json == STANDARD_OUTPUT else sys.stdout
+    print(report(story, f"{took_s:.0f} s in all. {caption}"), file=out)
     if json is not None:
-        json.write_text(json_module.dumps(summary, indent=2) + "\n")
+        value = {"hardware": hardware(), "commit": commit(), "date": today, "seconds": took_s, **figures(story)}
+        if json == STANDARD_OUTPUT:
+            print_json(value)
+        else:
+            json.write_text(json_module.dumps(value, indent=2) + "\n")
     if plot is not None:
-        _plot(plot, runs)
-    problems = _problems(summary)
-    if problems:
-        raise KvtierError(f"the demo failed: {'; '.join(problems)}")
-
-
-def _problems(summary: dict[str, Any]) -> list[str]:
-    """What must hold wherever the demo runs; its speed is for the reader to judge."""
-    problems = []
-    if not summary["tokens_identical"]:
-        problems.append("answers differ from those without a cache")
-    if summary["other_tenant_cached_tokens"]:
-        problems.append("a tenant was served another's KV")
-    if summary["cached_share_pool"] < _MIN_CACHED_SHARE:
-        problems.append(f"only {summary['cached_share_pool']:.1%} of the shared prefix came from the cache")
-    return problems
-
-
-def _tokens_identical(runs: list[Run]) -> bool:
-    """Whether every answer equals the one to the same question without a cache."""
-    cold, pool, device, other, judge_first, judge_second = (run.answer_token_ids for run in runs)
-    return cold == other == judge_first and pool == device == judge_second
-
-
-def _shared_prefix_tokens(one: Run, other: Run) -> int:
-    pairs = zip(one.prompt_token_ids, other.prompt_token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(one.prompt_tokens, other.prompt_tokens))
-
-
-def _summary(runs: list[Run], identical: bool, judged_in: str) -> dict[str, Any]:
-    cold, pool, device, other = runs[:4]
-    shared = _shared_prefix_tokens(cold, pool)
-    return {
-        "hardware": hardware(),
-        "commit": commit(),
-        "runs": [{k: v for k, v in asdict(run).items() if k != "prompt_token_ids"} for run in runs],
-        "speedup_pool": cold.ttft_s / pool.ttft_s,
-        "speedup_device": cold.ttft_s / device.ttft_s,
-        "shared_prefix_tokens": shared,
-        "cached_share_pool": pool.cached_tokens / shared,
-        "tokens_identical": identical,
-        "judged_in": judged_in,
-        "other_tenant_cached_tokens": other.cached_tokens,
-    }
-
-
-def _print(console: Console, runs: list[Run], summary: dict[str, Any]) -> None:
-    table = Table(title="One document, two questions")
-    for column in ("run", "TTFT", "prompt", "cached tokens", "speed-up", "answer"):
-        table.add_column(column, justify="left" if column in ("run", "answer") else "right")
-    for run in runs:
-        tiers = ", ".join(f"{count:,} {tier}" for tier, count in run.cached_by_tier.items() if count) or "0"
-        speedup = f"{runs[0].ttft_s / run.ttft_s:.1f}x"
-        table.add_row(run.name, f"{run.ttft_s * 1000:,.0f} ms", f"{run.prompt_tokens:,}", tiers, speedup, run.answer)
-    console.print(table)
-    console.print(
-        f"Pool hit: {summary['speedup_pool']:.1f}x faster to the first token than computing, with "
-        f"{summary['cached_share_pool']:.1%} of the shared {summary['shared_prefix_tokens']:,} tokens from the pool.\n"
-        f"Device hit: {summary['speedup_device']:.1f}x. "
-        f"Tokens identical to those without a cache: {'yes' if summary['tokens_identical'] else 'NO'} "
-        f"(judged in {summary['judged_in']}). "
-        f"Tokens that the other tenant got from the cache: {summary['other_tenant_cached_tokens']}."
-    )
-
-
-def _plot(path: Path, runs: list[Run]) -> None:
-    rows = []
-    for run in runs:
-        tier = max(run.cached_by_tier, key=lambda t: run.cached_by_tier[t], default="")
-        rows.append((run.name, run.ttft_s, run.cached_tokens, tier if run.cached_tokens else ""))
-    title = f"Time to first token, {runs[0].prompt_tokens:,}-token prompt"
-    write_plot(path, rows, title=title, caption=f"{hardware()}, commit {commit()}")
+        draw_story(plot, story, caption)
+    if found := problems(story):
+        raise KvtierError(f"the demo failed: {'; '.join(found)}")

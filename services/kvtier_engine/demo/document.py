@@ -1,6 +1,7 @@
-"""The document the demo asks about: a table of people, the same in every run."""
+"""The documents the demo asks about: tables of people, the same in every run."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_PEOPLE = 60
@@ -27,10 +28,10 @@ class Person:
     address: str
 
 
-def people() -> list[Person]:
-    """Sixty people with distinct names."""
-    rng = random.Random(60)
-    names = rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], NUM_PEOPLE)
+def people(edition: int = 0, num_people: int = NUM_PEOPLE) -> list[Person]:
+    """People with distinct names; each edition has others."""
+    rng = random.Random(60 + edition)
+    names = rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], num_people)
     return [
         Person(
             number,
@@ -46,17 +47,29 @@ def people() -> list[Person]:
     ]
 
 
-def table() -> str:
-    """The people as a Markdown table, about 3,000 tokens."""
+def table(persons: Sequence[Person]) -> str:
+    """A Markdown table, about 50 tokens a person."""
     lines = ["| id | name | age | occupation | country | e-mail | phone | address |", "|" + "---|" * 8]
     lines += [
         f"| {p.number} | {p.name} | {p.age} | {p.occupation} | {p.country} | {p.email} | {p.phone} | {p.address} |"
-        for p in people()
+        for p in persons
     ]
     return "\n".join(lines)
 
 
+def asking(persons: Sequence[Person], question: str) -> list[dict[str, str]]:
+    """A chat that begins with the table of people. What is asked comes last, so that all questions share the table.
+
+    The first person's name comes first, so that two tables have next to nothing in common.
+    """
+    content = f"{persons[0].name} and others are in this table.\n\n{table(persons)}\n\n{question}"
+    return [{"role": "user", "content": content}]
+
+
 def messages(person: Person) -> list[dict[str, str]]:
-    """A chat that asks for one person's age. All questions share everything up to the question."""
-    question = f"How old is {person.name}? Answer in one sentence."
-    return [{"role": "user", "content": f"Here is a table of people.\n\n{table()}\n\n{question}"}]
+    """A chat that asks for the age of a person of the first edition, over about 3,000 tokens."""
+    return asking(people(), age_of(person))
+
+
+def age_of(person: Person) -> str:
+    return f"How old is {person.name}? Answer in one sentence."
