@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvtier.cli.commands import LazyGroup, has_entries
 from kvtier.errors import KvtierError
+from kvtier.system.logs import log_fatal
 
 COMMANDS = "kvtier.commands"
 BENCH_CASES = "kvtier.bench"
@@ -42,7 +43,8 @@ def main() -> None:
     try:
         make_app()(prog_name="kvtier")
     except KvtierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        if not log_fatal(str(error)):
+            print(f"kvtier: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
         # One of our own modules missing is a bug.
