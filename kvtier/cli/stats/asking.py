@@ -59,15 +59,18 @@ class Places:
 
 
 def _configured(config: Config) -> list[str]:
-    """Returns where the file's engine and pool listen, without those that take any free port. A file with the table of
-    one of them is that one's."""
+    """Returns where the file's engine and pool listen, without those that take any free port. A file that has the table
+    of a pool, and neither an engine's address nor a tenant that it would need, is a pool's alone, and the other way
+    round."""
     pool_scheme = "https" if config.pool_service.tls_certificate is not None else "http"
-    places = {
-        "engine": f"http://{reachable(config.engine.listen)}",
-        "pool_service": f"{pool_scheme}://{reachable(config.pool_service.http_listen)}",
-    }
-    own = [table for table in places if table in config.model_fields_set] or list(places)
-    return [metrics_url(places[table]) for table in own if not places[table].endswith(":0")]
+    is_engines = bool(config.tenant or config.gateway_tenants) or "listen" in config.engine.model_fields_set
+    is_pools = "pool_service" in config.model_fields_set
+    places = []
+    if is_engines or not is_pools:
+        places.append(("http", config.engine.listen))
+    if is_pools or not is_engines:
+        places.append((pool_scheme, config.pool_service.http_listen))
+    return [metrics_url(f"{scheme}://{reachable(address)}") for scheme, address in places if not address.endswith(":0")]
 
 
 def _ca_of(config: Config) -> Path | None:

@@ -36,9 +36,9 @@ def stats(
 ) -> None:
     """Is it helping? Hit rate by tier, bytes by path, how full, what was evicted, what failed.
 
-    Asks the engine and the pool that the configuration names, whichever of them runs here (a file with one of the
-    tables [engine] and [pool_service]: that one); or those given by --url. Figures count from the start of each
-    process; what is not told is left out, or a dash. Exit code 1 when nobody answers, or not all that --url names.
+    Asks the engine and the pool that the configuration names, whichever of them runs here (of a pool's file, which has
+    [pool_service] and no tenant of its own, the pool alone); or those given by --url. Figures count from the start of
+    each process; what is not told is left out, or a dash. Exit code 1 when nobody answers, or not all that --url names.
 
     Example: kvtier stats --url 127.0.0.1:8000 --url https://pool:7602 --ca ca.pem
 

@@ -28,7 +28,10 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Model folder or GGUF file; default: SmolLM2-135M.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Two engine processes share one KV cache through the pool; a third tenant hits nothing."""
+    """Two engine processes share one KV cache through the pool; a second tenant hits nothing.
+
+    Example: kvtier demo --json demo.json --plot demo.svg
+    """
     console = Console()
     model_path = model or demo_model_path()
     with (
