@@ -23,6 +23,7 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
+from kvtier.system.logs import set_up_logs_within
 from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import TierOf
 from kvtier_sglang import compat
@@ -64,6 +65,7 @@ class KvtierStorage(HiCacheStorage):
         compat.require_version()
         settings = load_settings(storage_config.extra_config or {})
         config = settings.config
+        set_up_logs_within(config.log.level, config.log.format)
         keys = PageKeys(config)
         metrics = Metrics()
         self._stats = StorageStats(metrics, collects=storage_config.enable_storage_metrics)

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvtier.errors import ConfigError
+from kvtier.system.logs import Format, Level, set_up_logs_within
 
 SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
@@ -46,14 +47,18 @@ _GUESSERS = frozenset(("ngram",))
 """The methods of speculative decoding that keep no KV of their own."""
 
 
-def log_as_vllm_does() -> None:
-    """Shows what kvtier logs where vLLM logs, unless the application has its own way: vLLM sets up its own only."""
+def log_as_vllm_does(level: Level | None = None, format: Format | None = None) -> None:
+    """Shows what kvtier logs where vLLM logs, unless the application has its own way: vLLM sets up its own only.
+
+    :param level: what `[log]` asks for, likewise `format`; None: as vLLM does.
+    """
     theirs = logging.getLogger("vllm")
     for name in ("kvtier", "kvtier_vllm"):
         logger = logging.getLogger(name)
         if not logger.hasHandlers():
             logger.handlers = list(theirs.handlers)
             logger.setLevel(theirs.level)
+    set_up_logs_within(level, format)
 
 
 def register(connector: type) -> None:

@@ -59,6 +59,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         compat.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
+        compat.log_as_vllm_does(settings.log.level, settings.log.format)
         config = of_rank(settings, vllm_config.parallel_config)
         if config.gateway_tenants:
             compat.require_safe_hashes(vllm_config)

@@ -79,6 +79,7 @@ class KvtierTier(SecondaryTierManager):
         engine = scheduler_config(offloading_spec)
         require_usable(engine)
         config = load_settings(settings, _ANY_TOKENS)
+        compat.log_as_vllm_does(config.log.level, config.log.format)
         _require_pool(config)
         self.locality = _locality(locality)
         row_bytes, num_chunks = self.block_size_bytes, primary_kv_view.shape[0] if primary_kv_view.shape else 0

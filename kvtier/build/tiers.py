@@ -132,6 +132,7 @@ def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings
         settings=json.dumps(settings),
         call_timeout_s=max(config.cache.load_deadline_s, len(names) * config.pool.call_timeout_s + _PROCESS_MARGIN_S),
         hidden_environ=_named_variables(config.model_dump(mode="json")),
+        log_format=config.log.format or "text",
     )
 
 

@@ -6,7 +6,7 @@ The line that `--help` prints for each comes from its source: the docstring of a
 
 import ast
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,8 +26,11 @@ class LazyGroup(TyperGroup):
         help: str,
         epilog: str | None = None,
         beside: Sequence[TyperCommand | TyperGroup] = (),
+        last_words: Callable[[str], str | None] = lambda name: None,
     ) -> None:
-        """`group` is the group of entry points, each of a `typer.Typer` or of a function; `beside` are in memory."""
+        """`group` is the group of entry points, each of a `typer.Typer` or of a function; `beside` are in memory;
+        `last_words` gives what the help of a command, and of those below it, ends with."""
+        self._last_words = last_words
         self._entries: Mapping[str, EntryPoint] = {entry.name: entry for entry in entry_points(group=group)}
         commands: dict[str, Any] = {name: _listed(entry) for name, entry in self._entries.items()}
         commands.update({str(command.name): command for command in beside})
@@ -49,7 +52,11 @@ class LazyGroup(TyperGroup):
         """
         name, command, rest = super().resolve_command(ctx, args)
         entry = self._entries.get(name or "")
-        return (name, command, rest) if entry is None else (name, _loaded(entry), rest)
+        if entry is None or name is None:
+            return name, command, rest
+        loaded = _loaded(entry)
+        _end_help(loaded, self._last_words(name))
+        return name, loaded, rest
 
 
 def has_entries(group: str) -> bool:
@@ -74,6 +81,13 @@ def _loaded(entry: EntryPoint) -> TyperCommand | TyperGroup:
     group: Any = typer.main.get_command(around)
     command: TyperCommand | TyperGroup = group.commands[entry.name]
     return command
+
+
+def _end_help(command: Any, words: str | None) -> None:
+    """Ends the help of a command, and of those below it, with these words."""
+    command.epilog = command.epilog or words
+    for below in getattr(command, "commands", {}).values():
+        _end_help(below, words)
 
 
 def help_line(entry: EntryPoint) -> str:

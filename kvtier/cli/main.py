@@ -13,14 +13,27 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvtier.cli.commands import LazyGroup, has_entries
 from kvtier.errors import KvtierError
+from kvtier.system.logs import log_fatal
 
 COMMANDS = "kvtier.commands"
 BENCH_CASES = "kvtier.bench"
 _HELP = "Multi-tier KV cache offload for LLM inference."
 _EPILOG = (
     "Exit codes: 0 done; 1 it failed, and the last line of standard error says why and what to do; 2 the command line "
-    "is wrong. Completion: kvtier --install-completion."
+    "is wrong. Completion: kvtier --install-completion. More in docs/README.md."
 )
+_PAGES = {
+    "config": "docs/configuration.md",
+    "demo": "README.md",
+    "engine": "docs/engine-api.md",
+    "fsck": "docs/disk-format.md",
+    "inspect": "docs/disk-format.md",
+    "simulate": "docs/policies.md",
+    "trace": "docs/policies.md",
+}
+_PAGE = "docs/deployment.md"
+"""What says more about the commands that are not named above."""
+_BENCH_PAGE = "benchmarks/README.md"
 _BENCH_HELP = "Measure, beside a floor or a peer in the same run."
 
 
@@ -32,7 +45,7 @@ def _print_version(ctx: typer.Context, value: bool) -> None:
 
 def make_app() -> TyperGroup:
     """The whole command tree. Imports no module of a command: that comes with the call of one."""
-    app = LazyGroup("kvtier", COMMANDS, help=_HELP, epilog=_EPILOG, beside=[_bench()])
+    app = LazyGroup("kvtier", COMMANDS, help=_HELP, epilog=_EPILOG, beside=[_bench()], last_words=_page)
     app.params.extend(_top_options())
     return app
 
@@ -42,7 +55,8 @@ def main() -> None:
     try:
         make_app()(prog_name="kvtier")
     except KvtierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        if not log_fatal(str(error)):
+            print(f"kvtier: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
         # One of our own modules missing is a bug.
@@ -71,9 +85,17 @@ def _top(
     """Does nothing: its options end the process."""
 
 
+def _page(command: str) -> str:
+    return f"More in {_PAGES.get(command, _PAGE)}."
+
+
+def _example_of_case(case: str) -> str:
+    return f"Example: kvtier bench {case} --json -. More in {_BENCH_PAGE}."
+
+
 def _bench() -> TyperCommand | TyperGroup:
     if has_entries(BENCH_CASES):
-        return LazyGroup("bench", BENCH_CASES, help=_BENCH_HELP)
+        return LazyGroup("bench", BENCH_CASES, help=_BENCH_HELP, last_words=_example_of_case)
     line = f"{_BENCH_HELP} Not installed: pip install ./benchmarks"
     return TyperCommand(
         name="bench",

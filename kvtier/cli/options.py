@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.canvas import require_drawable
+from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.system.logs import Format, Level
 
 STANDARD_OUTPUT = Path("-")
 
@@ -61,3 +63,18 @@ def _drawable(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
 Json = Annotated[Path | None, typer.Option(help="Write JSON to this file; - for standard output.", callback=_json)]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this .svg or .png file.", callback=_drawable)]
+
+
+LogLevel = Annotated[
+    Level | None, typer.Option(help="Log kvtier's own lines from this level on. Default: [log] of the file, else info.")
+]
+LogFormat = Annotated[
+    Format | None,
+    typer.Option(help="Log text, or JSON with an object a line. Default: [log] of the file, else text."),
+]
+
+
+def with_log_options(config: Config, level: Level | None, format: Format | None) -> Config:
+    """The configuration with the command line's `--log-level` and `--log-format` in place of the file's."""
+    given = {name: value for name, value in (("level", level), ("format", format)) if value is not None}
+    return config.model_copy(update={"log": config.log.model_copy(update=given)})

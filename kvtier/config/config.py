@@ -23,7 +23,8 @@ from kvtier.config.engine import (
     TenantConfig,
     default_load_threads,
 )
-from kvtier.config.fields import Section
+from kvtier.config.fields import OVERRIDE_PREFIX, Section
+from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
@@ -54,6 +55,7 @@ class Config(Section):
     disk: DiskConfig = DiskConfig()
     pool: PoolConfig = PoolConfig()
     pool_service: PoolServiceConfig = PoolServiceConfig()
+    log: LogConfig = LogConfig()
 
     _source: str = PrivateAttr("configuration")
     _folder: Path = PrivateAttr(Path())
@@ -260,6 +262,10 @@ class Config(Section):
         reference = self.pool_service.redis_password
         return None if reference is None else self._resolve("pool_service.redis_password", reference)
 
+    def secret_of(self, what: str, reference: str) -> str:
+        """The secret that `env:NAME` or `file:PATH` refers to. Raises `ConfigError`, which names `what` it is for."""
+        return self._resolve(what, reference)
+
     def resolve_path(self, path: Path) -> Path:
         """A path of the file: relative ones are relative to its folder."""
         return self._folder / path.expanduser()
@@ -323,4 +329,6 @@ class Config(Section):
         return value
 
     def _error(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{self._source}: {key}: {text}")
+        variable = OVERRIDE_PREFIX + key.partition("[")[0].upper().replace(".", "__")
+        source = f"environment variable {variable}" if variable in self._environ else self._source
+        return ConfigError(f"{source}: {key}: {text}")

@@ -28,6 +28,7 @@ from kvtier.config.engine import (
     ShareConfig,
     TenantConfig,
 )
+from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
 
 _SECTIONS: tuple[type[BaseModel], ...] = (
@@ -38,6 +39,7 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     DiskConfig,
     PoolConfig,
     PoolServiceConfig,
+    LogConfig,
     TenantConfig,
     ShareConfig,
     RedisShareConfig,

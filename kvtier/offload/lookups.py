@@ -62,7 +62,12 @@ class SharedLookups:
             answers = [status for _, status in zip(of_ranks, self._tier.lookup(of_ranks), strict=True)]
         except Exception:
             # Tiers do not raise. A bug in one must not reach the scheduler, which would end the engine.
-            _log.exception("looking up %d blocks in %s failed", len(keys), self._tier.name)
+            _log.exception(
+                "looking up %d blocks in %s failed",
+                len(keys),
+                self._tier.name,
+                extra={"tier": self._tier.name},
+            )
             return [Status.MISS] * len(keys)
         by_namespace = [answers[start : start + len(keys)] for start in range(0, len(answers), len(keys))]
         return [_weakest(statuses) for statuses in zip(*by_namespace, strict=True)]

@@ -79,7 +79,12 @@ class WriteWorkers:
                 answers = dict(zip(leases, write_lent(self._tier, items, lent), strict=True)) if items else {}
             except Exception:
                 # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
-                _log.exception("writing %d blocks to %s failed", len(batch), self._tier.name)
+                _log.exception(
+                    "writing %d blocks to %s failed",
+                    len(batch),
+                    self._tier.name,
+                    extra={"tier": self._tier.name},
+                )
                 answers = dict.fromkeys(leases, WriteStatus.FAILED)
             self._finish(batch, answers)
             # A tier that hangs may still read what it was given: its room is not used again before that is over.

@@ -9,7 +9,13 @@ from kvtier.clock import MONOTONIC, Clock
 class QuietLog:
     """Passes at most one warning per `interval_s` and says how many it held back. Any thread."""
 
-    def __init__(self, log: logging.Logger, *, interval_s: float = 30.0, clock: Clock = MONOTONIC) -> None:
+    def __init__(
+        self,
+        log: logging.Logger | logging.LoggerAdapter[logging.Logger],
+        *,
+        interval_s: float = 30.0,
+        clock: Clock = MONOTONIC,
+    ) -> None:
         self._log = log
         self._interval_s = interval_s
         self._clock = clock

@@ -1,9 +1,7 @@
 """`kvtier engine`: commands of the engine."""
 
-import logging
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -11,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.net.address import is_loopback
+from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
 
@@ -38,17 +38,26 @@ def serve(
     config: Annotated[Path, typer.Option(help="TOML file: [engine], [cache], tiers, and this engine's tenant.")],
     model: Annotated[Path | None, typer.Option(help="Hugging Face folder or GGUF file, instead of the file's.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of this machine to listen on: 127.0.0.1, 0.0.0.0, ::1.")
+    ] = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then finishes what it can, writes out what is queued and exits with 0.
 
     A second signal of the same kind ends it at once.
 
     Prints `ready url=http://HOST:PORT` when it can be used. Options win over the file.
+
+    Example: kvtier engine serve --config kvtier.toml --port 8001
     """
+    set_up_logs(log_level, log_format)
     keep_freed_memory()
     leave_out_creation_times()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run(_with_options(load_config(config), model, port))
+    loaded = with_log_options(load_config(config), log_level, log_format)
+    set_up_logs(loaded.log.level, loaded.log.format)
+    run(_with_options(loaded, model, host, port))
 
 
 def run(config: Config) -> None:
@@ -115,18 +124,22 @@ def _listening(address: str) -> socket.socket:
     try:
         return socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=128)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"engine.listen: cannot listen on {address}: {error}; choose another port") from error
+        raise ConfigError(
+            f"engine.listen: cannot listen on {address}: {error}; choose another port (--port) or address (--host)"
+        ) from error
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _with_options(config: Config, model: Path | None, port: int | None) -> Config:
+def _with_options(config: Config, model: Path | None, host: str | None, port: int | None) -> Config:
     """The configuration with the command line's values in place of the file's."""
     changes: dict[str, object] = {}
     if model is not None:
         changes["model"] = model.expanduser().resolve()
-    if port is not None:
-        changes["listen"] = f"{config.engine.listen.rpartition(':')[0]}:{port}"
+    if host is not None or port is not None:
+        known_host, _, known_port = config.engine.listen.rpartition(":")
+        new_host = known_host if host is None else f"[{host.strip('[]')}]" if ":" in host else host
+        changes["listen"] = f"{new_host}:{known_port if port is None else port}"
     return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})

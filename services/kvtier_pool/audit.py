@@ -58,6 +58,8 @@ class AuditLog:
         :param max_bytes: size of the file at which it is renamed to `.1`, the older ones to `.2` and `.3`.
         """
         self._file = file
+        self._among = {"level": "info", "logger": __name__} if file is None else {}
+        """What lines among those of the log have in common with them. Not changed."""
         self._max_bytes = max_bytes
         self._metrics = metrics
         self._clock = clock
@@ -91,7 +93,7 @@ class AuditLog:
     def note(self, event: str, **fields: object) -> None:
         """Has a line written for this event. Values are text, numbers, or lists of text. Never blocks."""
         try:
-            self._lines.put_nowait(_line(event, fields))
+            self._lines.put_nowait(_line(event, fields, self._among))
         except queue.Full:
             self._metrics.audit_lost.inc()
             with self._lock:
@@ -148,17 +150,19 @@ class AuditLog:
                 self._num_lost = 0
                 due.append(("audit_lines_lost", {"count": num_lost}))
         for event, fields in due:
-            self._write(_line(event, fields))
+            self._write(_line(event, fields, self._among))
 
     def _write(self, line: str) -> None:
         if line:
             self._handler.handle(logging.LogRecord(__name__, logging.INFO, "", 0, "%s", (line,), None))
 
 
-def _line(event: str, fields: Mapping[str, object]) -> str:
+def _line(event: str, fields: Mapping[str, object], among: Mapping[str, str]) -> str:
+    """:param among: what every line has beside its event and its fields."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     cut = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
-    return json.dumps({"time": now, "event": event} | {n: value for n, value in cut.items() if value is not None})
+    about = {"message": event, "event": event} if among else {"event": event}
+    return json.dumps({"time": now} | dict(among) | about | {n: value for n, value in cut.items() if value is not None})
 
 
 class _Stderr(logging.StreamHandler[IO[str]]):

@@ -1,11 +1,9 @@
 """`kvtier pool`: commands of the cache pool service."""
 
 import gc
-import logging
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
+from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
 from kvtier.system.process_metrics import leave_out_creation_times
@@ -75,12 +75,19 @@ def serve(
         list[str] | None,
         typer.Option(help="NAME=SHA256 of its token in hex, instead of the file's tenants. Repeatable."),
     ] = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then writes down what waits and exits with 0.
 
     Prints `ready block=ADDRESS[,ADDRESS...] grpc=ADDRESS[,ADDRESS...] http=ADDRESS` when it can be used. Flags win
     over the file.
+
+    Example: kvtier pool serve --config /etc/kvtier/kvtier.toml --log-format json
+
+    Example, without a file: kvtier pool serve --tenant red=$(printf %s "$KVTIER_TOKEN" | sha256sum | cut -d' ' -f1)
     """
+    set_up_logs(log_level, log_format)
     flags = {
         "listen": listen,
         "grpc_listen": grpc_listen,
@@ -97,8 +104,8 @@ def serve(
         "shutdown_grace_s": shutdown_grace_s,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    merged = configured(config, given, tenant or [])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    merged = with_log_options(configured(config, given, tenant or []), log_level, log_format)
+    set_up_logs(merged.log.level, merged.log.format)
     run(merged, lambda: configured(config, given, tenant or []))
 
 

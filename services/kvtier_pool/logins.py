@@ -133,6 +133,11 @@ class Door:
     def __init__(self, logins: Logins, door: str, peer: str) -> None:
         self._logins, self._door, self._peer = logins, door, peer
 
+    @property
+    def peer(self) -> str:
+        """The peer's address."""
+        return self._peer
+
     def tenant(
         self,
         token: str | None,
@@ -151,6 +156,21 @@ class Door:
     ) -> Login:
         """`Authenticator.authenticate`, noted. Blocks for a moment before it raises."""
         return self._noted(lambda auth: auth.authenticate(metadata, certificate_names))
+
+    def turned_away(self, limit: str, name: str | None = None) -> None:
+        """Notes that the peer's connection was refused, or cut, for want of a place.
+
+        :param limit: the setting that bounds the places.
+        :param name: of the tenant that the peer has shown to be; None: it has not.
+        """
+        self._logins.audit.note_repeated(
+            "connection_refused",
+            (self._door, _host(self._peer), limit, name),
+            door=self._door,
+            address=self._peer,
+            limit=limit,
+            name=name,
+        )
 
     def is_current(self, login: Login) -> bool:
         """Whether the credentials would still be accepted."""

@@ -33,6 +33,8 @@ def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help
 
     For root and the user that the pool runs as, where the pool runs: in its container if it is in one. From elsewhere,
     GET /tenants of the pool's HTTP port answers the same to an operator's token.
+
+    Example: kvtier tenants list --json | jq '.tenants.red'
     """
     report = asked(pid, {"verb": "tenants"})
     if as_json:
@@ -60,6 +62,8 @@ def add(name: _Name, config: _File, pid: _Pid = None) -> None:
     """Adds a tenant, and prints its token, once.
 
     The file gets the token's digest, the running pool reads it, and nobody but who reads this output has the token.
+
+    Example: kvtier tenants add red --config /etc/kvtier/kvtier.toml > red.env
     """
     try:
         tenant_id(name)
@@ -88,7 +92,10 @@ def rotate(
     ] = 86_400.0,
     pid: _Pid = None,
 ) -> None:
-    """Gives a tenant another token, printed once, and lets its others end after --overlap-s."""
+    """Gives a tenant another token, printed once, and lets its others end after --overlap-s.
+
+    Example: kvtier tenants rotate red --config /etc/kvtier/kvtier.toml --overlap-s 3600 > red.env
+    """
     token, digest = _new_token()
     file = CredentialFile(config)
     ending = file.add_token(name, digest, datetime.now(UTC) + timedelta(seconds=overlap_s))
@@ -108,6 +115,8 @@ def revoke(
     """Removes tokens of a tenant; connections that were opened with them end.
 
     The first digits of a token's digest are its id; the audit log has them.
+
+    Example: kvtier tenants revoke red 1c49d432 --config /etc/kvtier/kvtier.toml
     """
     file = CredentialFile(config)
     removed = file.remove_tokens(name, token)
@@ -126,6 +135,8 @@ def purge(
 
     Revoke its tokens before, or its engines write anew. Exit code 1 when something is left: run it again, also after a
     pool that has died in the middle. Other pools of the same Redis, and disks of engines, have blocks of their own.
+
+    Example: kvtier tenants purge red --yes
     """
     if not yes and not typer.confirm(f"Remove everything that tenant {name} has?"):
         raise typer.Exit(1)

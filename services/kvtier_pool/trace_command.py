@@ -37,6 +37,8 @@ def record(
 
     For root and the user that the pool runs as, where the pool runs: in its container if it is in one. The recording
     ends with this command, whatever ends that.
+
+    Example: kvtier trace record /var/tmp/pool.trace --seconds 600
     """
     request = {"file": str(file.absolute()), "max_bytes": _bytes(max_bytes), "seconds": seconds}
     with connected(pid) as connection:

@@ -1,8 +1,11 @@
 """The command line: what is listed, what help looks like, and what it says about what is not installed."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from kvtier.cli import main as command_line
 from kvtier.cli.commands import LazyGroup, help_line
 from kvtier.errors import KvtierError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def without_blanks(text: str) -> str:
@@ -43,6 +48,25 @@ def test_help_prints_what_was_written() -> None:
             assert without_blanks(text) in shown, f"kvtier ... {command.name} --help"
             with_brackets += "[" in text
     assert with_brackets, "nothing was tested: no help has square brackets any more"
+
+
+def test_every_command_has_an_example_and_ends_with_a_page() -> None:
+    for command in commands_below(command_line.make_app()):
+        shown = " ".join(help_of(command).split())
+        assert re.search(r"Examples?(, [^:]+)?: ", shown), f"kvtier ... {command.name} --help"
+        page = re.search(r"More in ([\w./-]+\.md)\.$", shown)
+        assert page is not None, f"kvtier ... {command.name} --help ends with {shown[-40:]!r}"
+        assert (ROOT / page[1]).is_file()
+
+
+def test_help_of_all_imports_what_no_command_needs() -> None:
+    """Each would take a tenth of a second or more, and completion asks for it at every key."""
+    heavy = ("numpy", "pydantic", "grpc", "torch", "prometheus_client", "msgpack", "redis")
+    told = "import sys; from kvtier.cli.main import main; sys.argv[1:] = ['--help']\ntry: main()\n"
+    told += f"finally: print('imported', [name for name in {heavy!r} if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True)
+    assert "Commands:" in answer.stdout
+    assert answer.stdout.endswith("imported []\n")
 
 
 def test_every_command_has_a_line() -> None:

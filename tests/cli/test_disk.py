@@ -15,6 +15,7 @@ from disk_log_rig import BadPages, block
 from disk_rig import contents, damage, flip, num_blocks, opened, place_of, segments
 from kvtier.cli.disk import fsck, inspect
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import tenant_id
 from kvtier.testing.blocks import make_key, make_payload, read_blocks, summed
 from kvtier.tiers.disk.log.format import PAGE, keys_of
 from kvtier.tiers.disk.operations.survey import survey
@@ -66,6 +67,33 @@ def test_inspect_counts(folder: Path) -> None:
     assert report["totals"]["num_dead"] == report["totals"]["num_tombstones"] == 1
     assert [segment["num_live"] for segment in report["segments"]] == [3, 4, 0]
     assert "7 blocks of 35,000 bytes in 3 segments" in " ".join(run("inspect", folder).stdout.split())
+
+
+def test_what_is_printed_is_read_at_80_columns_and_in_a_pipe(tmp_path: Path) -> None:
+    """Numbers are whole, tenants have their names, and a row per segment is for those who ask."""
+    folder, config = tmp_path / "disk", tmp_path / "kvtier.toml"
+    config.write_text('[tenants.red]\ntoken_sha256 = ["env:RED"]\n')
+    for tenant, count in (("red", 3), ("blue", 1)):
+        for number in range(count):
+            tier = DiskTier.open(folder, 64 * MIB, reserve_bytes=0, segment_bytes=MIB)
+            key = make_key((tenant, number), tenant=tenant_id(tenant))
+            tier.write([summed(key, make_payload(number, 300_000))])
+            tier.close()
+    lines = run("inspect", folder, "--config", config).stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines[1:])
+    cells = [line.split() for line in lines]
+    assert ["tenant", "segments", "files", "blocks", "payload", "dead", "corrupt"] in cells
+    (red,) = [row for row in cells if row[:1] == ["red"]]
+    assert (red[1], red[4:7]) == ("3", ["3", "878.9", "KiB"])
+    assert ["sealed", "4"] in [row[:2] for row in cells]
+    assert tenant_id("blue").hex()[:8] in [row[0] for row in cells if row]
+    assert "4 blocks of 1,200,000 bytes in 4 segments" in " ".join(" ".join(lines).split())
+    each = run("inspect", folder, "--config", config, "--segments").stdout
+    assert len(each.splitlines()) == len(lines) + 6
+    assert "…" not in each
+    segments = json.loads(run("inspect", folder, "--config", config, "--json").stdout)["segments"]
+    assert [segment["tenant_name"] for segment in segments].count("red") == 3
+    assert run("fsck", folder, "--config", config).exit_code == 0
 
 
 def test_inspect_looks_at_a_folder_in_use(folder: Path) -> None:

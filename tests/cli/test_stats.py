@@ -14,19 +14,23 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtier.cli.stats.facts import ENGINE, POOL, facts_of
+from kvtier.cli.stats.facts import facts_of
+from kvtier.cli.stats.requested import ENGINE, POOL, SGLANG, VLLM
 from kvtier.cli.stats.samples import Samples, fetch, metrics_url, parse
+from kvtier.config import token_sha256
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ClosedError, ConfigError, InvalidInputError, UnavailableError
 from kvtier.events import TierState
 from kvtier.metrics import Metrics
 from kvtier.offload import HierarchyMetrics
 from kvtier.tiers.base import Usage
+from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory, TierGauges
 from kvtier_bench.measuring.blocks import Rotation, keys_of
 from kvtier_bench.processes.pool_process import pool_process
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.request import Completion
+from kvtier_pool.metrics import PoolMetrics
 
 MIB = 1 << 20
 
@@ -79,7 +83,8 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
         words = run("--url", f"http://{pool.http}")
     assert source["url"] == f"http://{pool.http}/metrics"
     assert source["kind"] == POOL
-    assert source["hit_rate"] == {"unit": "blocks", "asked": 16, "by_tier": {"memory": 8}, "share": 0.5}
+    rate = source["hit_rate"]
+    assert rate == {"unit": "blocks", "way": "read", "asked": 16, "by_tier": {"memory": 8}, "share": 0.5}
     assert source["written"] == {"stored": 8}
     assert source["calls"]["block"]["read"] == 2
     assert source["moved_bytes"] == {"sent": 8 * 4096, "received": 8 * 4096}
@@ -87,7 +92,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     pinned = source["pinned"]
     assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
     assert words.returncode == 0
-    assert "Hit rate: 50.0% of 16 blocks (memory 50.0%)." in words.stdout
+    assert "Hit rate: 50.0% of 16 blocks read (memory 50.0%)." in words.stdout
     assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / 1024:.1f} KiB" in words.stdout
     assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout
 
@@ -107,8 +112,11 @@ def test_an_engine() -> None:
     engine.prompt_tokens.inc(1000)
     engine.cached_tokens.labels("device").inc(300)
     engine.cached_tokens.labels("pool").inc(450)
-    engine.ttft_seconds.observe(0.1)
-    engine.ttft_seconds.observe(0.3)
+    engine.ttft_seconds.labels("hit").observe(0.1)
+    engine.ttft_seconds.labels("cold").observe(0.3)
+    engine.cold_prompt_tokens.inc(200)
+    tiers.tier_blocks.labels("pool", "lookup", "hit").inc(30)
+    tiers.tier_blocks.labels("pool", "lookup", "miss").inc(10)
     tiers.tier_blocks.labels("pool", "read", "hit").inc(28)
     tiers.tier_blocks.labels("pool", "read", "miss").inc(2)
     tiers.tier_bytes.labels("pool", "read").inc(2e9)
@@ -123,8 +131,13 @@ def test_an_engine() -> None:
     MemoryGauges(registry, lambda: RankMemory(4 * MIB, 2 * MIB, MemoryUse(MIB, 6 * MIB, 0.5)))
     facts = facts_of(page_of(registry))
     assert facts is not None
-    assert (facts.kind, facts.hit_rate.share, facts.ttft_mean_s) == (ENGINE, 0.75, pytest.approx(0.2))
+    assert (facts.kind, facts.hit_rate.share) == (ENGINE, 0.75)
+    first, saved = facts.first_token, facts.saved
+    assert (first.all_s, first.cold_s, first.hit_s) == (pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.1))
+    assert saved is not None
+    assert (saved.tokens, saved.seconds) == (750, pytest.approx(750 * 0.3 / 200))
     pool, disk = facts.tiers["pool"], facts.tiers["disk"]
+    assert (pool.looked_up, pool.found, disk.looked_up) == (40, 30, None)
     assert (pool.read_hits, pool.read_misses, pool.read_bytes_per_s) == (28, 2, 4e9)
     assert (pool.errors, pool.used_bytes) == ({"read BreakerOpen": 3}, None)
     assert (disk.held_blocks, disk.used_bytes, disk.capacity_bytes) == (3, 30, 100)
@@ -162,7 +175,8 @@ def test_a_pipe_gets_every_word() -> None:
         answer = run("--url", address)
     assert answer.returncode == 0, answer.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.stdout.splitlines() if "│" in line]
-    assert ["hits", *["123,456,789"] * 4] in rows
+    assert ["blocks read", *["123,456,789"] * 4] in rows
+    assert not any(row[0] == "evicted" for row in rows), "nobody tells"
     assert ["written at", *["109.89 GB/s"] * 4] in rows
     assert ["read", *["1,023.4 GiB"] * 4] in rows
     assert ["full", *["50%"] * 4] in rows
@@ -185,7 +199,97 @@ def test_a_completion_counts() -> None:
     facts = facts_of(page_of(registry))
     assert facts is not None
     assert facts.hit_rate.by_tier == {"host": 4}
+    assert (facts.first_token.hit_s, facts.first_token.cold_s) == (0.5, None)
     assert facts.requests == {"length": 1}
+
+
+def test_a_pool_counts_what_was_looked_up_and_missed() -> None:
+    """Engines do not read what they did not find: reads alone would always hit. And each tier's figures agree."""
+    registry = CollectorRegistry()
+    PoolMetrics(registry)
+    tiers = Metrics(registry)
+    for tier, hits, misses in (("memory", 60, 40), ("disk", 10, 30)):
+        tiers.tier_blocks.labels(tier, "lookup", "hit").inc(hits)
+        tiers.tier_blocks.labels(tier, "lookup", "miss").inc(misses)
+    tiers.disk_bytes.labels("disk", "new").inc(59_351_040)
+    tiers.open_breakers.watch("redis", CircuitBreaker(1, 1.0))
+    tiers.io_errors.labels("redis", "read", "BreakerOpen").inc()
+    facts = facts_of(page_of(registry))
+    assert facts is not None
+    assert (facts.kind, facts.hit_rate.way, facts.hit_rate.asked, facts.hit_rate.share) == (POOL, "looked up", 100, 0.7)
+    assert facts.hit_rate.by_tier == {"memory": 60, "disk": 10}
+    assert list(facts.tiers) == ["memory", "disk", "redis"]
+    assert (facts.tiers["disk"].bytes_written, facts.tiers["redis"].bytes_written) == (59_351_040, None)
+    assert (facts.tiers["redis"].open_breakers, facts.tiers["disk"].open_breakers) == (0, None)
+
+
+VLLM_PAGE = """
+vllm:num_requests_running{engine="0"} 2.0
+vllm:prompt_tokens_total{engine="0"} 1000.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 100.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="external_unspecified"} 300.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 4.0
+vllm:time_to_first_token_seconds_count{engine="0"} 8.0
+vllm:request_prefill_time_seconds_sum{engine="0"} 3.0
+vllm:kvtier_loaded_blocks_total{engine="0",tier="pool"} 18.0
+vllm:kvtier_failed_blocks_total{engine="0"} 1.0
+vllm:kvtier_memory_bytes{engine="0",kind="arena"} 1048576.0
+"""
+SGLANG_PAGE = """
+sglang:num_queue_reqs 3.0
+sglang:prompt_tokens_total 1000.0
+sglang:cached_tokens_total{cache_source="storage"} 250.0
+kvtier_sglang_pages_total{op="read",pool="kv",status="hit"} 16.0
+"""
+
+
+def test_vllm_and_sglang_are_engines() -> None:
+    """What they do not tell is not told here, either: it is not 0."""
+    facts = facts_of(parse(VLLM_PAGE, source="a test"))
+    assert facts is not None
+    assert (facts.kind, facts.hit_rate.share, facts.hit_rate.by_tier) == (VLLM, 0.4, {"device": 100, "pool": 300})
+    assert (facts.first_token.all_s, facts.first_token.cold_s) == (0.5, None)
+    assert facts.saved is not None
+    assert (facts.saved.tokens, facts.saved.seconds) == (400, 2.0)
+    assert facts.waiting == {"requests running": 2}
+    assert facts.memory_bytes == {"arena": MIB}
+    assert facts.trouble == {"blocks offered that could not be loaded, and were computed": 1}
+    facts = facts_of(parse(SGLANG_PAGE, source="a test"))
+    assert facts is not None
+    assert (facts.kind, facts.hit_rate.share, facts.hit_rate.by_tier) == (SGLANG, 0.25, {"pool": 250})
+    assert (facts.pages, facts.first_token.all_s, facts.tiers) == ({"read hit": 16}, None, {})
+    with answering(VLLM_PAGE.encode()) as address:
+        answer = run("--url", address)
+    assert answer.returncode == 0, answer.stderr
+    assert "Saved: 400 tokens were not computed, about 2,000 ms of computing." in answer.stdout
+
+
+def test_json_on_failure_and_a_pool_that_asks_for_a_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-an-observer-0123456789")
+    config = tmp_path / "kvtier.toml"
+    digest = token_sha256(token.read_text())
+    settings = ['metrics_access = "observer"', "[observers.grafana]", f'token_sha256 = ["{digest}"]']
+    with pool_process(tmp_path, 64 * MIB, settings) as pool:
+        config.write_text(f'[pool_service]\nhttp_listen = "{pool.http}"\n')
+        refused = run("--config", str(config), "--json")
+        answer = run("--config", str(config), "--json", "--token", f"file:{token}")
+    assert refused.returncode == 1
+    said = json.loads(refused.stdout)
+    assert said["sources"] == []
+    (problem,) = said["problems"]
+    assert "401" in problem
+    assert "metrics_access = observer" in problem
+    assert answer.returncode == 0, answer.stderr
+    assert len(json.loads(answer.stdout)["sources"]) == 1
+    assert json.loads(answer.stdout)["problems"] == [], "a pool's file: nobody looks for an engine"
+
+
+def test_a_token_does_not_go_in_the_clear(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-an-observer-0123456789")
+    answer = run("--url", "pool.example:7602", "--token", f"file:{tmp_path}/token", "--json")
+    assert answer.returncode == 1
+    assert "in the clear" in json.loads(answer.stdout)["problems"][0]
 
 
 def test_a_closed_tier_is_left_out_of_a_scrape() -> None:

@@ -74,6 +74,7 @@ def open_breakers(metrics: Metrics) -> float | None:
 
 
 def test_a_stopped_pool_costs_one_deadline_each_until_the_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier")
     now = [0.0]
     with pool_process() as pool:
         metrics = Metrics()

@@ -62,6 +62,12 @@ def test_what_is_unclear_is_not_stored() -> None:
     assert params_of(_request({"no_store": "false"}), has_pool=True).no_store
 
 
+def test_a_tenant_that_is_none_is_named() -> None:
+    said = params_of(_request({"tenant": "rde"}), has_pool=True, may_be=lambda tenant: tenant == "red")
+    assert said.ignored == {"tenant": "'rde' is no tenant of this engine, so the request uses no cache"}
+    assert said.tenant == "rde"
+
+
 def test_without_a_pool_nothing_is_pinned() -> None:
     said = params_of(_request({"pin": True}), has_pool=False)
     assert (said.pin_s, said.ignored) == (0.0, {"pin": "this engine has no pool"})

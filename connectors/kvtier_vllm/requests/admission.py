@@ -34,7 +34,7 @@ class Admission:
 
     def params_of(self, request: Request) -> RequestParams:
         """Returns what the request asks of kvtier."""
-        return params_of(request, has_pool=self._has_pool)
+        return params_of(request, has_pool=self._has_pool, may_be=self._tenants.may_be)
 
     def pass_over(self, request: Request) -> None:
         """Takes a new request while no worker has said what its KV is: vLLM's own cache alone works for it."""

@@ -1,6 +1,6 @@
 """What a request's client says to kvtier: the table `kvtier` in its `kv_transfer_params`, and what it hears back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,13 @@ class RequestParams:
     """Why a parameter is ignored, by its name."""
 
 
-def params_of(request: Request, *, has_pool: bool) -> RequestParams:
+def params_of(
+    request: Request, *, has_pool: bool, may_be: Callable[[object], bool] = lambda tenant: True
+) -> RequestParams:
     """What the request says, whatever it is.
 
     :param has_pool: where blocks can be pinned.
+    :param may_be: says whether a request may name this tenant.
     """
     params: object = request.kv_transfer_params
     table = params.get(_TABLE) if isinstance(params, Mapping) else None
@@ -52,8 +55,11 @@ def params_of(request: Request, *, has_pool: bool) -> RequestParams:
     if flags["pin"] is True and not has_pool:
         ignored["pin"] = "this engine has no pool"
     pins = flags["pin"] is True and _is_time(ttl_s) and has_pool
+    tenant = table.get("tenant")
+    if tenant is not None and not may_be(tenant):
+        ignored["tenant"] = f"{repr(tenant)[:100]} is no tenant of this engine, so the request uses no cache"
     # A request that asks badly not to be stored is not stored.
-    return RequestParams(True, bool(flags["no_store"]), float(ttl_s) if pins else 0.0, table.get("tenant"), ignored)
+    return RequestParams(True, bool(flags["no_store"]), float(ttl_s) if pins else 0.0, tenant, ignored)
 
 
 def answer_to(params: RequestParams, loaded_blocks: Mapping[str, int]) -> dict[str, Any] | None:

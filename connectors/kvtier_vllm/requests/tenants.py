@@ -5,6 +5,7 @@ vLLM's own prefix cache tells requests apart by `cache_salt` alone: there goes t
 
 import logging
 import secrets
+from typing import TypeGuard
 
 from vllm.v1.request import Request
 
@@ -12,6 +13,8 @@ from kvtier.config import Config
 from kvtier_vllm import request_hashes
 
 _log = logging.getLogger(__name__)
+_MOST_WARNINGS = 32
+"""The most names that are told of: a gateway that passes on whatever its clients say must not fill the log."""
 
 
 class Tenants:
@@ -19,7 +22,12 @@ class Tenants:
 
     def __init__(self, config: Config) -> None:
         self._own, self._named = config.tenant, frozenset(config.gateway_tenants)
-        self._is_warned = False
+        self._warned: set[str] = set()
+        """What requests have named that was told already."""
+
+    def may_be(self, tenant: object) -> TypeGuard[str]:
+        """Whether this is the name of a tenant that this engine serves."""
+        return isinstance(tenant, str) and (tenant == self._own or tenant in self._named)
 
     def of(self, request: Request, named: object) -> tuple[str | None, str | None]:
         """Name of the request's tenant, and the `cache_salt` that its client gave.
@@ -32,7 +40,7 @@ class Tenants:
         salt = request.cache_salt
         # Behind a gateway, a request that names no tenant has none: vLLM drops what some kinds of requests say.
         tenant = self._own if named is None and not self._named else named
-        if not isinstance(tenant, str) or (tenant != self._own and tenant not in self._named):
+        if not self.may_be(tenant):
             self._warn(named)
             request_hashes.salt_device_cache(request, secrets.token_hex(16))
             return None, salt
@@ -41,9 +49,9 @@ class Tenants:
         return tenant, salt
 
     def _warn(self, named: object) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            wrong = repr(named[:100]) if isinstance(named, str) else "nobody" if named is None else "no name"
+        wrong = repr(named[:100]) if isinstance(named, str) else "nobody" if named is None else "no name"
+        if wrong not in self._warned and len(self._warned) < _MOST_WARNINGS:
+            self._warned.add(wrong)
             _log.warning(
                 "a request uses no cache: the tenant that its kv_transfer_params name is %s, and must be `tenant` or, "
                 "where a gateway names them, one of `gateway_tenants`",

@@ -10,7 +10,8 @@ from kvtier.cli.doctor.clocks import pool_clock
 from kvtier.cli.doctor.disk import FolderSettings, folder_lines
 from kvtier.cli.doctor.lines import Level, Line, Look
 from kvtier.cli.doctor.pool_ways import Way, is_here, pool_lines
-from kvtier.cli.stats.facts import ENGINE, Facts, facts_of
+from kvtier.cli.stats.facts import Facts, facts_of
+from kvtier.cli.stats.requested import ENGINE
 from kvtier.cli.stats.samples import fetch, metrics_url
 from kvtier.config import Config
 from kvtier.errors import KvtierError
@@ -68,7 +69,7 @@ def strangers(facts: Facts, num_blocks: int, used_bytes: int) -> Iterable[Line]:
     if not facts.hit_rate.asked or facts.hit_rate.by_tier.get(_POOL):
         return
     of_pool = facts.tiers.get(_POOL)
-    if used_bytes <= (0 if of_pool is None else of_pool.bytes_written):
+    if used_bytes <= (0 if of_pool is None else of_pool.bytes_written or 0):
         return  # all that is there may be what this engine has written
     yield Line(
         Level.WARNING,

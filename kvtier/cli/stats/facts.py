@@ -2,40 +2,22 @@
 
 from dataclasses import dataclass, field
 
-from kvtier.cli.stats.samples import Samples
-
-ENGINE, POOL = "engine", "pool"
-_TIER_PREFIX = "kvtier_tier_"
-_TROUBLE = (
-    ("kvtier_corrupt_blocks_total", "tier", "blocks of {} found damaged; each was a miss"),
-    ("kvtier_degraded_fetches_total", "", "fetches in which a block failed and was computed after all"),
-    ("kvtier_deadlines_missed_total", "verb", "deadlines of a {} missed"),
-    ("kvtier_lookups_skipped_total", "", "lookups without the shared tier: too many were pending"),
-    ("kvtier_saves_dropped_total", "", "blocks not saved: too much was queued"),
-    ("kvtier_evictions_waited_total", "", "allocations that waited for a copy"),
-    ("kvtier_evicted_unwritten_total", "tier", "blocks that host memory lost before {} had them"),
-    ("kvtier_engine_preemptions_total", "", "requests that lost their blocks and started again"),
-    ("kvtier_pool_evicted_unwritten_total", "tier", "blocks that memory lost before {} had them"),
-    ("kvtier_pool_block_connections_refused_total", "", "connections refused: max_connections were open"),
-    ("kvtier_pool_tenant_refusals_total", "limit", "refusals: a tenant had its part of {}"),
-    ("kvtier_pool_expired_leases_total", "", "leases that ended by their deadline"),
+from kvtier.cli.stats.requested import (
+    POOL,
+    FirstToken,
+    HitRate,
+    Saved,
+    first_token_of,
+    hit_rate_of,
+    kind_of,
+    saved_of,
 )
-"""Counter, the label that its words need, and those words."""
+from kvtier.cli.stats.samples import Samples
+from kvtier.cli.stats.trouble import trouble_of
 
-
-@dataclass(frozen=True, slots=True)
-class HitRate:
-    """How much of what was asked for a cache had."""
-
-    unit: str
-    """tokens or blocks."""
-    asked: float
-    by_tier: dict[str, float]
-
-    @property
-    def share(self) -> float | None:
-        """0 to 1; None while nobody asked."""
-        return sum(self.by_tier.values()) / self.asked if self.asked else None
+_TIER_PREFIX = "kvtier_tier_"
+_ORDER = ("device", "memory", "host", "disk", "redis", "pool")
+"""The nearest first; tiers of other names come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +32,31 @@ class CodecFacts:
 class TierFacts:
     """One tier. None: not told."""
 
-    read_hits: float
-    read_misses: float
+    looked_up: float | None
+    """Blocks that it was asked about."""
+    found: float | None
+    """Those of them that it had."""
+    read_hits: float | None
+    read_misses: float | None
+    """Blocks that were to be read and were not there, or not any more."""
     written: dict[str, float]
     """Blocks by answer: stored, exists, full, throttled, failed."""
-    bytes_read: float
-    bytes_written: float
+    bytes_read: float | None
+    bytes_written: float | None
     read_bytes_per_s: float | None
     """Bytes per second while reading, per call."""
     write_bytes_per_s: float | None
     held_blocks: float | None
     used_bytes: float | None
     capacity_bytes: float | None
+    """What it may take; of a disk no more than its file system has."""
     evicted_blocks: float | None
     errors: dict[str, float]
     """The number of errors, by operation and name of the error."""
+    open_breakers: float | None
+    """Neighbours that are left alone at the moment because they failed."""
+    queued_bytes: float | None
+    """What waits to be written to it."""
     state: str | None
     """What its medium lets it do: writable, read_only, off."""
     codecs: dict[str, CodecFacts]
@@ -94,10 +86,20 @@ class Facts:
     """One engine or one pool."""
 
     kind: str
+    release: str | None
+    """Of kvtier; None where it is a plug-in of an engine."""
+    started_s: float | None
+    """When the process started, in seconds since 1970."""
     hit_rate: HitRate
-    ttft_mean_s: float | None
+    first_token: FirstToken
+    saved: Saved | None
+    """None for a pool."""
     requests: dict[str, float]
     """Engine: ended requests by reason."""
+    waiting: dict[str, float]
+    """What waits or is under way at this moment, in words."""
+    connections: float | None
+    """Pool: open connections of the block protocol."""
     calls: dict[str, dict[str, float]]
     """Pool: by protocol, block or grpc, calls by verb. Shared memory is announced over the block protocol."""
     moved_bytes: dict[str, float]
@@ -106,6 +108,8 @@ class Facts:
     paths: dict[str, PathFacts]
     written: dict[str, float]
     """Pool: blocks received, by answer."""
+    pages: dict[str, float]
+    """SGLang: pages by what was asked for and what came of it."""
     pinned: PinFacts | None
     """Pool: None while nothing is."""
     pins: dict[str, float]
@@ -120,47 +124,51 @@ class Facts:
 
 def facts_of(samples: Samples) -> Facts | None:
     """None when the samples are neither an engine's nor a pool's."""
-    names = samples.names()
-    if any(name.startswith("kvtier_engine_") for name in names):
-        kind, hit_rate = ENGINE, _token_hit_rate(samples)
-    elif any(name.startswith("kvtier_pool_") for name in names):
-        kind, hit_rate = POOL, _block_hit_rate(samples)
-    else:
+    kind = kind_of(samples)
+    if kind is None:
         return None
+    rate = hit_rate_of(kind, samples)
     return Facts(
         kind,
-        hit_rate,
-        ttft_mean_s=_quotient(
-            samples.total("kvtier_engine_ttft_seconds_sum"), samples.total("kvtier_engine_ttft_seconds_count")
-        ),
+        release=samples.label("kvtier_build_info", "version"),
+        started_s=samples.value("process_start_time_seconds"),
+        hit_rate=rate,
+        first_token=first_token_of(kind, samples),
+        saved=saved_of(kind, samples, rate),
         requests=samples.by("kvtier_engine_requests_total", "reason"),
+        waiting=_waiting(samples),
+        connections=samples.value("kvtier_pool_block_connections"),
         calls=_calls(samples),
         moved_bytes=_moved_bytes(samples),
         tiers={tier: _tier(samples, tier) for tier in _tiers(samples)},
         paths=_paths(samples),
         written=samples.by("kvtier_pool_written_blocks_total", "status"),
+        pages=_pages(samples),
         pinned=_pinned(samples),
         pins=samples.by("kvtier_pool_pins_total" if kind == POOL else "kvtier_pins_total", "status"),
         device_evictions=samples.by("kvtier_device_evictions_total", "state"),
         memory_bytes=samples.by("kvtier_memory_bytes", "kind"),
-        trouble=_trouble(samples),
+        trouble=trouble_of(samples),
     )
 
 
-def _token_hit_rate(samples: Samples) -> HitRate:
-    cached = samples.by("kvtier_engine_cached_tokens_total", "tier")
-    return HitRate("tokens", samples.total("kvtier_engine_prompt_tokens_total"), cached)
+def _waiting(samples: Samples) -> dict[str, float]:
+    names = {
+        "requests running": ("kvtier_engine_running", "vllm:num_requests_running", "sglang:num_running_reqs"),
+        "requests waiting": ("kvtier_engine_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+        "bytes that the pool has not taken": ("kvtier_sglang_waiting_bytes",),
+    }
+    found = {words: _first(*map(samples.value, of)) for words, of in names.items()}
+    return {words: value for words, value in found.items() if value is not None}
 
 
-def _block_hit_rate(samples: Samples) -> HitRate:
-    """Blocks read without room in memory count for the tier that they came from."""
-    by_source = samples.by("kvtier_pool_read_blocks_total", "source")
-    found: dict[str, float] = {}
-    for source, blocks in by_source.items():
-        if source != "miss":
-            tier = source.removesuffix("_private")
-            found[tier] = found.get(tier, 0.0) + blocks
-    return HitRate("blocks", sum(by_source.values()), found)
+def _pages(samples: Samples) -> dict[str, float]:
+    name = "kvtier_sglang_pages_total"
+    return {
+        f"{op} {status}": count
+        for op in samples.by(name, "op")
+        for status, count in samples.by(name, "status", op=op).items()
+    }
 
 
 def _calls(samples: Samples) -> dict[str, dict[str, float]]:
@@ -184,43 +192,75 @@ def _pinned(samples: Samples) -> PinFacts | None:
 
 
 def _tiers(samples: Samples) -> list[str]:
-    """Every tier that any sample tells something about."""
-    found: dict[str, None] = {}
+    """Every tier that any sample tells something about, the nearest first."""
+    found: set[str] = set()
     for name in samples.names():
         if name.startswith(_TIER_PREFIX) or name == "kvtier_io_errors_total":
-            found |= dict.fromkeys(samples.by(name, "tier"))
-    return [tier for tier in found if tier]
+            found |= samples.by(name, "tier").keys()
+    return sorted(found - {""}, key=lambda tier: (_ORDER.index(tier) if tier in _ORDER else len(_ORDER), tier))
 
 
 def _tier(samples: Samples, tier: str) -> TierFacts:
+    def blocks(op: str, *statuses: str) -> float | None:
+        name = "kvtier_tier_blocks_total"
+        return _added(*(samples.value(name, tier=tier, op=op, status=status) for status in statuses))
+
+    def moved(op: str) -> float | None:
+        return samples.value("kvtier_tier_bytes_total", tier=tier, op=op)
+
     def bytes_per_s(op: str) -> float | None:
         seconds = samples.total("kvtier_tier_batch_seconds_sum", tier=tier, op=op)
-        return _quotient(samples.total("kvtier_tier_bytes_total", tier=tier, op=op), seconds)
+        return _quotient(moved(op) or 0.0, seconds)
 
     states = [state for state, on in samples.by("kvtier_tier_state", "state", tier=tier).items() if on]
-    errors = {
-        f"{op} {error}": count
-        for op in samples.by("kvtier_io_errors_total", "op", tier=tier)
-        for error, count in samples.by("kvtier_io_errors_total", "error", tier=tier, op=op).items()
-    }
+    # Pools of earlier releases count what memory and disk do by other names, or not at all.
+    is_pools_memory = tier == "memory"
+    sent, received = (samples.value(f"kvtier_pool_{way}_bytes_total") for way in ("sent", "received"))
+    on_disk = samples.value("kvtier_disk_record_bytes_total", tier=tier, why="new")
     return TierFacts(
-        # A pool counts by where blocks were found: its own tiers are read without a call that could be counted.
-        read_hits=samples.total("kvtier_tier_blocks_total", tier=tier, op="read", status="hit")
-        or samples.total("kvtier_pool_read_blocks_total", source=tier),
-        read_misses=samples.total("kvtier_tier_blocks_total", tier=tier, op="read", status="miss"),
+        looked_up=blocks("lookup", "hit", "miss", "pending"),
+        found=blocks("lookup", "hit"),
+        read_hits=_first(
+            blocks("read", "hit"),
+            samples.value("kvtier_pool_read_blocks_total", source=tier),
+            samples.value("kvtier_loaded_blocks_total", tier=tier),
+        ),
+        read_misses=blocks("read", "miss"),
         written=samples.by("kvtier_tier_blocks_total", "status", tier=tier, op="write"),
-        bytes_read=samples.total("kvtier_tier_bytes_total", tier=tier, op="read"),
-        bytes_written=samples.total("kvtier_tier_bytes_total", tier=tier, op="write"),
+        bytes_read=_first(moved("read"), sent if is_pools_memory else None),
+        bytes_written=_first(moved("write"), received if is_pools_memory else None, on_disk),
         read_bytes_per_s=bytes_per_s("read"),
         write_bytes_per_s=bytes_per_s("write"),
         held_blocks=samples.value("kvtier_tier_held_blocks", tier=tier),
         used_bytes=samples.value("kvtier_tier_used_bytes", tier=tier),
         capacity_bytes=samples.value("kvtier_tier_capacity_bytes", tier=tier),
         evicted_blocks=samples.value("kvtier_tier_evicted_blocks_total", tier=tier),
-        errors=errors,
+        errors=_errors(samples, tier),
+        open_breakers=samples.value("kvtier_open_breakers", tier=tier),
+        queued_bytes=samples.value("kvtier_pool_write_down_queue_bytes", tier=tier),
         state=states[0] if len(states) == 1 else None,
         codecs=_codecs(samples, tier),
     )
+
+
+def _errors(samples: Samples, tier: str) -> dict[str, float]:
+    name = "kvtier_io_errors_total"
+    return {
+        f"{op} {error}": count
+        for op in samples.by(name, "op", tier=tier)
+        for error, count in samples.by(name, "error", tier=tier, op=op).items()
+    }
+
+
+def _first(*values: float | None) -> float | None:
+    """The first value that is more than 0, else 0 if any is told, else None."""
+    told = [value for value in values if value is not None]
+    return next((value for value in told if value), 0.0 if told else None)
+
+
+def _added(*values: float | None) -> float | None:
+    told = [value for value in values if value is not None]
+    return sum(told) if told else None
 
 
 def _codecs(samples: Samples, tier: str) -> dict[str, CodecFacts]:
@@ -241,14 +281,6 @@ def _paths(samples: Samples) -> dict[str, PathFacts]:
         )
         for path in names
     }
-
-
-def _trouble(samples: Samples) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, label, words in _TROUBLE:
-        for value, count in samples.by(name, label).items():
-            found[words.format(value)] = count
-    return found
 
 
 def _quotient(amount: float, by: float) -> float | None:

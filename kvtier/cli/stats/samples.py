@@ -14,6 +14,10 @@ from prometheus_client.samples import Sample
 
 from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 
+_OF_VLLM = "vllm:"
+_STARTED = "process_start_time_seconds"
+_COUNTED = ("_total", "_count", "_sum", "_bucket")
+"""Ends of the names of what only grows as long as a process lives."""
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 """The most bytes of a page of metrics. Ours is about 20 KB; an address that answers with more is something else."""
@@ -21,13 +25,19 @@ _MAX_SAID_BYTES = 200
 """The most bytes that are shown of what a server says of a request that it refuses."""
 
 
+_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
+
+
 class Samples:
-    """Values by name and labels. Immutable."""
+    """Values by name and labels. Immutable.
+
+    What kvtier counts within vLLM has the name that it has elsewhere: vLLM lets nobody add metrics without its prefix.
+    """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
         for sample in samples:
-            self._by_name.setdefault(sample.name, []).append(sample)
+            self._by_name.setdefault(_common_name(sample.name), []).append(sample)
 
     def names(self) -> list[str]:
         return list(self._by_name)
@@ -49,8 +59,40 @@ class Samples:
             totals[of] = totals.get(of, 0.0) + sample.value
         return {of: total for of, total in totals.items() if total}
 
+    def label(self, name: str, label: str) -> str | None:
+        """Returns what the first sample of this name has for a label; None where there is none."""
+        return next((s.labels[label] for s in self._by_name.get(name, ()) if label in s.labels), None)
+
+    def since(self, before: "Samples") -> "Samples | None":
+        """Returns what counters gained since an earlier page of the same process; gauges are as they are now.
+
+        None: it is not the same process any more, by its start or since a counter has lost.
+        """
+        if self.value(_STARTED) != before.value(_STARTED):
+            return None
+        known = {_identity(name, s): s.value for name, found in before._by_name.items() for s in found}
+        gained: list[Sample] = []
+        for name, found in self._by_name.items():
+            if not name.endswith(_COUNTED):
+                gained += found
+                continue
+            for sample in found:
+                amount = sample.value - known.get(_identity(name, sample), 0.0)
+                if amount < 0:
+                    return None
+                gained.append(sample._replace(value=amount))
+        return Samples(gained)
+
     def _matching(self, name: str, labels: dict[str, str]) -> list[Sample]:
         return [s for s in self._by_name.get(name, ()) if labels.items() <= s.labels.items()]
+
+
+def _common_name(name: str) -> str:
+    return name.removeprefix(_OF_VLLM) if name.startswith(f"{_OF_VLLM}kvtier_") else name
+
+
+def _identity(name: str, sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(sample.labels.items())
 
 
 def parse(page: str, *, source: str) -> Samples:
@@ -61,12 +103,23 @@ def parse(page: str, *, source: str) -> Samples:
         raise InvalidInputError(f"{source} answers with something that is no metrics page: {error}") from error
 
 
-def fetch(url: str, *, ca: Path | None = None) -> Samples:
-    """Blocks up to some seconds. Raises `UnavailableError` when nobody answers, `InvalidInputError` for nonsense.
+def fetch(url: str, *, ca: Path | None = None, token: str | None = None) -> Samples:
+    """Returns the samples of a page. Blocks and raises as `get` does."""
+    return parse(get(url, ca=ca, token=token).decode("utf-8", errors="replace"), source=url)
+
+
+def get(url: str, *, ca: Path | None = None, token: str | None = None) -> bytes:
+    """What a server answers. Blocks up to some seconds. Raises `UnavailableError` when nobody answers,
+    `InvalidInputError` for more than a page of metrics has, and `ConfigError` where a token would go in the clear.
 
     :param url: as `metrics_url` gives it.
     :param ca: CAs, in PEM, of an https server's certificate; without, the system's.
+    :param token: shown as a bearer token, over https or to this machine.
     """
+    request = urllib.request.Request(url)
+    if token is not None:
+        _require_private(url)
+        request.add_header("Authorization", f"Bearer {token}")
     context = None
     if url.startswith("https:"):
         try:
@@ -74,8 +127,8 @@ def fetch(url: str, *, ca: Path | None = None) -> Samples:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--ca {ca}: cannot read certificates: {error}") from error
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as answer:
-            page = answer.read(_MAX_BYTES + 1)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
+            page: bytes = answer.read(_MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
         hint = _said(error) or "is it an engine or a pool?"
         raise UnavailableError(f"{url} answers {error.code} {error.reason}: {hint}") from error
@@ -86,12 +139,18 @@ def fetch(url: str, *, ca: Path | None = None) -> Samples:
         raise UnavailableError(f"{url} does not answer: {reason}{remedy}") from error
     if len(page) > _MAX_BYTES:
         raise InvalidInputError(f"{url} answers with more than {_MAX_BYTES:,} bytes: that is no metrics page of ours")
-    return parse(page.decode("utf-8", errors="replace"), source=url)
+    return page
+
+
+def _require_private(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme != "https" and parts.hostname not in _THIS_MACHINE:
+        raise ConfigError(f"--token would go to {parts.netloc} in the clear: use https, or ask on the pool's host")
 
 
 def _said(refusal: urllib.error.HTTPError) -> str:
-    """Other ports of a pool say in such an answer which one they are."""
-    if refusal.code != HTTPStatus.BAD_REQUEST:
+    """What a pool says in such an answer: which port it is, or why it refuses."""
+    if refusal.code not in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return ""
     try:
         words = refusal.read(_MAX_SAID_BYTES).decode("utf-8", errors="replace")

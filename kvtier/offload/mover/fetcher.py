@@ -84,7 +84,9 @@ class Fetcher:
             ok, waited_s = self._bring(batch, after)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
-            _log.exception("loading %d blocks from %s failed", len(batch.keys), batch.source)
+            _log.exception(
+                "loading %d blocks from %s failed", len(batch.keys), batch.source, extra={"tier": batch.source}
+            )
             ok = bytes(len(batch.keys))
         with self._lock:
             del self._running[batch.batch_id]

@@ -70,7 +70,7 @@ class TierWriter:
             statuses = self._tiers.by_name[name].write([write.items[i] for i in mine]) if mine else []
             refused = [i for i, status in zip(mine, statuses, strict=True) if status not in _THERE]
         except Exception:
-            _log.exception("writing %d blocks to %s failed", len(write.items), name)
+            _log.exception("writing %d blocks to %s failed", len(write.items), name, extra={"tier": name})
         with self._lock:
             if refused:
                 write.refused[name] = [write.keys[i] for i in refused]
@@ -83,5 +83,5 @@ class TierWriter:
         try:
             self._tiers.by_name[batch.tier].discard(self._memory.store_keys(batch.keys))
         except Exception:
-            _log.exception("discarding %d blocks in %s failed", len(batch.keys), batch.tier)
+            _log.exception("discarding %d blocks in %s failed", len(batch.keys), batch.tier, extra={"tier": batch.tier})
         self._answers.post(Discarded(batch.batch_id))

@@ -35,7 +35,7 @@ class RemoteCalls:
         :param max_batch_bytes: payload bytes in one batch; a block larger than that is a batch of its own.
         :param max_batch_blocks: blocks in one batch.
         """
-        self._name = name
+        self._name, self._about = name, {"tier": name}
         self._metrics = metrics
         self._breaker = breaker
         metrics.open_breakers.watch(name, breaker)
@@ -75,10 +75,12 @@ class RemoteCalls:
         except KvtierError as error:
             self._metrics.io_errors.labels(self._name, op, type(error).__name__).inc()
             if self._breaker.failure():
-                self._log.warning("tier %s: left alone for now, everything misses: %s", self._name, str(error))
+                self._log.warning(
+                    "tier %s: left alone for now, everything misses: %s", self._name, str(error), extra=self._about
+                )
             return False
         if self._breaker.success():
-            self._log.warning("tier %s: answers again", self._name)
+            self._log.info("tier %s: answers again", self._name, extra=self._about)
         return True
 
     def _batches(self, sizes: Sequence[int]) -> Iterator[slice]:

@@ -46,7 +46,7 @@ class EventQueue:
             try:
                 self._sink(event)
             except Exception:
-                _log.exception("event sink of tier %s failed", self._tier)
+                _log.exception("event sink of tier %s failed", self._tier, extra={"tier": self._tier})
 
     def _next(self) -> Event | None:
         with self._lock:

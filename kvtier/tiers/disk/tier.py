@@ -228,9 +228,13 @@ class DiskTier:
             return num_there
 
     def usage(self) -> Usage:
-        """Returns how full the tier is; bytes are disk space of all files, preallocated room included."""
+        """Returns how full the tier is; bytes are disk space of all files, preallocated room included.
+
+        The capacity is no more than the file system had room for when room was last made.
+        """
         with self._guard, self._parts.state.lock:
-            return Usage(len(self._parts.state.index), self._parts.state.segments.used_bytes, self._capacity_bytes)
+            state, most_bytes = self._parts.state, self._parts.space.most_bytes
+            return Usage(len(state.index), state.segments.used_bytes, max(state.segments.used_bytes, most_bytes))
 
     def usage_of(self, tenant: TenantId) -> Usage:
         """One tenant's part of `usage`: bytes are those of pages that were written for it, with heads, padding, and
@@ -276,7 +280,12 @@ class DiskTier:
             hangs = self._parts.watch.wait([closed])
             closing.close(wait=not hangs)
             if hangs:
-                _log.warning("tier %s is left as it is: %s", self._name, self._parts.health.problem)
+                _log.warning(
+                    "tier %s is left as it is: %s",
+                    self._name,
+                    self._parts.health.problem,
+                    extra={"tier": self._name},
+                )
             else:
                 closed.result()
 

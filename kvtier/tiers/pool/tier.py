@@ -282,7 +282,11 @@ class PoolTier:
         self._metrics.pins.labels(self._name, "not_offered").inc(num_blocks)
         if not self._said_without_pins:
             self._said_without_pins = True
-            _log.warning("tier %s: the pool pins no blocks: it is older, or max_pin_s or pin_share is 0", self._name)
+            _log.warning(
+                "tier %s: the pool pins no blocks: it is older, or max_pin_s or pin_share is 0",
+                self._name,
+                extra={"tier": self._name},
+            )
 
     def _require_own(self, keys: Sequence[StoreKey]) -> None:
         if not are_of_tenant(keys, self._tenant):

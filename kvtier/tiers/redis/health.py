@@ -15,7 +15,7 @@ class Health:
         :param server: its name in log lines.
         :param breaker: the server's own.
         """
-        self._tier, self._server = tier, server
+        self._tier, self._server, self._about = tier, server, {"tier": tier}
         self._metrics = metrics
         self._breaker = breaker
         metrics.open_breakers.watch(tier, breaker)
@@ -32,9 +32,15 @@ class Health:
         """The server did not answer, or refused."""
         self._metrics.io_errors.labels(self._tier, op, type(error).__name__).inc()
         if self._breaker.failure():
-            self._log.warning("tier %s: %s left alone for now, its blocks miss: %s", self._tier, self._server, error)
+            self._log.warning(
+                "tier %s: %s left alone for now, its blocks miss: %s",
+                self._tier,
+                self._server,
+                error,
+                extra=self._about,
+            )
 
     def worked(self) -> None:
         """The server answered."""
         if self._breaker.success():
-            self._log.warning("tier %s: %s answers again", self._tier, self._server)
+            self._log.info("tier %s: %s answers again", self._tier, self._server, extra=self._about)

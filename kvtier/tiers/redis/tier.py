@@ -295,7 +295,7 @@ class RedisTier:
         """A server that does not tell is not a server that fails."""
         with contextlib.suppress(KvtierError):
             if warning := self._warning_of(self._reports("policy", deadline)):
-                _log.warning("tier %s: %s", self._name, warning)
+                _log.warning("tier %s: %s", self._name, warning, extra={"tier": self._name})
 
     def _unlink(self, op: str, names: Sequence[bytes], deadline: float) -> None:
         """Drops values, wherever they are."""

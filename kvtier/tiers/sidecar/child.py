@@ -17,6 +17,7 @@ from kvtier.memory.slab_layout import SharedSlab
 from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import Fields
 from kvtier.protocol.block_socket import FrameSocket
+from kvtier.system.logs import Format, effective_level
 from kvtier.tiers.sidecar.event_relay import EventReceiver
 from kvtier.tiers.sidecar.messages import Verb, channel, error_for
 
@@ -73,15 +74,21 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def open(self, shared: SharedMemory, factory: str, settings: str, timeout_s: float) -> None:
-        """Hands over the memory, has the tiers made, and hears what they hold. `KvtierError`: it cannot be."""
+    def open(
+        self, shared: SharedMemory, factory: str, settings: str, timeout_s: float, log_format: Format = "text"
+    ) -> None:
+        """Hands over the memory, has the tiers made, and hears what they hold. `KvtierError`: it cannot be.
+
+        :param log_format: of what the process logs, from the level on that this process has.
+        """
         deadline = MONOTONIC() + timeout_s
         memory = {"memory_bytes": len(shared.memory)}
         try:
             self._control.send_frame(memory, deadline=deadline, descriptors=[shared.descriptor])
         except OSError as error:
             raise UnavailableError(f"tier process {self.pid} did not start: {error}") from error
-        request = {"factory": factory, "settings": settings.encode(), "log_level": logging.getLogger().level}
+        logs = {"log_level": effective_level(), "log_format": log_format}
+        request = {"factory": factory, "settings": settings.encode(), **logs}
         self.call(Verb.OPEN, request, deadline)
         while self.call(Verb.NEWS, {}, deadline).number("news_number"):
             pass

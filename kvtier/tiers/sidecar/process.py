@@ -26,6 +26,7 @@ from kvtier.metrics import Metrics
 from kvtier.net.stream import PlainStream
 from kvtier.protocol.block import Fields
 from kvtier.protocol.block_socket import FrameSocket
+from kvtier.system.logs import set_up_logs
 from kvtier.tiers.base import Tier
 from kvtier.tiers.sidecar.event_relay import EventSender
 from kvtier.tiers.sidecar.lease_table import LeaseTable
@@ -137,7 +138,7 @@ class TierServer:
         raise InvalidInputError(f"no such verb: {verb}")
 
     def _open(self, request: Fields) -> Mapping[str, object]:
-        logging.getLogger().setLevel(request.number("log_level"))
+        set_up_logs(request.number("log_level"), "json" if request.text("log_format") == "json" else "text")
         module, _, name = request.text("factory").partition(":")
         make: MakeTiers = getattr(importlib.import_module(module), name)
         self._tiers = {
@@ -173,7 +174,7 @@ def main() -> None:
     keep_freed_memory()
     control, parent = int(sys.argv[1]), int(sys.argv[2])
     if os.getppid() == parent:  # or it has died before it could be watched
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        set_up_logs()
         try:
             serve(socket.socket(fileno=control))
         except (OSError, KvtierError):

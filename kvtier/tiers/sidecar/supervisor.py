@@ -15,6 +15,7 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.metrics import Metrics
 from kvtier.protocol.block import Fields
+from kvtier.system.logs import Format
 from kvtier.tiers.sidecar.child import ChildProcess, SharedMemory
 from kvtier.tiers.sidecar.event_relay import EventReceiver
 from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys
@@ -45,6 +46,8 @@ class ProcessSettings:
     """How long a process may take to close its tiers; after that, writes that are not over are lost."""
     hidden_environ: Collection[str] = ()
     """Variables of the engine's environment that the process does not inherit: they hold secrets."""
+    log_format: Format = "text"
+    """What the process logs to standard error is written so."""
 
 
 class TierProcess:
@@ -219,7 +222,7 @@ class TierProcess:
         inventory = OpeningInventory(self._on_event)
         child = ChildProcess(EventReceiver(inventory.on_event, self._metrics), settings.hidden_environ)
         try:
-            child.open(self._shared, settings.factory, settings.settings, settings.start_timeout_s)
+            child.open(self._shared, settings.factory, settings.settings, settings.start_timeout_s, settings.log_format)
             self._let_serve(child, inventory)
         except BaseException:
             child.kill()

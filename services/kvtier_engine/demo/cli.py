@@ -26,6 +26,8 @@ def demo(
 
     Everything is real: a cache pool, engines on the CPU, and a Redis where one is installed, in processes of their own
     that have ended when this ends. Progress is on standard error. Exit code 1 when something is not as it must be.
+
+    Example: kvtier demo --json demo.json --plot demo.svg
     """
     # Not before it is called: a list of commands needs no model.
     from kvtier.config import parse_config

@@ -18,6 +18,7 @@ class EngineMetrics:
         self.requests = counter("requests", "Requests that ended: stop, length, cancelled, failed", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that were not computed, by tier", "tier")
+        self.cold_prompt_tokens = counter("cold_prompt_tokens", "Tokens of prompts of which nothing was cached")
         self.answer_tokens = counter("answer_tokens", "Tokens generated")
         self.preemptions = counter("preemptions", "Requests that lost their blocks and started again")
         self.step_seconds = counter("step_seconds", "Time in steps that computed something")
@@ -27,10 +28,13 @@ class EngineMetrics:
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
         self.ttft_seconds = Histogram(
             "kvtier_engine_ttft_seconds",
-            "Arrival of a request to its first new token",
+            "Arrival of a request to its first new token, by whether any of its prompt was cached (hit) or not (cold)",
+            ["prompt"],
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
+        for prompt in ("cold", "hit"):
+            self.ttft_seconds.labels(prompt)
 
     def count(self, completion: Completion) -> None:
         """One ended request."""
@@ -40,4 +44,7 @@ class EngineMetrics:
         for tier, num_tokens in completion.cached_by_tier.items():
             self.cached_tokens.labels(tier).inc(num_tokens)
         if completion.ttft_s is not None:
-            self.ttft_seconds.observe(completion.ttft_s)
+            is_cold = not any(completion.cached_by_tier.values())
+            self.ttft_seconds.labels("cold" if is_cold else "hit").observe(completion.ttft_s)
+            if is_cold:  # beside the times, so that what a token takes can be told
+                self.cold_prompt_tokens.inc(completion.num_prompt_tokens)

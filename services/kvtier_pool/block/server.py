@@ -15,6 +15,7 @@ from kvtier.net.tls import ServerTls, TlsStream
 from kvtier.protocol.block import VERSIONS, Result, encode_head
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.store.store import Store
+from kvtier_pool.auth import Login
 from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
@@ -28,6 +29,7 @@ from kvtier_pool.rates import TenantRates
 from kvtier_pool.turns import FairTurns
 
 _log = logging.getLogger(__name__)
+_MAX_CONNECTIONS = "max_connections"
 _PAUSE_S = 0.1
 """Seconds to pause after an `accept` that failed, most often for want of descriptors."""
 _LAST_WAIT_S = 5.0
@@ -165,6 +167,7 @@ class BlockServer:
             self._turns,
         )
         if not self._take_in(session):
+            session.door.turned_away(_MAX_CONNECTIONS)
             self._refuse(stream)
             return
         try:
@@ -192,18 +195,20 @@ class BlockServer:
             self._sessions[session] = None
         if nameless is not None:
             self._metrics.block_connections_refused.inc()
+            nameless.door.turned_away(_MAX_CONNECTIONS)
             nameless.cut()
         return True
 
-    def _log_in(self, session: BlockSession, tenant: TenantId) -> None:
+    def _log_in(self, session: BlockSession, login: Login) -> None:
         """Takes one of the tenant's places for a session that has said who it is."""
         try:
-            self._places.take(tenant)
+            self._places.take(login.tenant)
         except LimitExceededError as error:
             self._metrics.block_connections_refused.inc()
+            session.door.turned_away(_MAX_CONNECTIONS, login.name)
             raise UnavailableError(str(error)) from error
         with self._lock:
-            self._tenants[session] = tenant
+            self._tenants[session] = login.tenant
 
     def _stream(self, connection: socket.socket) -> PlainStream | TlsStream:
         """Does not block: a handshake is the session's."""
@@ -231,7 +236,7 @@ class BlockServer:
     def _refuse(self, stream: PlainStream | TlsStream) -> None:
         """Says why and closes, without waiting for a peer that may never speak."""
         self._metrics.block_connections_refused.inc()
-        message = f"max_connections: {self._places.num_places} are open, and the pool takes no more"
+        message = f"{_MAX_CONNECTIONS}: {self._places.num_places} are open, and the pool takes no more"
         answer = {"id": 0, "result": Result.UNAVAILABLE, "message": message, "versions": list(VERSIONS)}
         with contextlib.closing(stream):
             if isinstance(stream, TlsStream):

@@ -13,6 +13,7 @@ from kvtier.net.wrong_protocol import WrongProtocolError
 from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, Result, Verb, result_for
 from kvtier.protocol.block_socket import FrameSocket, require_no_payload
 from kvtier.store.store import Store
+from kvtier.system.logs import bind_log_fields
 from kvtier_pool.auth import Login
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
@@ -52,7 +53,7 @@ class BlockSession:
         certificate_names: Callable[[], frozenset[str]] = frozenset,
         on_stranger: Callable[[Exception], None] = lambda _: None,
         large: LargeRequests | None = None,
-        log_in: "Callable[[BlockSession, TenantId], None]" = lambda session, tenant: None,
+        log_in: "Callable[[BlockSession, Login], None]" = lambda session, login: None,
         rates: TenantRates | None = None,
         turns: FairTurns | None = None,
     ) -> None:
@@ -70,7 +71,8 @@ class BlockSession:
         """
         self._connection = connection
         self._core = core
-        self._door = door
+        self.door = door
+        """The door that the peer came to. Not changed."""
         self._limits = limits
         self._metrics = metrics
         self._clients = clients
@@ -99,6 +101,7 @@ class BlockSession:
 
     def run(self) -> None:
         """Serves until the peer closes or breaks the protocol, or until `finish` or `cut`; closes the connection."""
+        bind_log_fields(peer=self.door.peer)
         try:
             scope = self._greet()
             if scope is not None:
@@ -158,9 +161,10 @@ class BlockSession:
             self._end_with(Result.INCOMPATIBLE, message)
             return None
         token = hello.text("token") if hello.has("token") else None
-        login = self._door.tenant(token, self._certificate_names(), self._cut.wait)
+        login = self.door.tenant(token, self._certificate_names(), self._cut.wait)
         tenant = login.tenant
-        self._log_in(self, tenant)
+        bind_log_fields(peer=self.door.peer, tenant=login.name)
+        self._log_in(self, login)
         self.login = login  # before the peer hears it and opens the next one
         scope = ClientScope(tenant, hello, self._limits)
         _log.debug("client %r connected", hello.text("client")[:100])
@@ -223,7 +227,7 @@ class BlockSession:
 
     def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler], pace: Pace) -> None:
         request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
-        if self.login is not None and not self._door.is_current(self.login):
+        if self.login is not None and not self.door.is_current(self.login):
             raise UnauthenticatedError("the credentials of this connection are not accepted any more: log in anew")
         verb = request.request.text("verb")
         handler = handlers.get(verb)

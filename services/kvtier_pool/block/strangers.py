@@ -38,7 +38,7 @@ class StrangerLog:
             num_left_out, self._num_left_out = self._num_left_out, 0
             self._quiet_until_s = now_s + _EVERY_S
         others = f"; {num_left_out} others since the last such line" if num_left_out else ""
-        _log.info("connection from %s refused: %s%s", peer, error, others)
+        _log.info("connection from %s refused: %s%s", peer, error, others, extra={"peer": peer})
 
 
 def name_of(connection: socket.socket) -> str:

@@ -5,6 +5,8 @@ from typing import Any
 
 import grpc
 
+from kvtier.errors import LimitExceededError
+from kvtier.system.logs import bind_log_fields
 from kvtier_pool.auth import Login
 from kvtier_pool.grpc.connections import GrpcConnections
 from kvtier_pool.logins import Logins, grpc_peer
@@ -26,8 +28,14 @@ class Callers:
         :raises LimitExceededError: the tenant has no place for this connection.
         """
         door = self._logins.at("grpc", grpc_peer(context.peer()))
+        bind_log_fields(peer=door.peer)  # the thread has served others before
         login = door.authenticate(context.invocation_metadata(), _certificate_names_of(context))
-        self.connections.log_in(context.peer(), login)
+        bind_log_fields(peer=door.peer, tenant=login.name)
+        try:
+            self.connections.log_in(context.peer(), login)
+        except LimitExceededError:
+            door.turned_away("max_connections", login.name)
+            raise
         return login
 
     def end_stale(self) -> None:

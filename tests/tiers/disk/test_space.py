@@ -67,6 +67,7 @@ def test_the_tier_shrinks_to_leave_the_reserve_free(
     for i in range(10):
         assert tier.write([block((i, "more"))]) == [WriteStatus.STORED]
     assert used_bytes(tmp_path / "disk") <= 300 * KIB
+    assert tier.usage().capacity_bytes <= 300 * KIB, "what can be had, not what was configured"
     files.size_bytes = MIB
     assert "no room" not in caplog.text
     statuses = [tier.write([block((i, "none"))])[0] for i in range(10)]

@@ -117,6 +117,7 @@ def test_stopped_in_the_middle_of_a_large_read(server: RedisServer) -> None:
 def test_a_slow_server_is_left_alone_and_asked_again_later(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "kvtier")
     metrics = Metrics()
     now = [0.0]
     breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])

@@ -47,7 +47,8 @@ class MediumHealth:
         self._name = name
         self._metrics = metrics
         self._events = events
-        self._quiet = QuietLog(_log, clock=clock)
+        self._log = logging.LoggerAdapter(_log, {"tier": name})
+        self._quiet = QuietLog(self._log, clock=clock)
         self._writes = CircuitBreaker(_WRITES_IN_A_ROW, _PAUSE_S, clock)
         self._lock = threading.Lock()
         self._failing: set[int] = set()
@@ -78,9 +79,9 @@ class MediumHealth:
             changed = self._show()
         if reason is not None:
             self._metrics.io_errors.labels(self._name, "any", "ETIMEDOUT").inc()
-            _log.error("tier %s is off: %s; everything misses until it answers", self._name, reason)
+            self._log.error("tier %s is off: %s; everything misses until it answers", self._name, reason)
         elif changed:
-            _log.warning("tier %s: its medium answers again; it is %s", self._name, self._state.value)
+            self._log.info("tier %s: its medium answers again; it is %s", self._name, self._state.value)
 
     def may_write(self) -> bool:
         """False while the tier is read-only."""
@@ -91,7 +92,7 @@ class MediumHealth:
         with self._lock:
             back = self._writes.success() and self._change(TierState.WRITABLE)
         if back:
-            _log.warning("tier %s takes writes again", self._name)
+            self._log.info("tier %s takes writes again", self._name)
 
     def write_failed(self, error: OSError) -> WriteStatus:
         """What the writer hears."""
@@ -99,7 +100,7 @@ class MediumHealth:
         with self._lock:
             read_only = self._writes.failure() and self._change(TierState.READ_ONLY)
         if read_only:
-            _log.error(
+            self._log.error(
                 "tier %s is read-only: %d writes failed in a row, the last one with: %s; tried again every %g s",
                 self._name, _WRITES_IN_A_ROW, error, _PAUSE_S,
             )  # fmt: skip
@@ -120,7 +121,7 @@ class MediumHealth:
             self._failing.add(segment)
             off = len(self._failing) >= _SEGMENTS_IN_A_ROW and self._change(TierState.OFF)
         if off:
-            _log.error(
+            self._log.error(
                 "tier %s is off: reads of %d segments in a row failed, the last one with: %s; look after the drive, "
                 "then restart", self._name, _SEGMENTS_IN_A_ROW, error,
             )  # fmt: skip

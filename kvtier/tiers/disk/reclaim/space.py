@@ -44,6 +44,8 @@ class SpaceManager:
         self._health = health
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
+        self.most_bytes = capacity_bytes
+        """What files may take, by the capacity and by what the file system last had. Changed under the state's lock."""
         self._forget_bytes = min(_MOST_FORGET_BYTES, capacity_bytes // 16 // PAGE * PAGE)
         """Bytes for tombstones alone: what was forgotten must be so at once, whatever is to be evicted."""
 
@@ -206,7 +208,9 @@ class SpaceManager:
     def _limit(self, free_bytes: int) -> int:
         """What files may take, given what the file system had free a moment ago. Under the lock."""
         used = self._state.segments.used_bytes
-        return min(self._capacity_bytes - self._forget_bytes, used + free_bytes - self._reserve_bytes)
+        of_system = used + free_bytes - self._reserve_bytes
+        self.most_bytes = max(1, min(self._capacity_bytes, of_system))
+        return min(self._capacity_bytes - self._forget_bytes, of_system)
 
     def _warn_of_no_room(self, nbytes: int, limit: int) -> None:
         self._health.warn(

@@ -1,0 +1,116 @@
+"""How kvtier's processes write their log: one format for all of them, as text or as JSON lines.
+
+A JSON line has `time` (UTC), `level`, `logger`, `message` and `pid`; `peer`, `tenant`, `request_id` and `tier` where
+they are known, and `traceback` where there is one. Secrets never reach a log record: tokens are named by their ids.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["text", "json"]
+
+OURS = ("kvtier", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang", "kvtier_bench")
+"""The loggers of our packages."""
+_FIELDS = ("peer", "tenant", "request_id", "tier")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_NOTHING: Mapping[str, str] = {}
+_bound: ContextVar[Mapping[str, str]] = ContextVar("kvtier_log_fields", default=_NOTHING)
+"""What all lines of the present thread are about."""
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON. Any thread."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+            **_fields_of(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """A record as text, with what the thread's lines are about behind the message. Any thread."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        about = " ".join(f"{name}={value}" for name, value in _bound.get().items())
+        return f"{super().formatMessage(record)} [{about}]" if about else super().formatMessage(record)
+
+
+def bind_log_fields(**fields: str) -> None:
+    """All lines that this thread (or task) logs from now on have these fields, and no others; less than a microsecond.
+
+    :param fields: of `peer`, `tenant`, `request_id` and `tier`. Never a secret.
+    """
+    _bound.set(fields)
+
+
+def set_up_logs(level: Level | int | None = None, format: Format | None = None, stream: TextIO | None = None) -> None:
+    """Sends all that this process logs to standard error, whatever was set up before. For processes that are ours.
+
+    Packages of others log from INFO on, or from `level` where that is higher: their debug lines may hold secrets.
+
+    :param level: of kvtier's own lines; None: `info`.
+    :param format: None: `text`.
+    """
+    own = level if isinstance(level, int) else int(getattr(logging, (level or "info").upper()))
+    handler = _handler(format or "text", stream)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(own, logging.INFO))
+    for name in OURS:
+        logging.getLogger(name).setLevel(own)
+    logging.captureWarnings(True)
+
+
+def set_up_logs_within(level: Level | None, format: Format | None, names: Iterable[str] = OURS) -> None:
+    """Changes what is set, for the loggers of our packages alone. For processes of an engine that kvtier is a plug-in
+    of; without settings its own way of logging stays."""
+    handler = None if format is None else _handler(format, None)
+    for name in names:
+        logger = logging.getLogger(name)
+        if level is not None:
+            logger.setLevel(level.upper())
+        if handler is not None:
+            logger.handlers[:], logger.propagate = [handler], False
+
+
+def effective_level() -> int:
+    """The level from which on kvtier's own lines are logged in this process."""
+    return logging.getLogger(OURS[0]).getEffectiveLevel()
+
+
+def log_fatal(message: str) -> bool:
+    """Logs why the process ends, where its log is JSON lines; False: it is not, and nothing was written."""
+    is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+    if is_json:
+        logging.getLogger(OURS[0]).critical("%s", message)
+    return is_json
+
+
+def _handler(format: Format, stream: TextIO | None) -> logging.Handler:
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(JsonLines() if format == "json" else TextLines())
+    return handler
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """What is known of the line beside its message: what the record was given wins over what the thread is bound to."""
+    bound = _bound.get()
+    known = {name: getattr(record, name, bound.get(name)) for name in _FIELDS}
+    return {name: value for name, value in known.items() if value is not None}

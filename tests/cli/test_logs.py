@@ -1,0 +1,172 @@
+"""What processes log: text or JSON lines, from which level on, whose peer and tenant, and no secrets."""
+
+import io
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import token_sha256
+from kvtier.errors import KvtierError
+from kvtier.identity.keys import tenant_id
+from kvtier.memory.arena import Arena
+from kvtier.metrics import Metrics
+from kvtier.system.logs import OURS, bind_log_fields, set_up_logs, set_up_logs_within
+from kvtier.system.processes import Service
+from kvtier.tiers.pool.socket_transport import SocketTransport
+from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, TierProcess
+
+TOKEN = "of-red-0123456789abcdef"
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in map(logging.getLogger, OURS)]
+    of_root = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:], root.level = of_root
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    root.setLevel(of_root[1])
+    bind_log_fields()
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_one_format_as_text_and_as_json() -> None:
+    written = io.StringIO()
+    set_up_logs("debug", "json", written)
+    log = logging.getLogger("kvtier_pool.block")
+    bind_log_fields(peer="10.0.0.1:5", tenant="red")
+    log.warning("tier %s:\nleft alone", "pool", extra={"tier": "pool", "request_id": "r1"})
+    try:
+        raise ValueError("of a test")
+    except ValueError:
+        log.exception("a request failed")
+    logging.getLogger("redis").debug("AUTH secret")
+    first, second = map(json.loads, written.getvalue().splitlines())
+    assert {name: first[name] for name in ("level", "logger", "message", "peer", "tenant", "tier", "request_id")} == {
+        "level": "warning",
+        "logger": "kvtier_pool.block",
+        "message": "tier pool:\nleft alone",
+        "peer": "10.0.0.1:5",
+        "tenant": "red",
+        "tier": "pool",
+        "request_id": "r1",
+    }
+    assert first["time"].endswith("+00:00")
+    assert "ValueError: of a test" in second["traceback"]
+    written.truncate(0)
+    set_up_logs(stream=written)
+    log.debug("not from info on")
+    log.info("something")
+    assert written.getvalue().endswith(" INFO kvtier_pool.block: something [peer=10.0.0.1:5 tenant=red]\n")
+    assert "not from info on" not in written.getvalue()
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_within_an_engine_only_what_is_asked_for_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logs_within(None, None)
+    assert logging.getLogger("kvtier").propagate
+    set_up_logs_within("error", "json")
+    logging.getLogger("kvtier.tiers").warning("not this")
+    logging.getLogger("kvtier.tiers").error("this")
+    assert json.loads(capsys.readouterr().err)["message"] == "this"
+
+
+def test_a_pool_says_in_json_whom_it_refuses(tmp_path: Path) -> None:
+    """With everything logged there is: each line is an object, and none has a token."""
+    log, port = tmp_path / "pool.log", _free_port()
+    arguments = ["pool", "serve", "--listen", f"127.0.0.1:{port}", "--http-listen", "127.0.0.1:0"]
+    environ = {
+        "KVTIER__LOG__FORMAT": "json",
+        "KVTIER__LOG__LEVEL": "debug",
+        "KVTIER__TENANTS__RED__TOKEN_SHA256": json.dumps([_digest(TOKEN)]),
+        "KVTIER__POOL_SERVICE__MAX_CONNECTIONS": "1",
+        "KVTIER__POOL_SERVICE__GRPC_LISTEN": "[]",
+        "KVTIER__POOL_SERVICE__MEMORY_BYTES": "16MiB",
+    }
+    with Service(arguments, log=log, environ=environ) as pool:
+        address = pool.ready()["block"]
+        with pytest.raises(KvtierError, match="not known to this pool"):
+            _connect(address, "of-nobody-0123456789abcdef")
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert b"block protocol" in stranger.recv(1 << 16)
+        first = _connect(address, TOKEN)
+        try:
+            with pytest.raises(KvtierError, match="max_connections"):
+                _connect(address, TOKEN)
+        finally:
+            first.close()
+    text = log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    assert TOKEN not in text
+    assert "of-nobody" not in text
+    assert _digest(TOKEN) not in text
+    by_event = {line.get("event"): line for line in lines}
+    assert by_event["login_refused"]["address"].startswith("127.0.0.1:")
+    assert by_event["login_refused"]["reason"] == "unknown_token"
+    assert by_event["connection_refused"]["limit"] == "max_connections"
+    assert any(line["level"] == "info" and line.get("peer", "").startswith("127.0.0.1:") for line in lines), "stranger"
+
+
+def test_nothing_of_grpc_precedes_what_a_pool_says(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        places = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--grpc-listen", f"127.0.0.1:{port}")
+        tenant = ("--tenant", f"red={_digest(TOKEN)}", "--memory-bytes", "16MiB")
+        plain = _kvtier("pool", "serve", *places, *tenant)
+        as_json = _kvtier("pool", "serve", *places, *tenant, "--log-format", "json")
+    assert plain.returncode == as_json.returncode == 1
+    words = f"cannot listen on 127.0.0.1:{port}: is it in use"
+    last = plain.stderr.splitlines()[-1]
+    assert last.startswith(f"kvtier: {words}")
+    assert "add_port" not in plain.stderr
+    assert words in json.loads(as_json.stderr.splitlines()[-1])["message"]
+
+
+def test_a_tier_process_logs_as_its_engine_is_told_to(capfd: pytest.CaptureFixture[str]) -> None:
+    arena = Arena(1, 4096, shared=True)
+    settings = ProcessSettings(factory="json:loads", settings="{}", log_format="json")  # takes other arguments
+    try:
+        with pytest.raises(KvtierError, match="failed in the tier process"):
+            TierProcess(SharedMemory(arena.descriptor, arena.memory), settings, metrics=Metrics())
+    finally:
+        arena.close()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["logger"], line["message"]) for line in lines] == [("__main__", "open failed")]
+    assert "TypeError" in lines[0]["traceback"]
+
+
+def _connect(address: str, token: str) -> SocketTransport:
+    transport = SocketTransport(address, token, tenant_id("red"), metrics=Metrics(), connect_timeout_s=5.0)
+    try:
+        transport.connect()
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _digest(token: str) -> str:
+    return token_sha256(token)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _kvtier(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvtier.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))

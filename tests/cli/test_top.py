@@ -1,0 +1,240 @@
+"""`kvtier top` on a terminal and in a pipe, beside real pools that come, go and come back."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.stats.asking import Places
+from kvtier.cli.top.picture import Watch
+from kvtier.clock import MONOTONIC
+from kvtier.config import token_sha256
+from kvtier.system.processes import Service
+from kvtier_bench.measuring.blocks import Rotation, keys_of
+from kvtier_bench.processes.pool_process import pool_process
+
+MIB = 1 << 20
+PATIENCE_S = 60.0
+OPERATOR = "of-ann-0123456789abcdef"
+COMMAND = [sys.executable, "-m", "kvtier.cli.main", "top"]
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, columns: int = 80) -> None:
+        self._ours, theirs = pty.openpty()
+        self.resize(columns)
+        self.before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C and changes of size come by signals
+        )
+        self.shown = ""
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+    def wait_for(self, pattern: str) -> "re.Match[str]":
+        """Reads on until this is there; what was read up to its end is forgotten."""
+        until_s = MONOTONIC() + PATIENCE_S
+        while (found := re.search(pattern, ESCAPES.sub("", self.shown))) is None:
+            assert MONOTONIC() < until_s, f"no {pattern!r} in {self.shown!r}"
+            self._read()
+        self.shown = ""
+        return found
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and all that was shown last. The terminal has to be as it was."""
+        until_s = MONOTONIC() + PATIENCE_S
+        while self.process.poll() is None:
+            assert MONOTONIC() < until_s
+            self._read()
+        self._read()
+        assert termios.tcgetattr(self._theirs) == self.before
+        return self.process.returncode, self.shown
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def _read(self) -> None:
+        if select.select([self._ours], [], [], 0.05)[0]:
+            self.shown += os.read(self._ours, 1 << 16).decode(errors="replace")
+
+
+@contextmanager
+def terminal(*arguments: str, columns: int = 80) -> Iterator[Terminal]:
+    opened = Terminal(*arguments, columns=columns)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(OPERATOR)
+    settings = ["[operators.ann]", f'token_sha256 = ["{token_sha256(OPERATOR)}"]']
+    with pool_process(tmp_path, 64 * MIB, settings) as pool, ExitStack() as stack:
+        tier = pool.tier("tcp", stack)
+        rotation = Rotation(4096, 8)
+        rotation.fill(tier, "there")
+        arguments = ("--url", pool.http, "--token", f"file:{tmp_path}/token", "--interval", "0.2")
+        for end in (b"q", b"\x03", signal.SIGTERM):
+            with terminal(*arguments) as screen:
+                screen.wait_for(rf"pool \S+ http://{pool.http}")
+                rotation.reads(tier, "there", 8, ()).run()
+                screen.wait_for(r"hit rate 100\.0% of")
+                screen.wait_for(r" memory .* of 64\.0 MiB")
+                screen.wait_for(r" bench +\S+ \S+ ")
+                if end == b"q":
+                    screen.resize(160)
+                    screen.wait_for(r"hit rate")
+                if isinstance(end, bytes):
+                    screen.type(end)
+                else:
+                    screen.process.send_signal(end)
+                code, shown = screen.end()
+                assert code == 0
+                assert "\x1b[?1049l" in shown, "the other screen is left"
+                assert "\x1b[?25h" in shown, "the cursor is there again"
+        tier.lookup(keys_of(3, "absent"))
+        piped = _run(*arguments, "--count", "2")
+        as_json = _run(*arguments, "--count", "2", "--json")
+        once = _run("--once", "--json", "--url", pool.http, "--url", "127.0.0.1:1")
+    assert piped.returncode == as_json.returncode == once.returncode == 0, piped.stderr + once.stderr
+    assert "\x1b" not in piped.stdout
+    assert all(len(line) <= 80 for line in piped.stdout.splitlines())
+    assert piped.stdout.count("kvtier top") == 2
+    first, second = map(json.loads, as_json.stdout.splitlines())
+    assert (first["sources"][0]["rates"], first["sources"][0]["up"]) == (None, True)
+    (source,) = second["sources"]
+    assert source["facts"]["kind"] == "pool"
+    assert source["rates"]["interval_s"] > 0
+    assert source["rates"]["tiers"]["memory"]["evicted_per_s"] == 0
+    assert source["tenants"]["bench"]["num_hits"] > 0
+    here, nobody = json.loads(once.stdout)["sources"]
+    assert (here["up"], nobody["up"], nobody["facts"]) == (True, False, None)
+    assert "does not answer" in nobody["problem"]
+    assert _run("--once", "--url", "127.0.0.1:1").returncode == 1
+
+
+def test_a_pool_that_dies_and_comes_back(tmp_path: Path) -> None:
+    """It counts from zero again; nothing of what is shown is negative."""
+    arguments = ["pool", "serve", "--listen", "127.0.0.1:0", "--memory-bytes", "16MiB"]
+    arguments += ["--tenant", f"red={token_sha256(OPERATOR)}"]
+    environ = {"KVTIER__POOL_SERVICE__GRPC_LISTEN": "[]"}
+    with Service([*arguments, "--http-listen", "127.0.0.1:0"], log=tmp_path / "log", environ=environ) as first:
+        http = first.ready()["http"]
+        screen = Terminal("--url", http, "--interval", "0.2")
+        try:
+            screen.wait_for(rf"pool \S+ http://{http}")
+            first.kill()
+            screen.wait_for(rf"down http://{http} since \d\d:\d\d:\d\d")
+            with Service([*arguments, "--http-listen", http], log=tmp_path / "log", environ=environ) as second:
+                second.ready()
+                screen.wait_for(rf"pool \S+ http://{http}, up .*")
+                screen.type(b"q")
+                assert screen.end()[0] == 0
+        finally:
+            screen.close()
+
+
+PAGE = """
+process_start_time_seconds {started}
+kvtier_engine_prompt_tokens_total {asked}
+kvtier_engine_cached_tokens_total{{tier="pool"}} {cached}
+kvtier_tier_blocks_total{{op="lookup",status="hit",tier="pool"}} {cached}
+kvtier_tier_bytes_total{{op="read",tier="pool"}} {cached}
+kvtier_corrupt_blocks_total{{tier="pool"}} {asked}
+kvtier_open_breakers{{tier="pool"}} 1
+"""
+
+
+@pytest.mark.parametrize("starts_again", [True, False], ids=["another start", "the same start"])
+def test_rates_are_of_one_process(starts_again: bool) -> None:
+    with _pages() as (address, pages):
+        watch = Watch(Places(None, [address], None, None), 1.0)
+        pages.append(PAGE.format(started=1, asked=100, cached=50))
+        (picture,) = watch.look()
+        assert (picture.rates, picture.restarted) == (None, False)
+        pages.append(PAGE.format(started=1, asked=300, cached=200))
+        (picture,) = watch.look()
+        rates = picture.rates
+        assert rates is not None
+        assert (rates.hit_rate.asked, rates.hit_rate.share) == (200, 0.75)
+        assert rates.asked_per_s == pytest.approx(200 / rates.interval_s)
+        assert rates.missed_per_s == pytest.approx(50 / rates.interval_s)
+        assert rates.tiers["pool"].read_bytes_per_s == pytest.approx(150 / rates.interval_s)
+        assert list(rates.trouble_per_s.values()) == [pytest.approx(200 / rates.interval_s)]
+        pages.append(PAGE.format(started=2 if starts_again else 1, asked=10, cached=5))
+        (picture,) = watch.look()
+        assert (picture.rates, picture.restarted) == (None, True)
+        pages.append("garbage{")
+        (picture,) = watch.look()
+        assert picture.facts is None
+        assert "no metrics page" in (picture.problem or "")
+        pages.append(PAGE.format(started=2 if starts_again else 1, asked=20, cached=5))
+        (picture,) = watch.look()
+        assert (picture.rates, picture.restarted, picture.problem) == (None, False, None)
+        pages.append(PAGE.format(started=2 if starts_again else 1, asked=40, cached=10))
+        (picture,) = watch.look()
+        assert picture.rates is not None
+        assert picture.rates.hit_rate.share == 0.25
+
+
+@contextmanager
+def _pages() -> Iterator[tuple[str, list[str]]]:
+    """A server that answers with the last page."""
+    pages: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(pages[-1].encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}", pages
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=environ)
