@@ -6,8 +6,9 @@ from typing import Any
 from kvtier.codec.stored_form import HEADER_BYTES
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.redis.blocks import BlockFormat
-from kvtier.tiers.redis.commands import key_name
+from kvtier.tiers.redis.commands import key_names
 from kvtier.tiers.redis.exchange import Accepts, Conversation, is_wrong_type
+from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.undone import UndoneDiscards
 
 
@@ -21,7 +22,7 @@ class Discards:
         :param undone: where keys are listed that servers have not heard of; these are taken off it as they do.
         :param num_small: how many blocks, from the first on, are known to have one value each.
         """
-        self.names = [key_name(key) for key in keys]
+        self.names = key_names(keys)
         self.parts: list[bytes] = []
         """Names of the parts after the first, of blocks in parts: to be dropped as well."""
         self._keys = keys
@@ -43,7 +44,8 @@ class Discards:
         return [key for place, key in enumerate(self._keys) if place not in told]
 
     def work(self, talk: Conversation, places: list[int]) -> list[int]:
-        """Tells one server; gives the places that have moved. Raises what the server refuses with."""
+        """Tells one server; gives the places that have moved. Raises what the server refuses with. Of what is not
+        there, which is most of a large discard, the server is told by asking for it."""
         return self._tell(talk, places, is_wrong_type)
 
     def repeat(self, talk: Conversation, places: list[int]) -> list[int]:
@@ -51,8 +53,11 @@ class Discards:
         return self._tell(talk, places, lambda refusal: True)
 
     def _tell(self, talk: Conversation, places: list[int], accepts: Accepts) -> list[int]:
-        names = [self.names[place] for place in places]
-        large = [self.names[place] for place in places if place >= self._num_small]
+        found = presence(talk, [self.names[place] for place in places], accepts)
+        there = [places[i] for i in found.there]
+        self._note_told([places[i] for i in found.absent], 0)
+        names = [self.names[place] for place in there]
+        large = [self.names[place] for place in there if place >= self._num_small]
 
         def take_head(i: int, head: Any) -> None:
             if isinstance(head, bytes):
@@ -60,8 +65,13 @@ class Discards:
 
         def take_count(i: int, count: Any) -> None:
             if isinstance(count, int):
-                self._removed.append((places[i], count))
-                self._undone.done([self._keys[places[i]]])
+                self._note_told([there[i]], count)
 
         talk.ask([("GETRANGE", name, 0, HEADER_BYTES - 1) for name in large], take_head, accepts)
-        return [places[i] for i in talk.ask([("UNLINK", name) for name in names], take_count, accepts)]
+        moved = [there[i] for i in talk.ask([("UNLINK", name) for name in names], take_count, accepts)]
+        return [places[i] for i in found.moved] + moved
+
+    def _note_told(self, places: Sequence[int], count: int) -> None:
+        """A server has heard of these places, and has removed `count` values at each."""
+        self._removed.extend((place, count) for place in places)
+        self._undone.done([self._keys[place] for place in places])

@@ -30,7 +30,8 @@ class Conversation:
     def __init__(self, connection: Any, *, in_cluster: bool) -> None:
         """:param connection: a connected `redis.Connection` of any kind."""
         self._connection = connection
-        self._in_cluster = in_cluster
+        self.in_cluster = in_cluster
+        """Whether the server has some of the names of a Cluster: no command may name two of them."""
 
     def ask(self, commands: Iterable[Command], take: Take, accepts: Accepts = lambda answer: False) -> list[int]:
         """Sends all commands, then hands each answer to `take` as it arrives.
@@ -40,7 +41,10 @@ class Conversation:
         """
         count, moved, failure = 0, list[int](), None
         for batch in _batches(commands):
-            self._connection.send_packed_command(self._connection.pack_commands(batch))
+            packed = self._connection.pack_commands(batch)
+            # redis-py makes pieces of 6 KB, each of which would be sent by a system call of its own, and each of these
+            # gives up the interpreter, which a thread of a busy pool gets back after milliseconds.
+            self._connection.send_packed_command(packed if len(packed) == 1 else [b"".join(packed)])
             count += len(batch)
         for position in range(count):
             try:
@@ -54,10 +58,10 @@ class Conversation:
                 failure = failure or answer
             else:
                 take(position, answer)
+        if not self.in_cluster and (moved or isinstance(failure, redis.exceptions.ClusterCrossSlotError)):
+            raise UnavailableError("this server is part of a Cluster: use a URL of redis+cluster")
         if failure is not None:
             raise failure
-        if moved and not self._in_cluster:
-            raise UnavailableError("this server is part of a Cluster: use a URL of redis+cluster")
         return moved
 
 

@@ -32,11 +32,12 @@ from kvtier.tiers.redis.address import RedisAddress
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.caps import TenantCaps
 from kvtier.tiers.redis.clients import RedisClients
-from kvtier.tiers.redis.commands import key_name
+from kvtier.tiers.redis.commands import key_names
 from kvtier.tiers.redis.discards import Discards
 from kvtier.tiers.redis.exchange import Conversation
 from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.memory import REPORT, ServerMemory, total
+from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.purge import TenantPurge
 from kvtier.tiers.redis.reader import BlockReader
 from kvtier.tiers.redis.servers import Servers, Work
@@ -115,14 +116,13 @@ class RedisTier:
         """Answers HIT for each key whose block its server has, and MISS for all others and for servers that do not
         answer."""
         statuses = [Status.MISS] * len(keys)
-        names = [key_name(key) for key in keys]
+        names = key_names(keys)
 
         def work(talk: Conversation, places: list[int]) -> list[int]:
-            def take(i: int, answer: Any) -> None:
-                if answer == 1:
-                    statuses[places[i]] = Status.HIT
-
-            return [places[i] for i in talk.ask([("EXISTS", names[place]) for place in places], take)]
+            found = presence(talk, [names[place] for place in places])
+            for i in found.there:
+                statuses[places[i]] = Status.HIT
+            return [places[i] for i in found.moved]
 
         with self._guard:
             deadline = MONOTONIC() + self._lookup_timeout_s
@@ -134,7 +134,7 @@ class RedisTier:
         `into`."""
         require_pairs(keys, into)
         statuses = [Status.MISS] * len(keys)
-        reader = BlockReader(keys, [key_name(key) for key in keys], into, self._form)
+        reader = BlockReader(keys, key_names(keys), into, self._form)
         with self._guard:
             deadline = MONOTONIC() + self._call_timeout_s
             self._each("read", reader.names, [len(buffer) for buffer in into], reader.read_firsts, deadline)
@@ -236,7 +236,7 @@ class RedisTier:
 
     def _write(self, items: Sequence[Item[ReadableBuffer]], deadline: float) -> list[WriteStatus]:
         """Writes blocks that their tenants may have."""
-        writer = BlockWriter(items, [key_name(key) for key, _, _ in items], self._form)
+        writer = BlockWriter(items, key_names([key for key, _, _ in items]), self._form)
         self._each("write", writer.names, [len(payload) for _, payload, _ in items], writer.write_small, deadline)
         self._count_moved("write", writer.write_large(self._servers, deadline))
         self._unlink("write", writer.to_drop, deadline)

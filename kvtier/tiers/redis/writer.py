@@ -10,6 +10,7 @@ from kvtier.tiers.base import Item, WriteStatus
 from kvtier.tiers.redis.blocks import BlockFormat
 from kvtier.tiers.redis.commands import Command, set_value
 from kvtier.tiers.redis.exchange import Conversation, is_full
+from kvtier.tiers.redis.presence import presence
 from kvtier.tiers.redis.servers import Servers
 
 
@@ -45,15 +46,10 @@ class BlockWriter:
 
         What is there already is found out first: that costs a round trip, and saves packing and sending.
         """
-        absent: list[int] = []
-
-        def take(i: int, answer: Any) -> None:
-            if answer:
-                self.statuses[places[i]] = WriteStatus.EXISTS
-            else:
-                absent.append(places[i])
-
-        moved = [places[i] for i in talk.ask([("EXISTS", self.names[place]) for place in places], take)]
+        found = presence(talk, [self.names[place] for place in places])
+        for i in found.there:
+            self.statuses[places[i]] = WriteStatus.EXISTS
+        absent, moved = [places[i] for i in found.absent], [places[i] for i in found.moved]
         small = [place for place in absent if self._most_stored_bytes(place) <= self._form.max_value_bytes]
         self._large += sorted(set(absent).difference(small))
         return moved + self._set_firsts(talk, small, {})

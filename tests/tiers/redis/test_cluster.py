@@ -69,6 +69,14 @@ def test_a_cluster_shares_the_blocks(nodes: list[RedisServer], max_value_bytes: 
     tier.close()
 
 
+def test_a_node_of_a_cluster_that_is_taken_for_a_server_is_named(nodes: list[RedisServer]) -> None:
+    metrics = Metrics()
+    tier = connect(nodes[0].url, metrics=metrics)
+    assert tier.lookup(KEYS) == [Status.MISS] * NUM_BLOCKS
+    assert errors(metrics, "lookup", "UnavailableError") == 1, "whatever the server calls it"
+    tier.close()
+
+
 def slot_of(nodes: list[RedisServer], name: bytes) -> tuple[int, RedisServer, RedisServer]:
     """The hash slot of a name, the node that serves it and one that does not."""
     with nodes[0].client() as client:

@@ -7,7 +7,7 @@ import redis
 
 from kvtier.codec.stored_form import Codec
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import ChainHash, NamespaceId, TenantId, store_key
+from kvtier.identity.keys import NUMPY_PAYS_FROM, ChainHash, NamespaceId, TenantId, store_key
 from kvtier.metrics import Metrics
 from kvtier.testing.contract import (
     MakeTier,
@@ -20,7 +20,7 @@ from kvtier.testing.contract import (
 )
 from kvtier.tiers.base import Status, Tier, Usage, WriteStatus
 from kvtier.tiers.redis.cap_script import NUM_BOOKS
-from kvtier.tiers.redis.commands import key_name
+from kvtier.tiers.redis.commands import key_name, key_names
 from redis_rig import (
     BLOCK_BYTES,
     KEYS,
@@ -116,6 +116,23 @@ def test_names_are_pinned() -> None:
         b"kvt1:000102030405060708090a0b0c0d0e0f:101112131415161718191a1b1c1d1e1f:"
         b"e0e1e2e3e4e5e6e7e8e9eaebecedeeeff0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
     )
+    many = [make_key(label) for label in range(NUMPY_PAYS_FROM)]
+    assert key_names(many) == [key_name(each) for each in many]
+
+
+@pytest.mark.parametrize("num_there", [0, 1, 64, 100, 200])
+def test_many_names_are_asked_for_together(server: RedisServer, client: redis.Redis, num_there: int) -> None:
+    """One command for 64 names, and one for each name of the few runs of which only some are there."""
+    tier = connect(server.url)
+    keys = [make_key(("together", label)) for label in range(200)]
+    tier.write([summed(key, b"block") for key in keys[:num_there]])
+    client.config_resetstat()
+    assert tier.lookup(keys) == [Status.HIT] * num_there + [Status.MISS] * (200 - num_there)
+    num_mixed = 64 if num_there % 64 and num_there < 192 else 0
+    assert client.info("commandstats")["cmdstat_exists"]["calls"] == 4 + num_mixed
+    assert tier.discard(keys) == num_there
+    assert tier.lookup(keys) == [Status.MISS] * 200
+    tier.close()
 
 
 def test_a_value_is_the_stored_form(server: RedisServer, client: redis.Redis) -> None:
