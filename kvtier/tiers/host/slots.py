@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import Counter
 
-from kvtier.clock import Clock
+from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 from kvtier.events import EventKind
 from kvtier.identity.keys import TENANT_ID_BYTES, StoreKey, TenantId
@@ -21,6 +21,7 @@ from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.event_queue import EventQueue
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.host.entries import Entry
+from kvtier.tiers.host.lane import Lane
 from kvtier.tiers.host.reclaim import Reclaim
 from kvtier.tiers.host.relocation import Growth, Relocation
 from kvtier.tiers.host.slab import OWN_PROCESS, SLOT_ALIGN_BYTES, Slab
@@ -29,6 +30,9 @@ from kvtier.tiers.host.tenant_memory import TenantMemory
 
 _MOST_MOVED_BYTES = 64 << 20
 """Copied at most before one block gets its slot, some 10 ms; then blocks are evicted until one fits."""
+_SLAB_WAIT_S = 2.0
+"""How long a writer waits for memory that another one of its tenant is getting: some ms where the system has it. Below
+the time that a call of an engine may take."""
 _log = logging.getLogger(__name__)
 
 
@@ -108,22 +112,18 @@ class HostSlots:
 
     def prepare(self, key: StoreKey, nbytes: int, writer: int = OWN_PROCESS) -> WriteSlot | WriteStatus:
         """Finds a slot, if need be by making or emptying slabs outside the lock; for a tenant one thread does so at a
-        time."""
-        tenant_id = TenantId(key[:TENANT_ID_BYTES])
+        time. THROTTLED where others wait for that thread longer than `_SLAB_WAIT_S`: the system is short of memory."""
         slot_bytes = max(SLOT_ALIGN_BYTES, round_up(nbytes, SLOT_ALIGN_BYTES))
         if not self.memory.sizes.may_hold(slot_bytes):
             return WriteStatus.FULL
         most_moved_bytes = _MOST_MOVED_BYTES
+        wait_until_s = MONOTONIC() + _SLAB_WAIT_S
         while True:
             with self.lock:
-                while True:
-                    if (there := self.memory.blocks.get(key)) is not None:
-                        return self._status_beside(there, writer)
-                    tenant = self.memory.tenant(tenant_id)
-                    lane = tenant.lane(slot_bytes, writer)
-                    if lane.num_free or not tenant.changing:
-                        break
-                    self._changed.wait()
+                found = self._lane_for(key, slot_bytes, writer, wait_until_s)
+                if isinstance(found, WriteStatus):
+                    return found
+                tenant, lane = found
                 step: Growth | Relocation | bool = True
                 if not lane.num_free:
                     step = self._reclaim.make_room(
@@ -147,6 +147,21 @@ class HostSlots:
                 step = self._grow(step)
             if step is False:
                 return WriteStatus.FULL
+
+    def _lane_for(
+        self, key: StoreKey, slot_bytes: int, writer: int, wait_until_s: float
+    ) -> tuple[TenantMemory, Lane] | WriteStatus:
+        """Where this thread may look for a slot, or get memory for one. Locked; waits while another thread gets it."""
+        tenant_id = TenantId(key[:TENANT_ID_BYTES])
+        while True:
+            if (there := self.memory.blocks.get(key)) is not None:
+                return self._status_beside(there, writer)
+            tenant = self.memory.tenant(tenant_id)
+            lane = tenant.lane(slot_bytes, writer)
+            if lane.num_free or not tenant.changing:
+                return tenant, lane
+            if not self._changed.wait(wait_until_s - MONOTONIC()):
+                return WriteStatus.THROTTLED
 
     def finish(self, slots: Sequence[WriteSlot], checksums: Mapping[WriteSlot, int]) -> None:
         """Commits the slots that have a checksum, last to first, and aborts the others.

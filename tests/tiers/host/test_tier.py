@@ -260,6 +260,27 @@ def test_writers_that_need_a_slab_at_once_share_one(monkeypatch: pytest.MonkeyPa
     tier.check()
 
 
+def test_nobody_waits_for_ever_for_memory_that_another_writer_is_getting(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def map_late(nbytes: int, *, prefault: bool) -> memoryview:
+        begun.set()
+        assert may_end.wait(10)
+        return map_memory(nbytes, prefault=prefault)
+
+    monkeypatch.setattr("kvtier.tiers.host.slab.map_memory", map_late)
+    monkeypatch.setattr("kvtier.tiers.host.slots._SLAB_WAIT_S", 0.05)
+    tier = HostTier(32 * KIB * KIB, slab_bytes=32 * KIB)
+    with ThreadPoolExecutor(1) as executor:
+        first = executor.submit(tier.write, [block(0)])
+        assert begun.wait(10)
+        assert tier.write([block(1)]) == [WriteStatus.THROTTLED]
+        may_end.set()
+        assert first.result(10) == [WriteStatus.STORED]
+    assert tier.write([block(1)]) == [WriteStatus.STORED]
+    tier.check()
+
+
 def test_leases_and_slots_outlive_the_tier() -> None:
     tier = HostTier(64 * KIB)
     key, payload, checksum = block("a")
