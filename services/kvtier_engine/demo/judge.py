@@ -11,7 +11,7 @@ from kvtier_engine.demo.stage import Stage
 
 DTYPES = ("bfloat16", "float32")
 _ANSWER_TOKENS = 24
-_NUM_PEOPLE = 3
+_NUM_PEOPLE = 2
 _QUESTIONS = (
     "Write a short story about {}.",
     "Introduce {} at a conference.",

@@ -65,7 +65,7 @@ def tell(stage: Stage, model: ModelConfig, size: Size, note: Callable[[str], Non
         site.start()
         documents = [Document.make(edition, size.num_people) for edition in range(size.num_documents)]
         note("Three engines start")
-        with _engines(stage, site, _one_document(model, size)) as (shared, remote, other):
+        with _engines(stage, site, _document_bytes(model, size)) as (shared, remote, other):
             paths = measure_paths(shared, remote, site, documents, note)
             note("Engine C, of another tenant, is asked about a document")
             other_tenant = chat(other, documents[0].question(0), _ISOLATED_TOKENS)
@@ -83,10 +83,10 @@ def tell(stage: Stage, model: ModelConfig, size: Size, note: Callable[[str], Non
     return Story(paths, other_tenant, turns, restart, death, redis, verdicts)
 
 
-def _one_document(model: ModelConfig, size: Size) -> int:
-    """Bytes of KV of a document and a half, so that a device which has it gives up the one before."""
+def _document_bytes(model: ModelConfig, size: Size) -> int:
+    """Bytes of KV of a document, in bfloat16."""
     per_token = 2 * 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    return 75 * size.num_people * per_token
+    return 50 * size.num_people * per_token
 
 
 @contextmanager
@@ -100,15 +100,18 @@ def _redis(folder: FilePath) -> Iterator[str | None]:
 
 
 @contextmanager
-def _engines(stage: Stage, site: Site, kv_bytes: int) -> Iterator[tuple[str, ...]]:
-    """A and B of tenant red, and C of tenant blue; they start at the same time. Gives their URLs."""
+def _engines(stage: Stage, site: Site, document_bytes: int) -> Iterator[tuple[str, ...]]:
+    """A and B of tenant red, and C of tenant blue; they start at the same time. Gives their URLs.
+
+    A's device has room for a document and a half, so that it gives up the one before; B's has room for all.
+    """
     with contextlib.ExitStack() as stack:
         services: list[Service] = [
             stack.enter_context(stage.engine(name, tenant=tenant, pool_address=address, settings=settings))
             for name, tenant, address, settings in (
-                ("a", "red", site.unix, {"kv_bytes": kv_bytes}),
-                ("b", "red", site.tcp, None),
-                ("c", "blue", site.tcp, None),
+                ("a", "red", site.unix, {"kv_bytes": document_bytes * 3 // 2}),
+                ("b", "red", site.tcp, {"kv_bytes": document_bytes * 6}),
+                ("c", "blue", site.tcp, {"kv_bytes": document_bytes * 2}),
             )
         ]
         urls = tuple(service.ready()["url"] for service in services)
