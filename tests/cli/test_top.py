@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -107,7 +106,7 @@ def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:
         rotation = Rotation(4096, 8)
         rotation.fill(tier, "there")
         arguments = ("--url", pool.http, "--token", f"file:{tmp_path}/token", "--interval", "0.2")
-        for end in (b"q", b"\x03", signal.SIGTERM):
+        for end in (b"q", b"\x03"):
             with terminal(*arguments) as screen:
                 screen.wait_for(rf"pool \S+ http://{pool.http}")
                 rotation.reads(tier, "there", 8, ()).run()
@@ -117,10 +116,7 @@ def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:
                 if end == b"q":
                     screen.resize(160)
                     screen.wait_for(r"hit rate")
-                if isinstance(end, bytes):
-                    screen.type(end)
-                else:
-                    screen.process.send_signal(end)
+                screen.type(end)
                 code, shown = screen.end()
                 assert code == 0
                 assert "\x1b[?1049l" in shown, "the other screen is left"

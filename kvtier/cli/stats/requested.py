@@ -1,10 +1,12 @@
 """What engines and clients asked for, and what of it a cache had: by kind of process, from the names that each has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.cli.stats.samples import Samples
 
 ENGINE, POOL, VLLM, SGLANG = "engine", "pool", "vllm", "sglang"
+_ORDER = ("device", "memory", "host", "disk", "redis", "pool")
+"""The nearest first; tiers of other names come last."""
 _SOURCES_OF_VLLM = {"external_unspecified": "pool"}
 """vLLM has no name for a pool; the others are ours."""
 _SOURCES_OF_SGLANG = {"storage": "pool", "total": "any"}
@@ -47,6 +49,11 @@ class Saved:
     """About how long computing them would have taken, as long per token as those that were; None: not told."""
 
 
+def nearest_first(tier: str) -> tuple[int, str]:
+    """What tiers are sorted by."""
+    return (_ORDER.index(tier) if tier in _ORDER else len(_ORDER), tier)
+
+
 def kind_of(samples: Samples) -> str | None:
     """Returns what the page is of; None: of nothing that we know."""
     prefixes = (("kvtier_engine_", ENGINE), ("kvtier_pool_", POOL), ("vllm:", VLLM), ("sglang:", SGLANG))
@@ -57,6 +64,11 @@ def kind_of(samples: Samples) -> str | None:
 
 def hit_rate_of(kind: str, samples: Samples) -> HitRate:
     """Returns the hit rate of the process: of prompts' tokens for an engine, of blocks for a pool."""
+    rate = _hit_rate_of(kind, samples)
+    return replace(rate, by_tier=dict(sorted(rate.by_tier.items(), key=lambda item: nearest_first(item[0]))))
+
+
+def _hit_rate_of(kind: str, samples: Samples) -> HitRate:
     if kind == POOL:
         return _of_pool(samples)
     if kind == ENGINE:
