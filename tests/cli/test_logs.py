@@ -125,14 +125,11 @@ def test_nothing_of_grpc_precedes_what_a_pool_says(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         places = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--grpc-listen", f"127.0.0.1:{port}")
         tenant = ("--tenant", f"red={_digest(TOKEN)}", "--memory-bytes", "16MiB")
-        plain = _kvtier("pool", "serve", *places, *tenant)
-        as_json = _kvtier("pool", "serve", *places, *tenant, "--log-format", "json")
-    assert plain.returncode == as_json.returncode == 1
-    words = f"cannot listen on 127.0.0.1:{port}: is it in use"
-    last = plain.stderr.splitlines()[-1]
-    assert last.startswith(f"kvtier: {words}")
-    assert "add_port" not in plain.stderr
-    assert words in json.loads(as_json.stderr.splitlines()[-1])["message"]
+        answer = _kvtier("pool", "serve", *places, *tenant, "--log-format", "json")
+    assert answer.returncode == 1
+    lines = [json.loads(line) for line in answer.stderr.splitlines()]
+    assert f"cannot listen on 127.0.0.1:{port}: is it in use" in lines[-1]["message"]
+    assert lines[-1]["level"] == "critical"
 
 
 def test_a_tier_process_logs_as_its_engine_is_told_to(capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from kvtier.cli.top.picture import Watch
 from kvtier.clock import MONOTONIC
 from kvtier.config import token_sha256
 from kvtier.system.processes import Service
-from kvtier_bench.measuring.blocks import Rotation, keys_of
+from kvtier_bench.measuring.blocks import Rotation
 from kvtier_bench.processes.pool_process import pool_process
 
 MIB = 1 << 20
@@ -100,71 +100,71 @@ def terminal(*arguments: str, columns: int = 80) -> Iterator[Terminal]:
 
 
 def test_a_terminal_and_a_pipe(tmp_path: Path) -> None:
+    """Beside a pool that dies at the end, and comes back: it counts from zero, and nothing shown is negative."""
     (tmp_path / "token").write_text(OPERATOR)
     settings = ["[operators.ann]", f'token_sha256 = ["{token_sha256(OPERATOR)}"]']
-    with pool_process(tmp_path, 64 * MIB, settings) as pool, ExitStack() as stack:
-        tier = pool.tier("tcp", stack)
-        rotation = Rotation(4096, 8)
-        rotation.fill(tier, "there")
-        arguments = ("--url", pool.http, "--token", f"file:{tmp_path}/token", "--interval", "0.2")
-        for end in (b"q", b"\x03", signal.SIGTERM):
+    with ExitStack() as screens:
+        with pool_process(tmp_path, 64 * MIB, settings) as pool, ExitStack() as stack:
+            tier = pool.tier("tcp", stack)
+            rotation = Rotation(4096, 8)
+            rotation.fill(tier, "there")
+            arguments = ("--url", pool.http, "--token", f"file:{tmp_path}/token", "--interval", "0.2")
             with terminal(*arguments) as screen:
                 screen.wait_for(rf"pool \S+ http://{pool.http}")
                 rotation.reads(tier, "there", 8, ()).run()
                 screen.wait_for(r"hit rate 100\.0% of")
                 screen.wait_for(r" memory .* of 64\.0 MiB")
                 screen.wait_for(r" bench +\S+ \S+ ")
-                if end == b"q":
-                    screen.resize(160)
-                    screen.wait_for(r"hit rate")
-                if isinstance(end, bytes):
-                    screen.type(end)
-                else:
-                    screen.process.send_signal(end)
-                code, shown = screen.end()
-                assert code == 0
-                assert "\x1b[?1049l" in shown, "the other screen is left"
-                assert "\x1b[?25h" in shown, "the cursor is there again"
-        tier.lookup(keys_of(3, "absent"))
-        piped = _run(*arguments, "--count", "2")
-        as_json = _run(*arguments, "--count", "2", "--json")
-        once = _run("--once", "--json", "--url", pool.http, "--url", "127.0.0.1:1")
-    assert piped.returncode == as_json.returncode == once.returncode == 0, piped.stderr + once.stderr
-    assert "\x1b" not in piped.stdout
-    assert all(len(line) <= 80 for line in piped.stdout.splitlines())
-    assert piped.stdout.count("kvtier top") == 2
-    first, second = map(json.loads, as_json.stdout.splitlines())
+                screen.resize(160)
+                screen.wait_for(r"hit rate")
+                _end(screen, b"q")
+            piped = _run(*arguments, "--count", "2")
+            as_json = _run(*arguments, "--url", "127.0.0.1:1", "--count", "2", "--json")
+            screen = screens.enter_context(terminal("--url", pool.http, "--interval", "0.2"))
+            screen.wait_for(rf"pool \S+ http://{pool.http}")
+            os.kill(pool.pid, signal.SIGKILL)
+        screen.wait_for(rf"down http://{pool.http} since \d\d:\d\d:\d\d")
+        again = ["--config", str(tmp_path / "pool.toml"), "--http-listen", pool.http]
+        with Service(["pool", "serve", *again], log=tmp_path / "log", environ={}) as second:
+            second.ready()
+            screen.wait_for(rf"pool \S+ http://{pool.http}, up .*")
+            screen.wait_for(r"now|hit rate -")
+            assert not re.search(r"-\d", ESCAPES.sub("", screen.shown))
+            _end(screen, b"\x03")
+    _check_piped(piped.stdout)
+    _check_json(as_json.stdout)
+
+
+def _end(screen: Terminal, keys: bytes) -> None:
+    screen.type(keys)
+    code, shown = screen.end()
+    assert code == 0
+    assert "\x1b[?1049l" in shown, "the other screen is left"
+    assert "\x1b[?25h" in shown, "the cursor is there again"
+
+
+def _check_piped(text: str) -> None:
+    assert "\x1b" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.count("kvtier top") == 2
+
+
+def _check_json(text: str) -> None:
+    first, second = map(json.loads, text.splitlines())
     assert (first["sources"][0]["rates"], first["sources"][0]["up"]) == (None, True)
-    (source,) = second["sources"]
+    source, nobody = second["sources"]
     assert source["facts"]["kind"] == "pool"
     assert source["rates"]["interval_s"] > 0
     assert source["rates"]["tiers"]["memory"]["evicted_per_s"] == 0
     assert source["tenants"]["bench"]["num_hits"] > 0
-    here, nobody = json.loads(once.stdout)["sources"]
-    assert (here["up"], nobody["up"], nobody["facts"]) == (True, False, None)
+    assert (nobody["up"], nobody["facts"]) == (False, None)
     assert "does not answer" in nobody["problem"]
-    assert _run("--once", "--url", "127.0.0.1:1").returncode == 1
 
 
-def test_a_pool_that_dies_and_comes_back(tmp_path: Path) -> None:
-    """It counts from zero again; nothing of what is shown is negative."""
-    arguments = ["pool", "serve", "--listen", "127.0.0.1:0", "--memory-bytes", "16MiB"]
-    arguments += ["--tenant", f"red={token_sha256(OPERATOR)}"]
-    environ = {"KVTIER__POOL_SERVICE__GRPC_LISTEN": "[]"}
-    with Service([*arguments, "--http-listen", "127.0.0.1:0"], log=tmp_path / "log", environ=environ) as first:
-        http = first.ready()["http"]
-        screen = Terminal("--url", http, "--interval", "0.2")
-        try:
-            screen.wait_for(rf"pool \S+ http://{http}")
-            first.kill()
-            screen.wait_for(rf"down http://{http} since \d\d:\d\d:\d\d")
-            with Service([*arguments, "--http-listen", http], log=tmp_path / "log", environ=environ) as second:
-                second.ready()
-                screen.wait_for(rf"pool \S+ http://{http}, up .*")
-                screen.type(b"q")
-                assert screen.end()[0] == 0
-        finally:
-            screen.close()
+def test_once_fails_where_nobody_answers() -> None:
+    answer = _run("--once", "--interval", "0.1", "--url", "127.0.0.1:1")
+    assert answer.returncode == 1
+    assert "down http://127.0.0.1:1 since" in answer.stdout
 
 
 PAGE = """

@@ -10,14 +10,13 @@ from kvtier.cli.stats.requested import (
     first_token_of,
     hit_rate_of,
     kind_of,
+    nearest_first,
     saved_of,
 )
 from kvtier.cli.stats.samples import Samples
 from kvtier.cli.stats.trouble import trouble_of
 
 _TIER_PREFIX = "kvtier_tier_"
-_ORDER = ("device", "memory", "host", "disk", "redis", "pool")
-"""The nearest first; tiers of other names come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +195,8 @@ def _tiers(samples: Samples) -> list[str]:
     found: set[str] = set()
     for name in samples.names():
         if name.startswith(_TIER_PREFIX) or name == "kvtier_io_errors_total":
-            found |= samples.by(name, "tier").keys()
-    return sorted(found - {""}, key=lambda tier: (_ORDER.index(tier) if tier in _ORDER else len(_ORDER), tier))
+            found |= samples.values_of(name, "tier")
+    return sorted(found - {""}, key=nearest_first)
 
 
 def _tier(samples: Samples, tier: str) -> TierFacts:

@@ -1,10 +1,13 @@
 """What engines and clients asked for, and what of it a cache had: by kind of process, from the names that each has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.cli.stats.samples import Samples
 
 ENGINE, POOL, VLLM, SGLANG = "engine", "pool", "vllm", "sglang"
+_ORDER = ("device", "memory", "host", "disk", "redis", "pool")
+"""The nearest first; tiers of other names come last."""
+_COLD = "kvtier_engine_cold_ttft_seconds"
 _SOURCES_OF_VLLM = {"external_unspecified": "pool"}
 """vLLM has no name for a pool; the others are ours."""
 _SOURCES_OF_SGLANG = {"storage": "pool", "total": "any"}
@@ -47,6 +50,11 @@ class Saved:
     """About how long computing them would have taken, as long per token as those that were; None: not told."""
 
 
+def nearest_first(tier: str) -> tuple[int, str]:
+    """What tiers are sorted by."""
+    return (_ORDER.index(tier) if tier in _ORDER else len(_ORDER), tier)
+
+
 def kind_of(samples: Samples) -> str | None:
     """Returns what the page is of; None: of nothing that we know."""
     prefixes = (("kvtier_engine_", ENGINE), ("kvtier_pool_", POOL), ("vllm:", VLLM), ("sglang:", SGLANG))
@@ -57,6 +65,11 @@ def kind_of(samples: Samples) -> str | None:
 
 def hit_rate_of(kind: str, samples: Samples) -> HitRate:
     """Returns the hit rate of the process: of prompts' tokens for an engine, of blocks for a pool."""
+    rate = _hit_rate_of(kind, samples)
+    return replace(rate, by_tier=dict(sorted(rate.by_tier.items(), key=lambda item: nearest_first(item[0]))))
+
+
+def _hit_rate_of(kind: str, samples: Samples) -> HitRate:
     if kind == POOL:
         return _of_pool(samples)
     if kind == ENGINE:
@@ -93,12 +106,15 @@ def _of_pool(samples: Samples) -> HitRate:
 def first_token_of(kind: str, samples: Samples) -> FirstToken:
     """Returns the times to first token; engines other than ours do not tell hits from the others."""
     name = "kvtier_engine_ttft_seconds" if kind == ENGINE else f"{kind}:time_to_first_token_seconds"
+    seconds, count = samples.total(f"{name}_sum"), samples.total(f"{name}_count")
+    cold_s, num_cold = samples.total(f"{_COLD}_sum"), samples.value(f"{_COLD}_count")
+    if num_cold is None:
+        return FirstToken(_mean(seconds, count), None, None)
+    return FirstToken(_mean(seconds, count), _mean(cold_s, num_cold), _mean(seconds - cold_s, count - num_cold))
 
-    def mean(**labels: str) -> float | None:
-        count = samples.total(f"{name}_count", **labels)
-        return samples.total(f"{name}_sum", **labels) / count if count else None
 
-    return FirstToken(mean(), mean(prompt="cold"), mean(prompt="hit"))
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count > 0 else None
 
 
 def saved_of(kind: str, samples: Samples, rate: HitRate) -> Saved | None:
@@ -108,7 +124,7 @@ def saved_of(kind: str, samples: Samples, rate: HitRate) -> Saved | None:
     tokens = sum(rate.by_tier.values())
     spent_s, computed = 0.0, 0.0
     if kind == ENGINE:  # what a whole prompt took, waiting included
-        spent_s = samples.total("kvtier_engine_ttft_seconds_sum", prompt="cold")
+        spent_s = samples.total(f"{_COLD}_sum")
         computed = samples.total("kvtier_engine_cold_prompt_tokens_total")
     elif kind == VLLM:
         spent_s = samples.total("vllm:request_prefill_time_seconds_sum")

@@ -59,6 +59,10 @@ class Samples:
             totals[of] = totals.get(of, 0.0) + sample.value
         return {of: total for of, total in totals.items() if total}
 
+    def values_of(self, name: str, label: str) -> set[str]:
+        """Returns what samples of this name have for a label, whatever their value is."""
+        return {sample.labels[label] for sample in self._by_name.get(name, ()) if label in sample.labels}
+
     def label(self, name: str, label: str) -> str | None:
         """Returns what the first sample of this name has for a label; None where there is none."""
         return next((s.labels[label] for s in self._by_name.get(name, ()) if label in s.labels), None)

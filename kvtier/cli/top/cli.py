@@ -50,9 +50,9 @@ def top(
     watch = Watch(Places(config, url or (), ca, token), interval)
     if once:
         watch.look()
-        time.sleep(min(interval, _FIRST_S))
+        time.sleep(interval)
         pictures = watch.look()
-        _write(Console(), pictures, as_json=json)
+        _write(Console(highlight=False), pictures, as_json=json)
         if all(picture.problem is not None for picture in pictures):
             raise UnavailableError("; ".join(picture.problem or "" for picture in pictures))
         return
@@ -63,7 +63,7 @@ def top(
 
 
 def _run_as_lines(watch: Watch, interval_s: float, count: int | None, *, as_json: bool) -> None:
-    console, next_s = Console(), MONOTONIC()
+    console, next_s = Console(highlight=False), MONOTONIC()
     try:
         for number in counted(1):
             _write(console, watch.look(), as_json=as_json)
@@ -82,16 +82,16 @@ def _write(console: Console, pictures: Sequence[Picture], *, as_json: bool) -> N
     if as_json:
         print(json_module.dumps({"time": at_s, "sources": [picture.plain() for picture in pictures]}), flush=True)
     else:
-        console.print(_titled(pictures, at_s, ""))
+        console.print(titled(pictures, at_s, ""))
         console.file.flush()
 
 
 def _run_on_screen(watch: Watch, interval_s: float, count: int | None) -> None:
-    console = Console()
+    console = Console(highlight=False)
     with opened(console) as screen:
         for number in counted(1):
             began_s = MONOTONIC()
-            screen.show(_titled(watch.look(), time.time(), f"every {interval_s:g} s, q ends"))
+            screen.show(titled(watch.look(), time.time(), f"every {interval_s:g} s, q ends"))
             if number == count:
                 return
             wanted_s = min(interval_s, _FIRST_S) if number == 1 else interval_s
@@ -99,6 +99,10 @@ def _run_on_screen(watch: Watch, interval_s: float, count: int | None) -> None:
                 return
 
 
-def _titled(pictures: Sequence[Picture], at_s: float, how: str) -> RenderableType:
+def titled(pictures: Sequence[Picture], at_s: float, how: str) -> RenderableType:
+    """Pictures below a line that says when they were taken, and how.
+
+    :param at_s: when, in seconds since 1970.
+    """
     title = f"kvtier top  {time.strftime('%H:%M:%S', time.localtime(at_s))}  {how}".rstrip()
     return Group(f"[reverse]{title}[/reverse]", view_of(pictures, at_s))

@@ -24,8 +24,8 @@ from kvtier.cli.top.picture import Picture, Rates
 
 _BAR_CELLS = 8
 _MOST_TENANTS = 12
-_CAREFUL, _FULL = 0.8, 0.95
-_GIB = 2**30
+_SMALL = 1e8
+"""Below so many bytes a second, GB would show nothing but zeros."""
 
 
 def view_of(pictures: Sequence[Picture], at_s: float) -> RenderableType:
@@ -76,12 +76,12 @@ def _place(picture: Picture) -> str:
 
 def _asked(facts: Facts, rates: Rates | None) -> Iterator[str]:
     rate = facts.hit_rate
-    words = f"{rate.unit} {rate.way}" if facts.kind == POOL else "tokens of prompts"
+    words = f"{rate.unit} {rate.way}" if facts.kind == POOL else rate.unit
     if rate.share is None:
         yield f"  hit rate -: no {rate.unit} were asked for yet"
         return
     by_tier = ", ".join(f"{tier} {amount / rate.asked:.1%}" for tier, amount in rate.by_tier.items()) or "from none"
-    yield f"  hit rate [bold]{rate.share:.1%}[/bold] of {rate.asked:,.0f} {words} ({by_tier})"
+    yield f"  hit rate [bold]{rate.share:.1%}[/bold] of {rate.asked:,.0f} {words}: {by_tier}"
     if rates is None:
         yield "  now: after the next interval"
         return
@@ -121,14 +121,14 @@ def _tier_table(facts: Facts, rates: Rates | None) -> Table:
 
 
 def _fill(used_bytes: float | None, capacity_bytes: float | None) -> Text:
+    """How full a tier is; without a warning, since a cache is full when it is used well."""
     if used_bytes is None:
         return Text(UNKNOWN)
     if not capacity_bytes:
         return Text(bytes_text(used_bytes))
     share = min(1.0, used_bytes / capacity_bytes)
-    style = "red" if share > _FULL else "yellow" if share > _CAREFUL else "green"
     full = round(share * _BAR_CELLS)
-    bar = Text("#" * full, style) + Text("." * (_BAR_CELLS - full), "dim")
+    bar = Text("#" * full, "cyan") + Text("." * (_BAR_CELLS - full), "dim")
     return bar + Text(f" {share:.0%} of {bytes_text(capacity_bytes)}")
 
 
@@ -178,4 +178,8 @@ def _waits(facts: Facts) -> str:
 
 
 def _gb(bytes_per_s: float | None) -> str:
-    return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB"
+    if bytes_per_s is None:
+        return UNKNOWN
+    if not bytes_per_s:
+        return "0 GB"
+    return f"{bytes_per_s / 1e9:.2f} GB" if bytes_per_s >= _SMALL else f"{bytes_per_s / 1e6:.1f} MB"

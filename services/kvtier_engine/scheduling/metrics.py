@@ -28,13 +28,16 @@ class EngineMetrics:
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
         self.ttft_seconds = Histogram(
             "kvtier_engine_ttft_seconds",
-            "Arrival of a request to its first new token, by whether any of its prompt was cached (hit) or not (cold)",
-            ["prompt"],
+            "Arrival of a request to its first new token",
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
-        for prompt in ("cold", "hit"):
-            self.ttft_seconds.labels(prompt)
+        self.cold_ttft_seconds = Histogram(
+            "kvtier_engine_cold_ttft_seconds",
+            "The same of requests of whose prompts nothing was cached",
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
 
     def count(self, completion: Completion) -> None:
         """One ended request."""
@@ -44,7 +47,7 @@ class EngineMetrics:
         for tier, num_tokens in completion.cached_by_tier.items():
             self.cached_tokens.labels(tier).inc(num_tokens)
         if completion.ttft_s is not None:
-            is_cold = not any(completion.cached_by_tier.values())
-            self.ttft_seconds.labels("cold" if is_cold else "hit").observe(completion.ttft_s)
-            if is_cold:  # beside the times, so that what a token takes can be told
+            self.ttft_seconds.observe(completion.ttft_s)
+            if not any(completion.cached_by_tier.values()):
+                self.cold_ttft_seconds.observe(completion.ttft_s)
                 self.cold_prompt_tokens.inc(completion.num_prompt_tokens)
