@@ -6,16 +6,33 @@ Names follow Prometheus: `_total` counts since the start of the process, `_secon
 Labels never carry tenants, keys or paths, so the number of series stays small.
 """
 
+import contextlib
 import threading
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Protocol
 from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from kvtier.errors import KvtierError, SealFault
 from kvtier.events import TierState
 
 _BATCH_BUCKETS_S = (5e-6, 2e-5, 1e-4, 5e-4, 2e-3, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0)
+
+
+_OF_NEIGHBOURS = [
+    (op, error)
+    for op in ("lookup", "read", "write")
+    for error in ("BreakerOpen", "UnavailableError", "UnauthenticatedError")
+]
+_KNOWN_ERRORS = {
+    "disk": [("write", "ENOSPC"), ("write", "EIO"), ("read", "EIO"), ("any", "ETIMEDOUT")],
+    "pool": [*_OF_NEIGHBOURS, ("lookup", "TierProcess"), ("read", "TierProcess"), ("write", "TierProcess")],
+    "redis": _OF_NEIGHBOURS,
+}
+"""What is to be expected of a tier, by its name: operations, and the errors that they end with. There are others."""
 
 
 class Breaker(Protocol):
@@ -26,33 +43,97 @@ class Breaker(Protocol):
         """Whether it is, at the moment."""
 
 
-class OpenBreakers:
-    """Gauge `kvtier_open_breakers`, by tier: how many neighbours are left alone at a scrape. Any thread."""
+class Usage(Protocol):
+    """How full a tier is: `kvtier.tiers.base.Usage`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that the tier holds."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What they take."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the tier may take."""
+
+
+OPEN_BREAKERS, _HELD, _USED, _CAPACITY = LEVELS = (
+    "kvtier_open_breakers",
+    "kvtier_tier_held_blocks",
+    "kvtier_tier_used_bytes",
+    "kvtier_tier_capacity_bytes",
+)
+"""The gauges of `TierLevels`; each has the label `tier`."""
+LEVELS_HELP = {
+    OPEN_BREAKERS: "Neighbours of a tier (a pool, servers of a Redis) that are left alone at the moment because they "
+    "failed; their blocks miss",
+    _HELD: "Blocks that a tier holds",
+    _USED: "Bytes that a tier's blocks take",
+    _CAPACITY: "Bytes that a tier may take",
+}
+Levels = dict[tuple[str, str], float]
+"""Values of gauges by name and tier."""
+
+
+class TierLevels(Collector):
+    """Gauges of tiers that are asked at a scrape, or that another process has told of (`LEVELS`). Any thread.
+
+    A scrape takes as long as the answers do: only tiers that answer without a network may be watched for their usage.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauge = Gauge(
-            "kvtier_open_breakers",
-            "Neighbours of a tier (a pool, servers of a Redis) that are left alone at the moment because they failed; "
-            "their blocks miss",
-            ["tier"],
-            registry=registry,
-        )
+        """Registers itself."""
         self._lock = threading.Lock()
-        self._of: dict[str, WeakSet[Breaker]] = {}
-        """Guarded by _lock."""
+        self._breakers: dict[str, WeakSet[Breaker]] = {}
+        """Guarded by _lock, like the rest."""
+        self._usages: dict[str, Callable[[], Usage]] = {}
+        self._told: Levels = {}
+        """What the process that has the tiers last said."""
+        registry.register(self)
 
-    def watch(self, tier: str, breaker: Breaker) -> None:
-        """Counts this one, too, for as long as somebody uses it."""
+    def watch_breaker(self, tier: str, breaker: Breaker) -> None:
+        """Counts this breaker of the tier, too, for as long as somebody uses it."""
         with self._lock:
-            if tier not in self._of:
-                self._of[tier] = WeakSet()
-                self._gauge.labels(tier).set_function(partial(self._count, tier))
-            self._of[tier].add(breaker)
+            self._breakers.setdefault(tier, WeakSet()).add(breaker)
 
-    def _count(self, tier: str) -> float:
+    def watch_usage(self, tier: str, ask: Callable[[], Usage]) -> None:
+        """Asks for the tier's usage from now on. A `KvtierError` of `ask` leaves the tier out of that scrape."""
         with self._lock:
-            breakers = list(self._of[tier])
-        return sum(breaker.is_open for breaker in breakers)
+            self._usages[tier] = ask
+
+    def take(self, told: Levels) -> None:
+        """Takes over what another process says of its tiers, in place of what it said before; nothing: it is gone."""
+        with self._lock:
+            # Its breakers are gone with it, but the series goes on.
+            self._told = {key: 0.0 for key in self._told if key[0] == OPEN_BREAKERS} | told
+
+    def values(self) -> Levels:
+        """Asks all tiers how full they are, and counts the open breakers."""
+        with self._lock:
+            values = dict(self._told)
+            breakers = [(tier, breaker) for tier, of_tier in self._breakers.items() for breaker in of_tier]
+            values |= {(OPEN_BREAKERS, tier): values.get((OPEN_BREAKERS, tier), 0.0) for tier in self._breakers}
+            usages = dict(self._usages)
+        for tier, breaker in breakers:
+            values[OPEN_BREAKERS, tier] += breaker.is_open
+        for tier, ask in usages.items():
+            with contextlib.suppress(KvtierError):
+                usage = ask()
+                values |= {
+                    (_HELD, tier): usage.num_blocks,
+                    (_USED, tier): usage.used_bytes,
+                    (_CAPACITY, tier): usage.capacity_bytes,
+                }
+        return values
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the gauges for one scrape."""
+        families = {name: GaugeMetricFamily(name, text, labels=["tier"]) for name, text in LEVELS_HELP.items()}
+        for (name, tier), value in self.values().items():
+            families[name].add_metric([tier], value)
+        yield from families.values()
 
 
 class Metrics:
@@ -93,6 +174,12 @@ class Metrics:
         self.path_bytes = Counter(
             "kvtier_path_bytes",
             "Payload bytes to and from the cache pool by path (shm, unix, tcp, tls, grpc)",
+            ["path", "op"],
+            registry=self.registry,
+        )
+        self.path_seconds = Counter(
+            "kvtier_path_seconds",
+            "Time of the calls that moved those bytes, added up over all threads",
             ["path", "op"],
             registry=self.registry,
         )
@@ -145,19 +232,37 @@ class Metrics:
             ["tier", "state"],
             registry=self.registry,
         )
+        self.io_process_restarts = Counter(
+            "kvtier_io_process_restarts",
+            "Tier processes that ended or were ended and had to be replaced",
+            registry=self.registry,
+        )
         self.io_errors = Counter(
             "kvtier_io_errors",
             "Failed operations of a tier's medium by error name (ENOSPC, EIO, ...); each became a miss or a lost write",
             ["tier", "op", "error"],
             registry=self.registry,
         )
-        self.open_breakers = OpenBreakers(self.registry)
+        self.levels = TierLevels(self.registry)
         self.foreign_files = Counter(
             "kvtier_foreign_files",
             "Files in a tier's directory that kvtier did not make; left alone, and not counted against the capacity",
             ["tier"],
             registry=self.registry,
         )
+
+    def begin(self, tier: str) -> None:
+        """Makes the samples of what may go wrong with a tier, so that they read 0 before anything has."""
+        self.corrupt_blocks.labels(tier)
+        self.evicted_blocks.labels(tier)
+        if tier in _KNOWN_ERRORS:
+            for fault in SealFault:
+                self.unopened_blocks.labels(tier, fault.value)
+        if tier == "disk":
+            for state in (TierState.READ_ONLY, TierState.OFF):
+                self.degraded.labels(tier, state.value)
+        for op, error in _KNOWN_ERRORS.get(tier, ()):
+            self.io_errors.labels(tier, op, error)
 
     def set_state(self, tier: str, state: TierState) -> None:
         """Sets `tier_state`. A scrape at the same moment may see the one before, or none."""

@@ -6,8 +6,13 @@ from collections import deque
 from prometheus_client import Counter, Gauge
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvtier.metrics import Metrics
+from kvtier.build.tiers import POOL
+from kvtier.clock import MONOTONIC
+from kvtier.metrics import LEVELS_HELP, OPEN_BREAKERS, Metrics
+from kvtier.offload import PrefixTokens
+from kvtier.system.process_metrics import build_info
 
+_LOOK_S = 1.0
 _MAX_SAMPLES = 1024
 """Batches between two looks of SGLang, which looks at every step."""
 
@@ -35,6 +40,15 @@ class StorageStats:
             registry=self.registry,
             multiprocess_mode="livesum",
         )
+        self._prefix = PrefixTokens(self.registry)
+        self._prefix.begin([POOL])
+        self._levels, self._look_at_s = metrics.levels, 0.0
+        # Not on the registry, which has the same names for those who read it here: SGLang's server reads files.
+        self._breakers = Gauge(
+            OPEN_BREAKERS, LEVELS_HELP[OPEN_BREAKERS], ["tier"], registry=None, multiprocess_mode="livesum"
+        )
+        self._breakers.labels(POOL).set(0)
+        build_info(self.registry, multiprocess_mode="livemax")
         self._collects = collects
         self._lock = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
@@ -46,6 +60,20 @@ class StorageStats:
         """Counts pages."""
         if amount:
             self._pages.labels(pool, op, status).inc(amount)
+
+    def note_query(self, num_asked: int, num_found: int, page_tokens: int) -> None:
+        """A request asked for pages; the first ones were there without a gap."""
+        self._prefix.note_lookup(num_asked, [POOL] * num_found, num_found, page_tokens)
+
+    def note_read(self, num_asked: int, num_read: int, page_tokens: int) -> None:
+        """Pages of keys and values were to be read, and the first ones have come."""
+        self._prefix.note_load([POOL] * num_asked, num_read, page_tokens)
+
+    def note_levels(self) -> None:
+        """Sets the gauges that nobody asks for here, once a second at most."""
+        if MONOTONIC() >= self._look_at_s:
+            self._look_at_s = MONOTONIC() + _LOOK_S
+            self._breakers.labels(POOL).set(self._levels.values().get((OPEN_BREAKERS, POOL), 0.0))
 
     def note_waiting(self, nbytes: int) -> None:
         """Sets the gauge."""

@@ -29,6 +29,7 @@ from kvtier.tiers.base import TierOf
 from kvtier_sglang import compat
 from kvtier_sglang.copied_pages import CopiedPages
 from kvtier_sglang.hits import usable_prefix
+from kvtier_sglang.host_pages import page_size_of
 from kvtier_sglang.identity import model_digest
 from kvtier_sglang.metrics import StorageStats
 from kvtier_sglang.page_keys import PageKeys
@@ -191,6 +192,7 @@ class KvtierStorage(HiCacheStorage):
     def get_stats(self) -> StorageMetrics:
         """What was transferred since the last call, for SGLang's own metrics."""
         self._stats.note_waiting(self._owed.waiting_bytes)
+        self._stats.note_levels()
         return self._stats.drain()
 
     def flush(self, timeout_s: float) -> bool:
@@ -234,6 +236,7 @@ class KvtierStorage(HiCacheStorage):
         num_pages = _leading(present)
         self._stats.count(pool.name, "query", "hit", num_pages)
         self._stats.count(pool.name, "query", "miss", len(keys) - num_pages)
+        self._stats.note_query(len(keys), num_pages, page_size_of(pool.host_pool))
         return num_pages
 
     def _usable(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
@@ -247,6 +250,7 @@ class KvtierStorage(HiCacheStorage):
         result = usable_prefix(present[0], [(each, there) for each, there in zip(transfers, present[1:], strict=True)])
         self._stats.count("all", "query", "hit", result.kv_hit_pages)
         self._stats.count("all", "query", "miss", len(keys) - result.kv_hit_pages)
+        self._stats.note_query(len(keys), result.kv_hit_pages, page_size_of(self._pools.anchor.host_pool))
         return result
 
     def _of_anchor(self, op: str, move: _Move, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
@@ -271,7 +275,10 @@ class KvtierStorage(HiCacheStorage):
     def _read(self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor, begin_by: float) -> list[bool]:
         if pool.kind is None:
             return [True] * len(keys)
-        return self._store.read(pool.kind, keys, pool.lender(len(keys), indices, filled=False), begin_by)
+        got = self._store.read(pool.kind, keys, pool.lender(len(keys), indices, filled=False), begin_by)
+        if pool is self._pools.anchor:
+            self._stats.note_read(len(keys), _leading(got), page_size_of(pool.host_pool))
+        return got
 
     def _write(self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor, begin_by: float) -> list[bool]:
         if pool.kind is None or not pool.is_writer:

@@ -4,15 +4,13 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
-
 from kvtier.build.engine_cache import directory_half
 from kvtier.build.tiers import shared_tier
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher, NamespaceId
 from kvtier.metrics import Metrics
-from kvtier.offload import Directory
+from kvtier.offload import Directory, PrefixTokens
 from kvtier.offload.messages import decode
 from kvtier_vllm.messages import WorkerIdentity
 from kvtier_vllm.requests.pins import Pins
@@ -29,26 +27,29 @@ class OpenedCache:
     pins: Pins | None
     """Pins of blocks in the pool. None where there is no pool."""
     weights: EngineWeights
+    tokens: PrefixTokens
 
 
-def open_cache(config: Config, identities: Sequence[WorkerIdentity], stack: contextlib.ExitStack) -> OpenedCache:
+def open_cache(
+    config: Config, identities: Sequence[WorkerIdentity], metrics: Metrics, stack: contextlib.ExitStack
+) -> OpenedCache:
     """Opens directory and pool for these workers. Raises `ConfigError`.
 
     :param identities: what the workers say of their KV, in rank order.
+    :param metrics: of what is opened here.
     :param stack: closes what is opened here.
     """
     sizes = {identity.block_bytes for identity in identities}
     if len(sizes) != 1:
         raise ConfigError(f"blocks of {sorted(sizes)} bytes in the ranks of one engine: they must be equal")
     namespaces = [NamespaceId(identity.namespace) for identity in identities]
-    registry = CollectorRegistry()
-    shared = stack.enter_context(shared_tier(config, namespaces, Metrics(registry)))
+    shared = stack.enter_context(shared_tier(config, namespaces, metrics))
     half = directory_half(
         config if all(identity.has_direct_loads for identity in identities) else config.without_direct_loads(),
         namespaces=namespaces,
         block_bytes=sizes.pop(),
         shared=shared.tier if shared is not None else None,
-        registry=registry,
+        metrics=metrics,
     )
     pins: Pins | None = None
     if shared is not None:
@@ -57,4 +58,4 @@ def open_cache(config: Config, identities: Sequence[WorkerIdentity], stack: cont
     stack.callback(half.directory.close)
     for rank, identity in enumerate(identities):
         half.directory.deliver(rank, map(decode, identity.messages))
-    return OpenedCache(half.directory, half.hashers, pins, EngineWeights(namespaces))
+    return OpenedCache(half.directory, half.hashers, pins, EngineWeights(namespaces), half.metrics.prefix)

@@ -16,6 +16,8 @@ from kvtier.build.engine_cache import planner
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
 from kvtier.identity.keys import BlockKey
+from kvtier.metrics import Metrics
+from kvtier.offload import JobResult
 from kvtier.offload.messages import decode, encode
 from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.content.contents import Contents
@@ -24,10 +26,11 @@ from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
 from kvtier_vllm.observe.kv_events import KVEvents
-from kvtier_vllm.observe.stats import KvtierStats, sources_of
+from kvtier_vllm.observe.relay import Relay
+from kvtier_vllm.observe.stats import KvtierStats, sources_of, weight_changes
 from kvtier_vllm.opened_cache import OpenedCache, open_cache
 from kvtier_vllm.requests.admission import Admission
-from kvtier_vllm.requests.known_requests import RequestBlocks
+from kvtier_vllm.requests.known_requests import KnownRequest, RequestBlocks
 from kvtier_vllm.requests.loads import RequestLoads
 from kvtier_vllm.requests.lookups import RequestLookups
 from kvtier_vllm.requests.params import answer_to
@@ -87,12 +90,14 @@ class SchedulerSide:
         self._adapters = contents.adapters
         self._stack.callback(contents.close)
         self._copies = CopiesUnderWay(groups)
-        self._stats = KvtierStats()
+        self._metrics = Metrics()
+        self._weight_changes = weight_changes(self._metrics.registry)
+        self._relay = Relay(self._metrics.registry)
         self._handed_out = HandedOut(tokens_per_block)
 
     def connect(self, identities: Sequence[WorkerIdentity]) -> None:
         """Takes up work with these workers, in rank order. Raises `ConfigError`."""
-        cache = open_cache(self._config, identities, self._stack)
+        cache = open_cache(self._config, identities, self._metrics, self._stack)
         lookups = RequestLookups(
             cache.directory,
             planner(self._config, cache.directory),
@@ -146,6 +151,10 @@ class SchedulerSide:
             first, count = known.lookup.asked.start, num_external_tokens // self._size
             self._work.loads.start(request.request_id, self._blocks.of(known, tables, range(first, first + count)))
             known.sources = (known.lookup.tiers or [])[:count]
+        lookup = known.lookup
+        self._work.cache.tokens.note_lookup(
+            len(lookup.asked), lookup.found, num_external_tokens // self._size, self._size
+        )
         self._work.lookups.forget(known)  # should it be asked again, e.g. after a preemption, all may have changed
 
     def sources(self, request: Request) -> dict[CacheHitSource, int]:
@@ -159,10 +168,8 @@ class SchedulerSide:
         self.device.end_step()
         if self._work is not None:
             self._work.cache.directory.speeds.note_computed(num_blocks * len(self._groups.of_tokens), seconds)
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, KvtierStats()
-        return stats
+        gains = self._relay.take()
+        return KvtierStats(gains) if gains else None
 
     def take_events(self) -> list[KVCacheEvent]:
         """What has come to this engine's host memory and disk, or gone from there, since the last call."""
@@ -274,7 +281,8 @@ class SchedulerSide:
 
         :param since: see `DeviceBlocks.forget_all`.
         """
-        self._stats.note_weights(are_known=work.cache.weights.are_known)
+        self._weight_changes.labels("known" if work.cache.weights.are_known else "unknown").inc()
+        self._relay.look_next()
         self._saves.forget()
         work.loads.cancel_all()
         for known in self._admission.known.values():
@@ -290,8 +298,15 @@ class SchedulerSide:
     def _note_results(self) -> None:
         assert self._work is not None
         for result in self._work.cache.directory.poll():
-            self._stats.note(result)
+            self._relay.look_next()
             request_id = self._work.loads.end(result)
             known = self._admission.known.get(request_id) if request_id is not None else None
             if known is not None:
+                self._work.cache.tokens.note_load(known.sources, self._num_good(result, known), self._size)
                 known.note_load(result)
+
+    def _num_good(self, result: JobResult, known: KnownRequest) -> int:
+        """How many blocks of a load vLLM goes on with: with several KV groups it takes all or none."""
+        if result.failed and self._groups.num_groups > 1:
+            return 0
+        return min(result.failed, default=len(known.sources))

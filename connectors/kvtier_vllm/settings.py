@@ -7,11 +7,14 @@ from typing import Any
 
 from vllm.config import ParallelConfig
 
+from kvtier.build.tiers import DISK, POOL, names_of_tiers
 from kvtier.config import Config, merge_tables, parse_config
 from kvtier.errors import ConfigError
 
 _SOURCE = "kv_connector_extra_config"
 _FILE = "config"
+_ANY_TOKENS = 16
+"""Tokens in a block, where it does not matter."""
 
 
 def load_settings(extra: Mapping[str, Any], tokens_per_block: int) -> Config:
@@ -69,3 +72,12 @@ def of_worker(config: Config, name: str) -> Config:
         return config
     disk = config.disk.model_copy(update={"directory": config.disk.directory / name})
     return config.model_copy(update={"disk": disk})
+
+
+def tiers_of(extra: Mapping[str, Any]) -> list[str]:
+    """The tiers below host memory, for a process that only shows what others count: all there may be where the
+    configuration is no good, which is told where it matters."""
+    try:
+        return names_of_tiers(load_settings(extra, _ANY_TOKENS))
+    except ConfigError:
+        return [DISK, POOL]

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -18,14 +17,15 @@ from kvtier.config import Config
 from kvtier.device.pinned_memory import near_node, pins_read_only
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import NamespaceId
+from kvtier.metrics import Metrics
 from kvtier.offload import ALONE, OTHER_COPIES, Mover, Replica
 from kvtier.offload.messages import LoadBatch, Loaded, ToDirectory, ToMover, decode, encode
-from kvtier.tiers.common.gauges import RankMemory
 from kvtier_vllm.compat import holds_the_same_in_all_ranks, states_of
 from kvtier_vllm.content.identity import DIGESTS, namespace_of, weight_files
 from kvtier_vllm.content.loaded_adapters import LoadedAdapters
 from kvtier_vllm.kv.paged_kv import device_kv
 from kvtier_vllm.messages import StepMetadata, WorkerIdentity, WorkerMetadata
+from kvtier_vllm.observe.relay import Relay
 from kvtier_vllm.observe.stats import KvtierStats
 from kvtier_vllm.refusals import refusal, without_blocks
 from kvtier_vllm.settings import of_worker
@@ -36,8 +36,6 @@ from kvtier_vllm.weights.weights import Weights
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _LOOK_S = 0.05
-_TELL_S = 1.0
-"""The time between two looks at the memory that is taken."""
 _EMPTY_STEP_S = 0.002
 """How long an empty step waits for transfers, unless a request goes on after it: a loop of empty steps would take the
 interpreter from them."""
@@ -50,10 +48,8 @@ class WorkerSide:
         self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
         self._stack = contextlib.ExitStack()
         self._mover: Mover | None = None
-        self._memory_use: Callable[[], RankMemory] | None = None
-        self._told_bytes: dict[str, int] = {}
-        """The bytes of each kind of memory that the last statistics have told of."""
-        self._tell_at_s = 0.0
+        self._metrics = Metrics()
+        self._relay = Relay(self._metrics.registry)
         self._weights: Weights | None = None
         """None until `register`, and so are adapters."""
         self._adapters: LoadedAdapters | None = None
@@ -113,12 +109,12 @@ class WorkerSide:
             config,
             device=device,
             namespace=namespace,
-            registry=CollectorRegistry(),
+            metrics=self._metrics,
             numa_node=near_node(next(iter(layers.values())).device),
             replica=Replica(tp.rank_in_group, tp.world_size) if is_replicated else ALONE,
         )
         entered = self._stack.enter_context(half)
-        self._mover, self._memory_use = entered.mover, entered.memory_use
+        self._mover = entered.mover
         # With what its disk holds: the first request already wants to know.
         self._identity = WorkerIdentity(
             namespace, device.block_bytes, list(map(encode, self._mover.poll())), has_direct_loads
@@ -177,14 +173,10 @@ class WorkerSide:
                 self._results.failed_recving.add(request_id)
 
     def take_stats(self) -> KvtierStats | None:
-        """How much more memory it takes than was told last; asked for once a second."""
-        if self._memory_use is None or MONOTONIC() < self._tell_at_s:
-            return None
-        self._tell_at_s = MONOTONIC() + _TELL_S
-        before, self._told_bytes = self._told_bytes, self._memory_use().by_kind()
-        stats = KvtierStats()
-        stats.note_memory({kind: nbytes - before.get(kind, 0) for kind, nbytes in self._told_bytes.items()})
-        return None if stats.is_empty() else stats
+        """What this worker and its I/O process have counted since it was last told, and how much more memory the tiers
+        take."""
+        gains = self._relay.take()
+        return KvtierStats(gains) if gains else None
 
     def take_results(self) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()
@@ -269,6 +261,7 @@ class WorkerSide:
         if self._mover is None:
             return
         for message in self._mover.poll():
+            self._relay.look_next()
             if isinstance(message, Loaded) and self._loading.pop(message.batch_id) != self._generation:
                 message = without_blocks(message)
             self._outbox.append(message)

@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from kvtier.build.hashers import tenant_hasher
-from kvtier.build.tiers import DISK, POOL, borrows, has_io_process, tiers_below
+from kvtier.build.tiers import DISK, POOL, borrows, has_io_process, names_of_tiers, tiers_below
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.device.kv import DeviceKV
@@ -33,10 +33,11 @@ from kvtier.offload import (
     Planner,
     Replica,
 )
+from kvtier.offload.messages import HOST
 from kvtier.policies.admission import Admission
 from kvtier.policies.admission_text import parse_admission
 from kvtier.policies.registry import by_name
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import Tier, Usage
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.sidecar import DirectReads
@@ -101,10 +102,10 @@ def engine_cache(
     :param numa_node: see `mover_half`, as for `layered`.
     :raises ConfigError: a secret is missing, the disk folder cannot be used, host memory is too small.
     """
-    name = config.only_tenant()
+    name, metrics = config.only_tenant(), Metrics(registry)
     with contextlib.ExitStack() as stack:
         of_rank = mover_half(
-            config, device=device, namespace=namespace.id, registry=registry, numa_node=numa_node, layered=layered
+            config, device=device, namespace=namespace.id, metrics=metrics, numa_node=numa_node, layered=layered
         )
         movers = stack.enter_context(of_rank)
         half = directory_half(
@@ -112,7 +113,7 @@ def engine_cache(
             namespaces=[namespace.id],
             block_bytes=device.block_bytes,
             shared=movers.tiers.get(POOL),
-            registry=registry,
+            metrics=metrics,
             on_answer=movers.mover.nudge,
         )
         hierarchy = Hierarchy(half.directory, movers.mover, planner(config, half.directory), half.metrics)
@@ -128,7 +129,7 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
     *,
     device: DeviceKV,
     namespace: NamespaceId,
-    registry: CollectorRegistry,
+    metrics: Metrics,
     numa_node: int | None = None,
     replica: Replica = ALONE,
     layered: CopiesByLayer | None = None,
@@ -138,11 +139,12 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
     Touches the arena and has the device attach it, which may take a second per GiB, so that no copy waits for that.
 
     :param device: the rank's paged KV; stays the caller's, and must outlive the context.
+    :param metrics: of the rank's tiers; its registry takes those of its memory, too.
     :param numa_node: the one that the device is attached to, if that is known: the arena's memory is taken from there.
     :param replica: which of the ranks with this namespace it is: each writes some of the blocks to the pool.
     :param layered: the device's copies by layer, for an engine that waits for layers.
     """
-    tenants, metrics = [tenant_id(name) for name in config.engine_tenants()], Metrics(registry)
+    tenants = [tenant_id(name) for name in config.engine_tenants()]
     inventory = InventoryLog(tenants, namespace)
     with contextlib.ExitStack() as stack:
         num_slots = _num_slots(config, device.block_bytes)
@@ -154,6 +156,8 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
         device.attach(arena)
         opened, process = stack.enter_context(tiers_below(config, namespace, arena, inventory.on_event, metrics))
         below = {tier.name: tier for tier in opened}
+        for name in below:
+            metrics.begin(name)
 
         def forget_untold(tier: str) -> None:
             if process is not None:
@@ -185,7 +189,7 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
             leased_bytes = sum(each.mapped_bytes for each in direct_reads.values())
             return RankMemory(arena_bytes, leased_bytes, device.memory_use)
 
-        MemoryGauges(registry, memory_use)
+        MemoryGauges(metrics.registry, memory_use)
         yield MoverHalf(mover, below, memory_use)
 
 
@@ -195,25 +199,27 @@ def directory_half(
     namespaces: Sequence[NamespaceId],
     block_bytes: int,
     shared: Tier | None,
-    registry: CollectorRegistry,
+    metrics: Metrics,
     on_answer: Callable[[], None] = lambda: None,
 ) -> DirectoryHalf:
     """The directory over the movers of all ranks, which have the same configuration. The caller closes it.
 
     :param namespaces: of all ranks, in order.
+    :param metrics: of the tiers as this process asks them; its registry takes those of the hierarchy, too.
     :param block_bytes: of a block in one rank; the same in all.
     :param shared: the pool, as this process asks it; stays the caller's.
     :param on_answer: called from another thread when a lookup is worth polling.
     :raises ConfigError: the tenant's secret is missing, host memory is too small.
     """
     hashers = {name: tenant_hasher(config, name, config.cache.tokens_per_block) for name in config.engine_tenants()}
-    metrics, num_slots = HierarchyMetrics(registry), _num_slots(config, block_bytes)
+    of_hierarchy, num_slots = HierarchyMetrics(metrics), _num_slots(config, block_bytes)
+    of_all_ranks = block_bytes * len(namespaces)
     directory = Directory(
         namespaces=namespaces,
         num_slots=num_slots,
         local_tiers=[DISK] if config.disk.directory is not None else [],
         shared=shared,
-        metrics=metrics,
+        metrics=of_hierarchy,
         settings=DirectorySettings(
             batch_blocks=config.cache.batch_blocks,
             copy_batch_blocks=min(_COPY_BYTES // block_bytes, _COPY_BLOCKS),
@@ -229,13 +235,20 @@ def directory_half(
                 POOL: WritePolicy(config.pool.write_policy),
             },
             tier_admissions=_admissions(config, len(namespaces)),
-            block_bytes=block_bytes * len(namespaces),
+            block_bytes=of_all_ranks,
             selective_uses=config.cache.selective_uses,
         ),
         on_answer=on_answer,
         recorder=_recorder(config, num_slots, block_bytes),
     )
-    return DirectoryHalf(directory, hashers, metrics, num_slots)
+
+    def host_usage() -> Usage:
+        num_blocks = directory.num_in_host
+        return Usage(num_blocks, num_blocks * of_all_ranks, num_slots * of_all_ranks)
+
+    metrics.levels.watch_usage(HOST, host_usage)
+    of_hierarchy.begin(names_of_tiers(config))
+    return DirectoryHalf(directory, hashers, of_hierarchy, num_slots)
 
 
 def _admissions(config: Config, num_ranks: int) -> dict[str, Admission]:

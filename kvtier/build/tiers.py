@@ -77,7 +77,7 @@ def tiers_below(
             settings = _process_settings(config, namespace)
             process = TierProcess(shared, settings, on_event=on_event, metrics=metrics)
             stack.callback(process.close)
-            tiers: list[Tier] = [SidecarTier(name, process) for name in _names(config)]
+            tiers: list[Tier] = [SidecarTier(name, process) for name in names_of_tiers(config)]
         else:
             tiers = _open_tiers(config, namespace, on_event, metrics)
         for tier in tiers:
@@ -103,6 +103,7 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
     if not config.pool.address:
         yield None
         return
+    metrics.begin(POOL)
     pool = _open_pool(config, namespaces, metrics)
     with contextlib.closing(pool.tier):
         yield SharedTier(Metered(pool.tier, metrics), pool.pin)
@@ -154,8 +155,8 @@ def _named_variables(value: object) -> frozenset[str]:
     return frozenset().union(*map(_named_variables, inside))
 
 
-def _names(config: Config) -> list[str]:
-    """The names of the tiers that `_open_tiers` opens."""
+def names_of_tiers(config: Config) -> list[str]:
+    """The names of the tiers below host memory, from the fastest to the slowest."""
     disk = [DISK] if config.disk.directory is not None else []
     return disk + ([POOL] if config.pool.address else [])
 
@@ -167,6 +168,7 @@ def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, met
         if config.disk.directory is not None:
             tiers.append(_disk_tier(config, on_event, metrics))
             stack.callback(tiers[0].close)
+            metrics.levels.watch_usage(DISK, tiers[0].usage)
         if config.pool.address:
             tiers.append(_open_pool(config, [namespace], metrics).tier)
         stack.pop_all()

@@ -15,6 +15,7 @@ from kvtier.offload.jobs import Block, DirectorySettings, JobResult
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.mover import OTHER_COPIES, Mover, MoverTiers
 from kvtier.offload.planner import AlwaysFetch, BlockStatus, FetchIfFaster, Planner
+from kvtier.offload.prefix_tokens import PrefixTokens
 from kvtier.offload.previous import PreviousKeys
 from kvtier.offload.replica import ALONE, Replica
 
@@ -36,6 +37,7 @@ __all__ = [
     "Mover",
     "MoverTiers",
     "Planner",
+    "PrefixTokens",
     "PreviousKeys",
     "Replica",
 ]

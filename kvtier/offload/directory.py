@@ -160,6 +160,11 @@ class Directory:
         """Whether all ranks can read this block in that tier: in the arenas, which are `HOST`, or in a local one."""
         return self._index.has(tier, key)
 
+    @property
+    def num_in_host(self) -> int:
+        """The number of blocks that the arenas hold. Any thread."""
+        return self._index.slots.num_ready
+
     def watch(self) -> ContentChanges:
         """Notes from now on what comes to these tiers and goes from them. What is there already is not noted."""
         if self._index.content_changes is None:
@@ -322,9 +327,12 @@ class Directory:
                 self._recorder.record(kind, tenant, list(run))
 
     def _note_end(self, result: JobResult) -> None:
+        if result.kind == "save":
+            self._metrics.saved_blocks.inc(len(result.tiers) - len(result.failed) - len(result.found))
         self._results.append(result)
 
     def _note_evicted(self, key: BlockKey) -> None:
+        self._metrics.host_evicted.inc()
         for tier in self._owed.evicted(key):
             self._metrics.evicted_unwritten.labels(tier).inc()
 

@@ -285,7 +285,7 @@ class Loads:
         self._index.touch([key for key, _ in job.blocks])
         self._policy.note_uses(job.blocks[index][0] for index in job.ok)
         for tier in job.tiers:
-            self._metrics.blocks_loaded.labels(tier or "none").inc()
+            (self._metrics.loaded_blocks.labels(tier) if tier else self._metrics.failed_blocks).inc()
         failed = frozenset(range(len(job.blocks))) - job.ok
         if failed:
             self._metrics.degraded_fetches.inc()

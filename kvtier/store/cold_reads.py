@@ -10,9 +10,9 @@ from kvtier.codec.checksums import checksum
 from kvtier.codec.stored_form import header_from_checksum
 from kvtier.errors import ClosedError
 from kvtier.identity.keys import StoreKey, tenant_of
-from kvtier.store.lending import read_lent
 from kvtier.store.private_buffers import PrivateBuffer, PrivateBuffers
-from kvtier.tiers.base import Status, Tier, WriteStatus
+from kvtier.store.tier_calls import TierCalls
+from kvtier.tiers.base import Status, WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import ReadPin
@@ -30,7 +30,7 @@ class Block:
     lease: ReadPin | None
     """Holds the payload in memory; None when it lies in a buffer of its own."""
     source: str
-    """The tier that had it, for the counter: `memory`, `disk`, `redis`, or with `_private` for no room in memory."""
+    """The tier that had it, for the counter: `memory`, `disk`, `redis`."""
     buffer: PrivateBuffer | None = None
     """Has the payload when it is not in memory."""
 
@@ -51,7 +51,7 @@ class ColdReads:
     def __init__(
         self,
         memory: HostTier,
-        tier: Tier,
+        tier: TierCalls,
         buffers: PrivateBuffers,
         on_admitted: Callable[[Sequence[StoreKey]], None],
         on_unread: Callable[[int], None],
@@ -77,9 +77,9 @@ class ColdReads:
         """
         statuses = self._tier.lookup(keys)
         wanted = dict.fromkeys(key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT)
-        if isinstance(self._tier, DiskTier):
+        if isinstance(disk := self._tier.tier, DiskTier):
             # No memory for a length that a client has only claimed, nor blocks evicted for it.
-            lengths = self._tier.payload_bytes(list(wanted))
+            lengths = disk.payload_bytes(list(wanted))
             wanted = dict.fromkeys(key for key, length in zip(wanted, lengths, strict=True) if length == nbytes)
         done = threading.Event()
         with self._lock:
@@ -117,7 +117,7 @@ class ColdReads:
                     num_unread += 1
             if num_unread:
                 self._on_unread(num_unread)
-            statuses = read_lent(self._tier, list(into), list(into.values()), lent)
+            statuses = self._tier.read(list(into), list(into.values()), lent)
             checksums: dict[WriteSlot, int] = {}
             for (key, payload), status in zip(into.items(), statuses, strict=True):
                 if status is not Status.HIT:
@@ -127,7 +127,7 @@ class ColdReads:
                     checksums[slots.pop(key)] = checksum(key, payload)
                 else:
                     header = header_from_checksum(key, nbytes, checksum(key, payload))
-                    found[key] = Block(header, payload, None, f"{self._tier.name}_private", private.pop(key))
+                    found[key] = Block(header, payload, None, self._tier.name, private.pop(key))
             self._admit(checksums, found)
         finally:
             self._let_go(list(slots.values()), list(private.values()), lent)

@@ -10,10 +10,12 @@ from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError
 from kvtier.events import TierState
 from kvtier.identity.keys import StoreKey, TenantId
+from kvtier.metrics import Metrics
 from kvtier.policies.admission import Admission
 from kvtier.store.cold_reads import Block, ColdReads
 from kvtier.store.metrics import StoreMetrics
 from kvtier.store.private_buffers import PrivateBuffers
+from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.common.admission_gate import AdmissionGate
@@ -57,22 +59,28 @@ class LowerTiers:
     """The tiers below memory, from the fastest to the slowest, or none at all. Any thread, without a lock of
     memory's."""
 
-    def __init__(self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics) -> None:
+    def __init__(
+        self, memory: HostTier, lower: Sequence[LowerTier], metrics: StoreMetrics, tier_metrics: Metrics
+    ) -> None:
         """`start` starts the writers. Memory stays the caller's, the tiers are owned from now on."""
+        self._calls = calls = [TierCalls(each.tier, tier_metrics) for each in lower]
         self.tiers = [each.tier for each in lower]
         self._set_caps = [each.set_caps for each in lower if each.set_caps is not None]
         self._purges = {each.tier.name: each.purge for each in lower if each.purge is not None}
-        self._ways = [WriteBehind(memory, each.tier, metrics, each.settings, _gate_of(each, metrics)) for each in lower]
+        self._ways = [
+            WriteBehind(memory, tier, metrics, each.settings, _gate_of(each, metrics))
+            for tier, each in zip(calls, lower, strict=True)
+        ]
         self._buffers = PrivateBuffers(max(_LEAST_PRIVATE_BYTES, memory.usage().capacity_bytes // _PRIVATE_SHARE))
         self._cold_reads = [
             ColdReads(
                 memory,
                 tier,
                 self._buffers,
-                on_admitted=partial(self._note_admitted, source=tier),
+                on_admitted=partial(self._note_admitted, source=tier.tier),
                 on_unread=metrics.unread_blocks.labels(tier.name).inc,
             )
-            for tier in self.tiers
+            for tier in calls
         ]
         for tier in self.tiers:
             metrics.prepare_tier(tier.name)
@@ -117,7 +125,7 @@ class LowerTiers:
 
     def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> None:
         """Changes the statuses, which are memory's, of keys that are no HIT there and are one here."""
-        for tier in self.tiers:
+        for tier in self._calls:
             # Pending too: a block on its way up from a tier below can be read there, and from here after it.
             missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if not missing:
@@ -181,7 +189,7 @@ class LowerTiers:
         with ExitStack() as stack:
             for way in self._ways:
                 stack.enter_context(way.without(keys))
-            for tier in reversed(self.tiers):
+            for tier in reversed(self._calls):
                 tier.discard(keys)
             yield
 

@@ -17,8 +17,14 @@ class StoreMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.read_blocks = Counter(
             "kvtier_pool_read_blocks",
-            "Blocks asked for, by where they were found; TIER_private: read from TIER with no room in memory.",
+            "Blocks asked for, by where they were found.",
             ["source"],
+            registry=registry,
+        )
+        self.unadmitted_blocks = Counter(
+            "kvtier_pool_unadmitted_blocks",
+            "Blocks read from a tier below into a buffer, for their reader alone: memory had no room.",
+            ["tier"],
             registry=registry,
         )
         self.unread_blocks = Counter(
@@ -64,6 +70,8 @@ class StoreMetrics:
         self.declined_blocks = declined_blocks(registry)
         for source in ("memory", "miss"):
             self.read_blocks.labels(source)
+        for status in WriteStatus:
+            self.written_blocks.labels(status.name.lower())
 
     def count_read(self, sources: Iterable[str], nbytes: int) -> None:
         """Counts blocks that were asked for, by where they were found, and the payload bytes of all that were."""
@@ -71,18 +79,17 @@ class StoreMetrics:
             self.read_blocks.labels(source).inc(amount)
         self.sent_bytes.inc(nbytes)
 
-    def count_written(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
+    def count_written(self, status: WriteStatus, nbytes: int, num_blocks: int) -> None:
         """Counts blocks that were to be written, by answer, and the payload bytes of those that are stored."""
-        if num_blocks:
-            self.written_blocks.labels(status.name.lower()).inc(num_blocks)
-            self.received_bytes.inc(nbytes)
+        self.written_blocks.labels(status.name.lower()).inc(num_blocks)
+        self.received_bytes.inc(nbytes)
 
     def prepare_tier(self, tier: str) -> None:
         """Makes the samples of a tier below memory, so that they read 0 before anything happened."""
         for result in WRITE_DOWN_RESULTS:
             self.written_down_blocks.labels(tier, result)
-        for source in (tier, f"{tier}_private"):
-            self.read_blocks.labels(source)
+        self.read_blocks.labels(tier)
+        self.unadmitted_blocks.labels(tier)
         self.unread_blocks.labels(tier)
         self.write_down_queue_bytes.labels(tier)
         self.evicted_unwritten.labels(tier)

@@ -23,6 +23,7 @@ from kvtier.store.tenant_counts import TenantCounts
 from kvtier.store.tier_share import TierShare
 from kvtier.store.write_behind import DrainReport
 from kvtier.tiers.base import Status, Usage, WriteStatus
+from kvtier.tiers.common.metered import TierCounts
 from kvtier.tiers.common.shares import Share
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.host.pins import PinnedSlots
@@ -81,7 +82,7 @@ class Store:
         :param clock: by which pins end.
         """
         self._hub = hub
-        self._metrics = metrics
+        self._metrics, tier_metrics = metrics, tier_metrics or Metrics()
         self.recorder = recorder
         """May be changed at any time, by one thread; calls under way may still tell the one before."""
         self._num_mapped_reads = metrics.read_blocks.labels("memory")
@@ -95,8 +96,12 @@ class Store:
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
+        self._memory_counts = TierCounts(self._memory.name, tier_metrics)
+        tier_metrics.begin(self._memory.name)
         self.pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
-        self._below = LowerTiers(self._memory, below, metrics)
+        self._below = LowerTiers(self._memory, below, metrics, tier_metrics)
+        for tier in self._local_tiers():
+            tier_metrics.levels.watch_usage(tier.name, tier.usage)
         self.counts = TenantCounts(self._memory.num_evicted_of)
 
     def start(self) -> None:
@@ -124,6 +129,7 @@ class Store:
                     self._memory.release([lease])
                 elif lease is not None:
                     blocks[key] = block_of(key, lease, "memory")
+            self._memory_counts.note_read(len(keys), len(blocks), sum(len(b.payload) for b in blocks.values()))
             self._below.used(blocks, run_blocks)
             self._below.fetch(keys, payload_bytes, blocks)
             found = [blocks.get(key) for key in keys]
@@ -180,7 +186,7 @@ class Store:
         kept = self._below.entered([slot.key for slot in slots], run_blocks=run_blocks)
         self._record(Kind.WRITE, [slot.key for slot in slots], len(slots[0].view) if slots else 0)
         num_bytes = sum(len(slot.view) for slot, is_kept in zip(slots, kept, strict=True) if is_kept)
-        self._metrics.count_written(WriteStatus.STORED, num_bytes, sum(kept))
+        self._count_written(WriteStatus.STORED, num_bytes, sum(kept))
         if not all(kept):
             self._count_unwritten(tenant_of(slots[0].key), WriteStatus.THROTTLED, kept.count(False))
         return [WriteStatus.STORED if is_kept else WriteStatus.THROTTLED for is_kept in kept]
@@ -188,13 +194,13 @@ class Store:
     def abort_write(self, slot: WriteSlot) -> WriteStatus:
         """Gives the slot back: the block did not arrive. FAILED."""
         self._memory.abort(slot)
-        self._metrics.count_written(WriteStatus.FAILED, 0)
+        self._count_written(WriteStatus.FAILED, 0)
         return WriteStatus.FAILED
 
     def abandon_writes(self, slots: Sequence[WriteSlot]) -> None:
         """Gives up slots that a client has not committed in time, and may still write to: see `HostTier.abandon`."""
         self._memory.abandon(slots)
-        self._metrics.count_written(WriteStatus.FAILED, 0, len(slots))
+        self._count_written(WriteStatus.FAILED, 0, len(slots))
 
     def set_shares(self, memory: Mapping[TenantId, Share], disk: Mapping[TenantId, Share]) -> None:
         """What tenants are owed of memory and of the disk, if there is one, from now on; all others have equal shares.
@@ -221,6 +227,8 @@ class Store:
         if self._below.tiers:
             self._below.used([key for key, status in zip(keys, held.statuses, strict=True) if status == Status.HIT])
         self._num_mapped_reads.inc(held.num_held)
+        held_bytes = sum(size for size, status in zip(sizes, held.statuses, strict=True) if status == Status.HIT)
+        self._memory_counts.note_read(len(keys), held.num_held, held_bytes)
         if keys:
             self.counts.count(tenant_of(keys[0]), num_hits=held.num_held)
         return held
@@ -260,7 +268,7 @@ class Store:
         distinct = list(dict.fromkeys(keys))
         num_there = sum(status is Status.HIT for status in self._look_up(distinct))
         with self._below.without(distinct):
-            self._memory.discard(distinct)
+            self._memory_counts.note_discard(self._memory.discard(distinct))
         return num_there
 
     def purge(self, tenant: TenantId, seconds: float) -> PurgeReport:
@@ -316,6 +324,7 @@ class Store:
 
     def _look_up(self, keys: Sequence[StoreKey]) -> list[Status]:
         statuses = self._memory.lookup(keys)
+        self._memory_counts.note_lookup(statuses)
         self._below.look_up(keys, statuses)
         return statuses
 
@@ -346,15 +355,23 @@ class Store:
 
     def _count_unwritten(self, tenant: TenantId, status: WriteStatus, num_blocks: int = 1) -> None:
         """Blocks of one tenant that got this answer and are not stored by this write."""
-        self._metrics.count_written(status, 0, num_blocks)
+        self._count_written(status, 0, num_blocks)
         if status is WriteStatus.FULL:
             self.counts.count(tenant, num_full=num_blocks)
         elif status is WriteStatus.THROTTLED:
             self.counts.count(tenant, num_throttled=num_blocks)
+
+    def _count_written(self, status: WriteStatus, nbytes: int, num_blocks: int = 1) -> None:
+        if num_blocks:
+            self._metrics.count_written(status, nbytes, num_blocks)
+            self._memory_counts.note_write(status, num_blocks, nbytes)
 
     def _count_read(self, keys: Sequence[StoreKey], blocks: Sequence[Block | None]) -> None:
         if keys:
             num_misses = blocks.count(None)
             self.counts.count(tenant_of(keys[0]), num_hits=len(blocks) - num_misses, num_misses=num_misses)
             sources = (block.source if block is not None else "miss" for block in blocks)
+            for block in blocks:
+                if block is not None and block.buffer is not None:
+                    self._metrics.unadmitted_blocks.labels(block.source).inc()
             self._metrics.count_read(sources, sum(len(block.payload) for block in blocks if block is not None))

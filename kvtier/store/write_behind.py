@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from kvtier.identity.keys import StoreKey, TenantId, tenant_of
 from kvtier.store.metrics import StoreMetrics
+from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_queue import WriteQueue
 from kvtier.store.write_workers import WriteWorkers
-from kvtier.tiers.base import Status, Tier
+from kvtier.tiers.base import Status
 from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.common.write_policy import UseCounts, WritePolicy
 from kvtier.tiers.disk.tier import DiskTier
@@ -71,7 +72,7 @@ class WriteBehind:
     def __init__(
         self,
         memory: HostTier,
-        tier: Tier,
+        tier: TierCalls,
         metrics: StoreMetrics,
         settings: WriteBehindSettings,
         gate: AdmissionGate | None = None,
@@ -277,7 +278,7 @@ class WriteBehind:
         if self._gate is None:
             return set()
         blocks = [(key, len(lease.view)) for key, lease in zip(keys, leases, strict=True) if lease is not None]
-        if isinstance(self._tier, DiskTier):  # knows at once; to ask another one would take a round trip
+        if isinstance(self._tier.tier, DiskTier):  # knows at once; to ask another one would take a round trip
             there = self._tier.lookup([key for key, _ in blocks])
             blocks = [block for block, status in zip(blocks, there, strict=True) if status is Status.MISS]
         answers = self._gate.admits(blocks, run_blocks)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from kvtier.identity.keys import StoreKey
-from kvtier.store.lending import write_lent
 from kvtier.store.metrics import StoreMetrics
+from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_queue import TAKEN, WriteQueue
-from kvtier.tiers.base import Tier, WriteStatus
+from kvtier.tiers.base import WriteStatus
 from kvtier.tiers.common.lent_memory import LentMemory
 from kvtier.tiers.host.pins import ReadPin
 from kvtier.tiers.host.tier import HostTier
@@ -38,7 +38,7 @@ class WriteWorkers:
     def __init__(
         self,
         memory: HostTier,
-        tier: Tier,
+        tier: TierCalls,
         metrics: StoreMetrics,
         waiting: WriteQueue,
     ) -> None:
@@ -76,7 +76,7 @@ class WriteWorkers:
             try:
                 # With the checksums of their writers: what was changed since is a miss to its readers there.
                 items = [(key, lease.view, lease.checksum) for key, lease in leases.items()]
-                answers = dict(zip(leases, write_lent(self._tier, items, lent), strict=True)) if items else {}
+                answers = dict(zip(leases, self._tier.write(items, lent), strict=True)) if items else {}
             except Exception:
                 # The tier promises not to raise; if it does, blocks must not stay pinned for ever.
                 _log.exception(

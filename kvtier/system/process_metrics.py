@@ -2,6 +2,7 @@
 
 import platform
 from importlib.metadata import version
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
@@ -10,14 +11,23 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 def describe_process(registry: CollectorRegistry) -> None:
     """Adds `kvtier_build_info` and `process_*` to a registry, once. For processes that are ours alone: engines that
     kvtier is a plug-in of have metrics of their process already."""
+    build_info(registry)
+    ProcessCollector(registry=registry)
+
+
+def build_info(registry: CollectorRegistry, **options: Any) -> None:
+    """Adds `kvtier_build_info` to a registry, once.
+
+    :param options: further ones of `Gauge`.
+    """
     build = Gauge(
         "kvtier_build_info",
         "1, with the release of kvtier and of Python that the process runs",
         ["version", "python_version"],
         registry=registry,
+        **options,
     )
     build.labels(version("kvtier"), platform.python_version()).set(1)
-    ProcessCollector(registry=registry)
 
 
 def leave_out_creation_times() -> None:

@@ -20,7 +20,7 @@ from kvtier.device.pinned_memory import near_node, pins_read_only
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher
 from kvtier.identity.namespace import Namespace
-from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy
+from kvtier.offload import OTHER_COPIES, Cleaner, Hierarchy, PrefixTokens
 from kvtier.system.process_metrics import describe_process
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
@@ -107,6 +107,7 @@ def engine_of(
         hasher: BlockHasher | None = None
         hierarchy: Hierarchy | None = None
         cleaner: Cleaner | None = None
+        tokens: PrefixTokens | None = None
         block_pool = BlockPool(kv.num_blocks)
         layered: LayeredLoads | None = None
         if section.cache:
@@ -134,7 +135,7 @@ def engine_of(
                     layered=layered,
                 )
             )
-            hasher, hierarchy = tiers.hasher, tiers.hierarchy
+            hasher, hierarchy, tokens = tiers.hasher, tiers.hierarchy, tiers.metrics.prefix
             block_pool = BlockPool(kv.num_blocks, on_evict=hierarchy.note_eviction)
             if tiers.clean_ahead_blocks:
                 cleaner = Cleaner(block_pool, hierarchy, tiers.metrics, depth_blocks=tiers.clean_ahead_blocks)
@@ -144,6 +145,7 @@ def engine_of(
             hierarchy=hierarchy,
             cleaner=cleaner,
             layerwise_loads=layered is not None,
+            tokens=tokens,
         )
         settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
         limits = EngineLimits.of(

@@ -8,6 +8,9 @@ from prometheus_client.registry import Collector
 
 from kvtier.store.tenant_counts import Counts
 
+LOGIN_REFUSALS = ("no_credentials", "short_token", "long_token", "unknown_token", "expired_token", "conflict", "role")
+"""Why a login may be refused: `kvtier_pool.auth.LoginRefusedError.reason`."""
+
 
 class PoolMetrics:
     """Owns nothing but the counters; `registry` is the caller's. Any thread."""
@@ -41,7 +44,6 @@ class PoolMetrics:
             ["tenant", "limit"],
             registry=registry,
         )
-        """There are no samples of tenants that were never refused."""
         self.tenant_delays = Counter(
             "kvtier_pool_tenant_delays",
             "Requests that waited for a moment because their tenant had had what it may have in a second.",
@@ -51,8 +53,13 @@ class PoolMetrics:
         self.logins_refused = Counter(
             "kvtier_pool_logins_refused", "Logins that were refused, by reason.", ["reason"], registry=registry
         )
+        for reason in LOGIN_REFUSALS:
+            self.logins_refused.labels(reason)
         self.audit_lost = Counter(
             "kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.", registry=registry
+        )
+        self.trace_dropped = Gauge(
+            "kvtier_pool_trace_dropped_keys", "Keys that the trace of record_trace lacks.", registry=registry
         )
         self.shared_bytes = Gauge(
             "kvtier_pool_shared_held_bytes",

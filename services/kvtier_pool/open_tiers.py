@@ -15,7 +15,6 @@ from kvtier.store.event_hub import EventHub
 from kvtier.store.lower_tiers import LowerTier
 from kvtier.store.write_behind import WriteBehindSettings
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.common.write_policy import WritePolicy
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
@@ -63,12 +62,11 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
             admission = _admission("disk_admission", table.disk_admission, int(table.disk_bytes))
             below.append(LowerTier(disk, _settings(policy, table, keeps_acknowledged=keeps), admission))
         if table.redis_url:  # empty: none, so that an environment can take it away
-            inner = _redis_tier(table.redis_url, config, seals, metrics)
-            redis = Metered(inner, metrics)
+            redis = _redis_tier(table.redis_url, config, seals, metrics)
             undo.callback(redis.close)
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
             admission = _admission("redis_admission", table.redis_admission, None)
-            below.append(LowerTier(redis, settings, admission, inner.set_caps, inner.purge))
+            below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge))
         undo.pop_all()
     return below
 

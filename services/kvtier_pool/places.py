@@ -48,6 +48,8 @@ class TenantPlaces:
         num = max(1, len(names))
         with self._changed:
             self._names = dict(names)
+            for name in names.values():
+                self._metrics.tenant_refusals.labels(name, self._limit)
             self._num_kept = max(self._least, self._num_wanted // (_KEPT_PART * num))
             self.num_places = max(self._num_wanted, self._num_kept * num)
             self._num_shared = self.num_places - self._num_kept * num

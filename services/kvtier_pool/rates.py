@@ -65,6 +65,9 @@ class Pace:
             if rate == self._rate:
                 return
             self._rate = rate
+            for limit in (REQUESTS, BYTES):
+                self._metrics.tenant_refusals.labels(name, limit)
+                self._metrics.tenant_delays.labels(name, limit)
             bounds = {REQUESTS: rate.max_requests_per_s, BYTES: rate.max_bytes_per_s}
             self._buckets = {
                 limit: _Bucket(float(per_s), self._clock()) for limit, per_s in bounds.items() if per_s is not None

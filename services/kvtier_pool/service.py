@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec.sealed_form import StorageSeals
@@ -26,7 +26,6 @@ from kvtier.store.retention import RetentionLimits
 from kvtier.store.store import Store
 from kvtier.store.write_behind import DrainReport
 from kvtier.system.process_metrics import describe_process
-from kvtier.tiers.common.gauges import TierGauges
 from kvtier.tiers.common.shares import Share
 from kvtier.traces.recorder import TraceRecorder
 from kvtier_pool.administration import Administration
@@ -104,12 +103,11 @@ class PoolService:
         tenants = tenant_names(config)
         self._calls = calls = CallPlaces(table.num_threads, limits, tenants, metrics)
         connections = TenantPlaces("max_connections", table.max_connections, tenants, metrics)
-        self._recorder = _recorder_of(config, registry)
+        self._recorder = _recorder_of(config, metrics)
         hub = EventHub(max_streams=calls.num_streams, buffer=limits.event_buffer)
         self._storage_keys = StorageKeys(config)
         seals = self._storage_keys.seals
         self._core = _open_store(config, seals, hub, registry, shared=shares_memory, recorder=self._recorder)
-        TierGauges(registry, usages=self._core.local_usages())
         self._clients = None
         if shares_memory:
             self._clients = SharedClients(
@@ -331,15 +329,14 @@ def retention_limits(table: PoolServiceConfig, *, num_tenants: int) -> Retention
     )
 
 
-def _recorder_of(config: Config, registry: CollectorRegistry) -> TraceRecorder | None:
+def _recorder_of(config: Config, metrics: PoolMetrics) -> TraceRecorder | None:
     """The recorder that the configuration asks for, not started."""
     table = config.pool_service
     if table.record_trace is None:
         return None
     path = config.resolve_path(table.record_trace)
     recorder = TraceRecorder(path, _described(table), max_bytes=int(table.record_trace_bytes))
-    num_dropped = Gauge("kvtier_pool_trace_dropped_keys", "Keys that the recorded trace lacks.", registry=registry)
-    num_dropped.set_function(lambda: recorder.num_dropped)
+    metrics.trace_dropped.set_function(lambda: recorder.num_dropped)
     return recorder
 
 

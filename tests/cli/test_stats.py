@@ -29,7 +29,7 @@ from kvtier.metrics import Metrics
 from kvtier.offload import HierarchyMetrics
 from kvtier.tiers.base import Usage
 from kvtier.tiers.common.breaker import CircuitBreaker
-from kvtier.tiers.common.gauges import MemoryGauges, RankMemory, TierGauges
+from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier_bench.measuring.blocks import Rotation, keys_of
 from kvtier_bench.processes.pool_process import pool_process
 from kvtier_engine.scheduling.metrics import EngineMetrics
@@ -113,7 +113,8 @@ def test_a_pool_that_nobody_asked_yet(tmp_path: Path) -> None:
 
 def test_an_engine() -> None:
     registry = CollectorRegistry()
-    engine, tiers, hierarchy = EngineMetrics(registry), Metrics(registry), HierarchyMetrics(registry)
+    engine, tiers = EngineMetrics(registry), Metrics(registry)
+    hierarchy = HierarchyMetrics(tiers)
     engine.prompt_tokens.inc(1000)
     engine.cached_tokens.labels("device").inc(300)
     engine.cached_tokens.labels("pool").inc(450)
@@ -133,7 +134,7 @@ def test_an_engine() -> None:
     tiers.pins.labels("pool", "not_offered").inc(5)
     tiers.set_state("disk", TierState.READ_ONLY)
     hierarchy.device_evictions.labels("clean").inc(7)
-    TierGauges(registry, usages={"disk": lambda: Usage(3, 30, 100)})
+    tiers.levels.watch_usage("disk", lambda: Usage(3, 30, 100))
     MemoryGauges(registry, lambda: RankMemory(4 * MIB, 2 * MIB, MemoryUse(MIB, 6 * MIB, 0.5)))
     facts = facts_of(page_of(registry))
     assert facts is not None
@@ -176,7 +177,8 @@ def test_a_pipe_gets_every_word() -> None:
         for op in ("read", "write"):
             tiers.path_bytes.labels(path, op).inc(1023.4 * 2**30)
     MemoryGauges(registry, lambda: RankMemory(64 << 30, 3 << 30, MemoryUse(MIB, 67 << 30, 0.5)))
-    TierGauges(registry, usages={t: lambda: Usage(3, 1 << 40, 1 << 41) for t in names})
+    for tier in names:
+        tiers.levels.watch_usage(tier, lambda: Usage(3, 1 << 40, 1 << 41))
     with answering(generate_latest(registry)) as address:
         answer = run("--url", address)
     assert answer.returncode == 0, answer.stderr
@@ -302,7 +304,9 @@ def test_a_closed_tier_is_left_out_of_a_scrape() -> None:
         raise ClosedError("tier disk is closed")
 
     registry = CollectorRegistry()
-    TierGauges(registry, usages={"disk": closed, "host": lambda: Usage(1, 2, 3)})
+    levels = Metrics(registry).levels
+    levels.watch_usage("disk", closed)
+    levels.watch_usage("host", lambda: Usage(1, 2, 3))
     samples = page_of(registry)
     assert samples.value("kvtier_tier_used_bytes", tier="disk") is None
     assert samples.value("kvtier_tier_used_bytes", tier="host") == 2

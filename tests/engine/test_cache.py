@@ -121,7 +121,7 @@ def test_one_load_serves_two_requests(make_rig: MakeRig, pool: Tier) -> None:
     rig.run()
     assert rig.done[first].cached_by_tier == {"pool": 40}
     assert rig.done[second].cached_by_tier == {"device": 28}
-    assert rig.counter("blocks_loaded", tier="pool") == 10
+    assert rig.counter("loaded_blocks", tier="pool") == 10
 
 
 def test_device_hits_lost_during_a_lookup_are_looked_up_too(make_rig: MakeRig, pool: Tier) -> None:

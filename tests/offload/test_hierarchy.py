@@ -94,7 +94,7 @@ def test_a_block_that_cannot_be_read_fails_alone(pool: HostTier) -> None:
     assert loaded.failed == {3}
     assert loaded.tiers == ("pool",) * 3 + ("",) + ("pool",) * 2
     assert rig.counter("degraded_fetches") == 1
-    assert rig.counter("blocks_loaded", tier="none") == 1
+    assert rig.counter("failed_blocks") == 1
     for i in {0, 1, 2, 4, 5}:
         assert np.array_equal(rig.device[6 + i], writer.device[i])
     rig.settle()

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgpack
 import pytest
-from prometheus_client import CollectorRegistry
 
 from hierarchy_rig import chain, until
 from kvtier.identity.keys import BlockKey, NamespaceId, StoreKey, rank_keys
+from kvtier.metrics import Metrics
 from kvtier.offload import Directory, DirectorySettings, HierarchyMetrics, JobResult
 from kvtier.offload.messages import decode, encode
 
@@ -52,7 +52,7 @@ class Scheduler:
             num_slots=NUM_SLOTS,
             local_tiers=["disk"],
             shared=None,
-            metrics=HierarchyMetrics(CollectorRegistry()),
+            metrics=HierarchyMetrics(Metrics()),
             settings=DirectorySettings(saving_fraction=1.0, batch_blocks=3),
         )
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from hierarchy_rig import BLOCK_BYTES, NAMESPACE, PATIENCE_S, TENANT, Held, SomeLent, chain, memory_tier, until
 from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.arena import Arena
 from kvtier.memory.buffers import ReadableBuffer
+from kvtier.metrics import Metrics
 from kvtier.offload import (
     Directory,
     DirectorySettings,
@@ -79,7 +79,7 @@ class Engine:
             num_slots=NUM_SLOTS,
             local_tiers=["disk"],
             shared=self.pool,
-            metrics=HierarchyMetrics(CollectorRegistry()),
+            metrics=HierarchyMetrics(Metrics()),
             settings=DirectorySettings(
                 lookup_deadline_s=PATIENCE_S, borrows=bool(borrowing), batch_blocks=4, loan_blocks=4
             ),

@@ -15,6 +15,7 @@ from kvtier.errors import KvtierError
 from kvtier.identity.keys import BlockHasher, NamespaceId, PrefixHasher, tenant_id
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
+from kvtier.metrics import Metrics
 from kvtier.offload import (
     AlwaysFetch,
     Cleaner,
@@ -163,7 +164,7 @@ class EngineRig:
 
     def _hierarchy(self, shared: Tier | None, num_slots: int) -> tuple[Hierarchy, HierarchyMetrics]:
         tenant, namespace = tenant_id("red"), NamespaceId(b"e" * 16)
-        metrics = HierarchyMetrics(self.registry)
+        metrics = HierarchyMetrics(Metrics(self.registry))
         mover = Mover(
             namespace=namespace,
             device=self.device,

@@ -17,6 +17,7 @@ from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.identity.keys import BlockHasher, BlockKey, NamespaceId, PrefixHasher, StoreKey, TenantId, tenant_id
 from kvtier.memory.arena import Arena
 from kvtier.memory.buffers import ReadableBuffer
+from kvtier.metrics import Metrics
 from kvtier.offload import (
     AlwaysFetch,
     BlockStatus,
@@ -134,7 +135,7 @@ class Rig:
         """:param borrower: of the shared tier."""
         self.device = np.random.default_rng(7).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
         self.registry = CollectorRegistry()
-        self.metrics = HierarchyMetrics(self.registry)
+        self.metrics = HierarchyMetrics(Metrics(self.registry))
         tiers = {tier.name: tier for tier in (local, shared) if tier is not None}
         self.arena = Arena(num_slots, BLOCK_BYTES)
         self.mover = Mover(

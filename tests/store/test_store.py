@@ -161,7 +161,7 @@ def test_a_cold_block_is_served_when_memory_has_no_slot_to_spare(tmp_path: Path)
         rig.files.may_write.clear()
         assert WriteStatus.FULL in [rig.store(i) for i in range(20)]
         assert rig.load([KEY, KEY]) == [PAYLOAD] * 2
-        assert rig.count("kvtier_pool_read_blocks_total", source="disk_private") == 2
+        assert rig.count("kvtier_pool_unadmitted_blocks_total", tier="disk") == 2
         assert rig.files.read_bytes == BLOCK_BYTES
 
 

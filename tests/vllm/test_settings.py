@@ -1,7 +1,9 @@
 """How users configure the connector, and what they are told when it cannot work like that."""
 
 import functools
+import platform
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,10 @@ from vllm_rig import ENVIRON, settings, transfer
 
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
-from kvtier.offload.jobs import JobResult
-from kvtier.tiers.common.gauges import RankMemory
-from kvtier_vllm import worker
+from kvtier.metrics import Metrics
+from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
+from kvtier_vllm.observe.relay import Relay
 from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.settings import load_settings, of_rank, of_worker
 
@@ -202,46 +205,63 @@ def test_the_connector_refuses_too_where_vllm_loads_no_plugins(lab: Lab, monkeyp
         assert words in str(error.value)
 
 
-def test_blocks_that_host_memory_had_do_not_count_as_saved() -> None:
-    stats = KvtierStats()
-    stats.note(JobResult(1, "save", failed=frozenset([4]), tiers=("",) * 5, found=frozenset([0, 1])))
-    assert stats.reduce() == {"saved_blocks": 2}
-    stats.note(JobResult(2, "save", failed=frozenset([1]), tiers=("",) * 2, found=frozenset([0])))
-    assert stats.reduce() == {"saved_blocks": 2}
-
-
-def test_memory_of_all_ranks_is_a_gauge_of_vllms() -> None:
-    """Each rank tells what it has gained; ranks and moments add up."""
-    registry = prometheus_client.CollectorRegistry()
-
+def test_what_all_processes_count_is_shown_by_vllm() -> None:
+    """Ranks and moments add up, of gauges and latencies, too, and samples are there before anything has happened."""
+    shown = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
-    types: Any = {kind: functools.partial(kind, registry=registry) for kind in kinds}
+    types: Any = {kind: functools.partial(kind, registry=shown) for kind in kinds}
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    metrics = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]})
-    for gained in ({"arena": 5, "leased": 0, "pinned": 7}, {"arena": 5, "leased": 2, "pinned": -3}):
-        first, second = KvtierStats(), KvtierStats()
-        first.note_memory(gained)
-        second.note_memory(gained)
-        metrics.observe(first.aggregate(second).to_dict())
-    found = {
-        kind: registry.get_sample_value("vllm:kvtier_memory_bytes", {"engine": "0", "kind": kind})
-        for kind in ("arena", "leased", "pinned")
-    }
-    assert found == {"arena": 20, "leased": 4, "pinned": 8}
+    page = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]}, tiers=["pool"])
+
+    def value(name: str, **labels: str) -> float | None:
+        return shown.get_sample_value(f"vllm:kvtier_{name}", {"engine": "0"} | labels)
+
+    errors = {"tier": "pool", "op": "read", "error": "BreakerOpen"}
+    assert value("io_errors_total", **errors) == 0
+    assert value("open_breakers", tier="pool") == 0
+    assert value("corrupt_blocks_total", tier="pool") == 0
+    assert value("tier_batch_seconds_count", tier="pool", op="read") == 0
+    assert value("build_info", version=version("kvtier"), python_version=platform.python_version()) == 1
+
+    ranks = [(metrics, Relay(metrics.registry)) for metrics in (Metrics(), Metrics())]
+    breaker, memory = CircuitBreaker(1, 60.0), [RankMemory(5, 0, MemoryUse(0, 7, 0.0))]
+    for metrics, _ in ranks:
+        metrics.levels.watch_breaker("pool", breaker)
+        MemoryGauges(metrics.registry, lambda: memory[0])
+    breaker.failure()
+    for _ in range(2):
+        stats = KvtierStats()
+        for metrics, relay in ranks:
+            metrics.io_errors.labels("pool", "read", "BreakerOpen").inc(2)
+            metrics.pins.labels("pool", "pinned").inc()
+            for seconds in (0.0004, 0.0015, 0.0015, 0.9):
+                metrics.tier_batch_seconds.labels("pool", "read").observe(seconds)
+            relay.look_next()
+            stats.aggregate(KvtierStats(relay.take()))
+        page.observe(stats.to_dict())
+        memory[0] = RankMemory(5, 0, MemoryUse(0, 4, 0.0))
+    assert value("io_errors_total", **errors) == 8
+    assert value("pins_total", tier="pool", status="pinned") == 4
+    assert value("open_breakers", tier="pool") == 2
+    found = {kind: value("memory_bytes", kind=kind) for kind in ("arena", "leased", "pinned")}
+    assert found == {"arena": 10, "leased": 0, "pinned": 8}
+    reads = {"tier": "pool", "op": "read"}
+    assert value("tier_batch_seconds_count", **reads) == 16
+    assert value("tier_batch_seconds_sum", **reads) == pytest.approx(4 * 0.9034)
+    counts = [value("tier_batch_seconds_bucket", le=le, **reads) for le in ("0.0001", "0.0005", "0.002", "0.2", "1.0")]
+    assert counts == [0, 4, 12, 12, 16]
 
 
-def test_a_worker_tells_of_its_memory_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_TELL_S", 0.0)
-    side = worker.WorkerSide(None, None, None)  # type: ignore[arg-type]
-    assert side.take_stats() is None
-    use = MemoryUse(staging_bytes=3, pinned_bytes=15)
-    for memory, told in (
-        (RankMemory(10, 5, use), {"arena": 10, "leased": 5, "pinned": 15, "staging": 3}),
-        (RankMemory(10, 5, use), None),
-        (RankMemory(10, 0, use), {"leased": -5}),
-    ):
-        side._memory_use = lambda memory=memory: memory
-        stats = side.take_stats()
-        assert (None if stats is None else stats.data) == (
-            None if told is None else {f"gained_bytes.{kind}": nbytes for kind, nbytes in told.items()}
-        )
+def test_the_log_has_blocks_and_no_more() -> None:
+    stats = KvtierStats({"counter\tkvtier_loaded_blocks\ttier=pool": 3, "counter\tkvtier_saved_blocks": 2})
+    stats.aggregate(KvtierStats({"counter\tkvtier_saved_blocks": 4, "gauge\tkvtier_open_breakers\ttier=pool": 1}))
+    assert stats.reduce() == {"loaded_blocks.pool": 3, "saved_blocks": 6}
+
+
+def test_a_process_tells_what_has_changed_and_nothing_twice() -> None:
+    metrics = Metrics()
+    relay = Relay(metrics.registry)
+    metrics.corrupt_blocks.labels("disk").inc(2)
+    assert relay.take() == {"counter\tkvtier_corrupt_blocks\ttier=disk": 2}
+    relay.look_next()
+    assert relay.take() == {}

@@ -1,14 +1,18 @@
 """What the connector did, as vLLM logs it and shows it to Prometheus.
 
-vLLM's own numbers count what was offered: a load that failed is a hit to them. These count what came of it.
+vLLM's own numbers count what was offered: a load that failed is a hit to them. These count what came of it. They are
+those that kvtier's own engine has (docs/metrics.md), added up over scheduler, workers and their I/O processes.
 """
 
+import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import prometheus_client
+from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -18,11 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.offload.jobs import JobResult
+from kvtier.device.kv import MemoryUse
+from kvtier.metrics import LEVELS, Levels, Metrics
+from kvtier.offload import HierarchyMetrics
+from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
+from kvtier.tiers.common.metered import TimedCalls
+from kvtier_vllm.observe.relay import Reading, parse, readings
+from kvtier_vllm.observe.replay import replay
 
-_LOADED, _FAILED, _SAVED = "loaded_blocks", "failed_blocks", "saved_blocks"
-_GAINED = "gained_bytes"
-_CHANGES = "weight_changes"
+_LOGGED = ("kvtier_loaded_blocks", "kvtier_failed_blocks", "kvtier_saved_blocks")
+"""What vLLM's log has of it, without the prefix."""
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 """The names that vLLM has for our tiers. It has none for the pool."""
 
@@ -33,51 +42,64 @@ def sources_of(tiers: Iterable[str], tokens_per_block: int) -> dict[CacheHitSour
     return {source: amount * tokens_per_block for source, amount in counts.items()}
 
 
+def weight_changes(registry: CollectorRegistry) -> prometheus_client.Counter:
+    """The counter of changes of weights; one for each registry."""
+    counter = prometheus_client.Counter(
+        "kvtier_weight_changes",
+        "Changes of weights while vLLM runs; after an unknown one, nothing is loaded or saved",
+        ["weights"],
+        registry=registry,
+    )
+    for weights in ("known", "unknown"):
+        counter.labels(weights)
+    return counter
+
+
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """Counts since the last look: blocks by what became of them, `loaded_blocks.TIER`, `failed_blocks`, `saved_blocks`;
-    `weight_changes.known` or `.unknown`; and `gained_bytes.KIND`, how much more memory all ranks take for the tiers,
-    which may be less than nothing."""
-
-    def note(self, result: JobResult) -> None:
-        """The end of a load or save."""
-        if result.kind == "load":
-            self._add(_FAILED, len(result.failed))
-            for tier, amount in Counter(tier for tier in result.tiers if tier).items():
-                self._add(f"{_LOADED}.{tier}", amount)
-        else:
-            self._add(_SAVED, len(result.tiers) - len(result.failed) - len(result.found))
-
-    def note_memory(self, gained_bytes: Mapping[str, int]) -> None:
-        """:param gained_bytes: by kind; see `kvtier.tiers.common.gauges.RankMemory`."""
-        for kind, nbytes in gained_bytes.items():
-            self._add(f"{_GAINED}.{kind}", nbytes)
-
-    def note_weights(self, *, are_known: bool) -> None:
-        """Weights, an adapter or the device have changed: whether blocks are kept from now on."""
-        self._add(f"{_CHANGES}.{'known' if are_known else 'unknown'}", 1)
+    """What numbers have gained since the last look, by `Reading.key`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, amount in other.data.items():
-            self._add(name, amount)
+        for key, amount in other.data.items():
+            self.data[key] = self.data.get(key, 0) + amount
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(sorted(self.data.items()))
+        """Blocks by what became of them, for a line of the log: the rest is for Prometheus."""
+        totals: Counter[str] = Counter()
+        for key, amount in self.data.items():
+            _, name, labels = parse(key)
+            if name in _LOGGED:
+                totals[".".join([name.removeprefix("kvtier_"), *labels.values()])] += amount
+        return dict(sorted(totals.items()))
 
     def is_empty(self) -> bool:
         return not self.data
 
-    def _add(self, name: str, amount: int) -> None:
-        if amount:
-            self.data[name] = self.data.get(name, 0) + amount
+
+def zero_registry(tiers: Iterable[str]) -> CollectorRegistry:
+    """All that the processes of an engine with these tiers count, at 0: what there is before anything has happened."""
+    metrics, tiers = Metrics(), list(tiers)
+    hierarchy = HierarchyMetrics(metrics)
+    hierarchy.begin(tiers)
+    for tier in tiers:
+        TimedCalls(tier, metrics)
+        metrics.begin(tier)
+    breakers, *usages = LEVELS
+    levels: Levels = {(name, tier): 0.0 for name in usages for tier in ("host", "disk") if tier in ("host", *tiers)}
+    if "pool" in tiers:
+        levels[breakers, "pool"] = 0.0
+    metrics.levels.take(levels)
+    MemoryGauges(metrics.registry, lambda: RankMemory(0, 0, MemoryUse(0, 0, 0.0)))
+    weight_changes(metrics.registry)
+    return metrics.registry
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """The numbers of `KvtierStats` as counters, and memory as a gauge.
+    """The numbers of `KvtierStats` as metrics of vLLM's, with samples of 0 from the start.
 
     Names begin with `vllm:`, or vLLM would not take them back with an engine.
     """
@@ -88,38 +110,73 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         metric_types: dict[type[PromMetric], type[PromMetricT]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        *,
+        tiers: Iterable[str] = ("disk", "pool"),
     ) -> None:
+        """:param tiers: below host memory, as configured."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = metric_types[prometheus_client.Counter]
-        self._counters = {
-            _LOADED: counter("vllm:kvtier_loaded_blocks", "Blocks loaded, by tier.", [*labelnames, "tier"]),
-            _FAILED: counter("vllm:kvtier_failed_blocks", "Blocks offered that could not be loaded.", labelnames),
-            _SAVED: counter(
-                "vllm:kvtier_saved_blocks", "Blocks copied to host memory, which did not have them.", labelnames
-            ),
-            _CHANGES: counter(
-                "vllm:kvtier_weight_changes",
-                "Changes of weights while vLLM runs; after an unknown one, nothing is loaded or saved.",
-                [*labelnames, "weights"],
-            ),
-        }
-
-        self._memory = metric_types[prometheus_client.Gauge](
-            "vllm:kvtier_memory_bytes",
-            "Memory that all ranks take for the tiers: arena, leased from the pool, pinned of both, device staging.",
-            [*labelnames, "kind"],
-            multiprocess_mode="mostrecent",
-        )
-        self._taken_bytes: Counter[tuple[int, str]] = Counter()
-        """The bytes taken, by engine and kind. They are kept here since a gauge on Ray can only be set."""
+        self._metrics: dict[str, Any] = {}
+        """By name, without the prefix."""
+        self._bounds: dict[str, list[float]] = {}
+        """Upper bounds of the buckets of each histogram."""
+        self._levels: Counter[tuple[int, str]] = Counter()
+        """Values of gauges, by engine and key. They are kept here since a gauge on Ray can only be set."""
+        self._help: dict[str, str] = {}
+        zeros = zero_registry(tiers)
+        self._help = {family.name: family.documentation for family in zeros.collect()}
+        at_zero = list(readings(zeros))
+        self._bounds = _bounds_of(at_zero)
+        for engine_idx in per_engine_labelvalues:
+            for reading in at_zero:
+                self._add(reading.kind, reading.name, reading.labels, 0.0, engine_idx)
+        self._say_release()
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Adds what `KvtierStats` has collected."""
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, amount in transfer_stats_data.items():
-            kind, _, which = name.partition(".")
-            if kind == _GAINED:
-                self._taken_bytes[engine_idx, which] += amount
-                self._memory.labels(*labels, which).set(self._taken_bytes[engine_idx, which])
-            elif kind in self._counters:
-                self._counters[kind].labels(*labels, *([which] if which else [])).inc(amount)
+        observed: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, float]] = {}
+        for key, amount in transfer_stats_data.items():
+            kind, name, labels = parse(key)
+            if kind == "histogram":
+                le = labels.pop("le", "sum")
+                observed.setdefault((name, tuple(labels.items())), {})[le] = amount
+            else:
+                self._add(kind, name, labels, amount, engine_idx)
+        for (name, labels_of), gains in observed.items():
+            child = self._child("histogram", name, dict(labels_of), engine_idx)
+            replay(child.observe, self._bounds[name], gains)
+
+    def _add(self, kind: str, name: str, labels: Mapping[str, str], amount: float, engine_idx: int) -> None:
+        child = self._child(kind, name, {label: v for label, v in labels.items() if label != "le"}, engine_idx)
+        if kind == "gauge":
+            level = (engine_idx, "\t".join([name, *labels.values()]))
+            self._levels[level] += amount  # type: ignore[assignment]
+            child.set(self._levels[level])
+        elif kind == "counter" and amount:
+            child.inc(amount)
+
+    def _child(self, kind: str, name: str, labels: Mapping[str, str], engine_idx: int) -> Any:
+        metric = self._metrics.get(name)
+        if metric is None:
+            metric = self._metrics[name] = self._make(kind, name, list(labels))
+        return metric.labels(*self.per_engine_labelvalues[engine_idx], *labels.values())
+
+    def _make(self, kind: str, name: str, labels: list[str]) -> Any:
+        text, labelnames = self._help.get(name, name), [*self._labelnames, *labels]
+        if kind == "gauge":
+            return self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="mostrecent")
+        if kind == "histogram":
+            return self._histogram_cls(f"vllm:{name}", text, labelnames, buckets=self._bounds[name])
+        return self._counter_cls(f"vllm:{name}", text, labelnames)
+
+    def _say_release(self) -> None:
+        release = {"version": version("kvtier"), "python_version": platform.python_version()}
+        for engine_idx in self.per_engine_labelvalues:
+            self._child("gauge", "kvtier_build_info", release, engine_idx).set(1)
+
+
+def _bounds_of(at_zero: Iterable[Reading]) -> dict[str, list[float]]:
+    bounds: dict[str, dict[float, None]] = {}
+    for reading in at_zero:
+        if (le := reading.labels.get("le", "+Inf")) != "+Inf":
+            bounds.setdefault(reading.name, {})[float(le)] = None
+    return {name: list(found) for name, found in bounds.items()}

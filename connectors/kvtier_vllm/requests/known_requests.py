@@ -24,6 +24,8 @@ class PrefixLookup:
     """The ticket of the last lookup, while it has no answer."""
     tiers: list[str] | None = None
     """The answer to the last lookup: where each block is that is worth loading, from the first one on."""
+    found: list[str] = field(default_factory=list)
+    """Likewise, with those that are not worth loading."""
     ask_at: float = 0.0
     """When the next lookup may be asked for."""
     pending_since: float | None = None

@@ -60,11 +60,11 @@ class RequestLookups:
             if statuses is None:
                 return None
             lookup.ticket = None
-            tiers, is_pending = self._hit(statuses)
+            tiers, found, is_pending = self._hit(statuses)
             if is_pending and self._is_worth_waiting(lookup):
                 lookup.asked = range(0)
                 return None
-            lookup.tiers = tiers
+            lookup.tiers, lookup.found = tiers, found
         return len(lookup.tiers or ())
 
     def forget(self, known: KnownRequest) -> None:
@@ -72,7 +72,7 @@ class RequestLookups:
         lookup = known.lookup
         if lookup.ticket is not None:
             self._directory.cancel_lookup(lookup.ticket)
-        lookup.asked, lookup.ticket, lookup.tiers = range(0), None, None
+        lookup.asked, lookup.ticket, lookup.tiers, lookup.found = range(0), None, None, []
 
     def _previous(self, keys: RequestKeys, start: int) -> list[PreviousKeys]:
         """What previous secrets make of the keys of all groups, from the block at this position on."""
@@ -86,8 +86,9 @@ class RequestLookups:
             for hasher, previous in keys.previous()
         ]
 
-    def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], bool]:
-        """Returns where each block worth loading is, and whether it is worth waiting for more that are on their way.
+    def _hit(self, statuses: Sequence[BlockStatus]) -> tuple[list[str], list[str], bool]:
+        """Returns where each block worth loading is, where each block of the whole hit is, and whether it is worth
+        waiting for more that are on their way.
 
         A hit is what all groups have: KV of every block, and states at the end of the last one.
 
@@ -101,7 +102,10 @@ class RequestLookups:
         if PENDING in kv[num_kv : num_kv + 1]:
             num_kv = next((n for n, status in enumerate(kv) if status.status is Status.MISS), len(kv))
         num_awaited = self._usable(blocks[: num_kv // len(of_tokens)], _HERE_SOON)
-        return [block[of_tokens[0]].tier for block in blocks[:num_hits]], num_awaited > num_hits
+        num_here = next((n for n, status in enumerate(kv) if status.status is not Status.HIT), len(kv))
+        num_found = self._usable(blocks[: num_here // len(of_tokens)], _HERE)
+        found = [block[of_tokens[0]].tier for block in blocks[:num_found]]
+        return found[:num_hits], found, num_awaited > num_hits
 
     def _usable(self, blocks: Sequence[Sequence[BlockStatus]], wanted: frozenset[Status]) -> int:
         """How many of these blocks there are up to the last one at whose end all states have a wanted status."""

@@ -38,7 +38,7 @@ class RemoteCalls:
         self._name, self._about = name, {"tier": name}
         self._metrics = metrics
         self._breaker = breaker
-        metrics.open_breakers.watch(name, breaker)
+        metrics.levels.watch_breaker(name, breaker)
         self._log = log
         self._call_timeout_s = call_timeout_s
         self._max_batch_bytes = max_batch_bytes

@@ -1,7 +1,6 @@
-"""How full tiers are, and what memory a rank takes, asked at every scrape."""
+"""What memory a rank takes, asked at every scrape."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -9,37 +8,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.device.kv import MemoryUse
-from kvtier.errors import KvtierError
-from kvtier.tiers.base import Usage
-
-
-class TierGauges(Collector):
-    """Gauges `kvtier_tier_held_blocks`, `_used_bytes` and `_capacity_bytes`, by tier.
-
-    Any thread. A scrape takes as long as the tiers' answers do: name only those that answer without a network.
-    """
-
-    def __init__(self, registry: CollectorRegistry, *, usages: Mapping[str, Callable[[], Usage]]) -> None:
-        """Registers itself.
-
-        :param usages: by name of the tier, its `usage`. Called until the registry is gone; a `KvtierError`
-            leaves the tier out of that scrape.
-        """
-        self._usages = dict(usages)
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the gauges of all tiers for one scrape, asking each tier how full it is."""
-        held = GaugeMetricFamily("kvtier_tier_held_blocks", "Blocks that a tier holds", labels=["tier"])
-        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes that a tier's blocks take", labels=["tier"])
-        capacity = GaugeMetricFamily("kvtier_tier_capacity_bytes", "Bytes that a tier may take", labels=["tier"])
-        for tier, ask in self._usages.items():
-            with contextlib.suppress(KvtierError):
-                usage = ask()
-                held.add_metric([tier], usage.num_blocks)
-                used.add_metric([tier], usage.used_bytes)
-                capacity.add_metric([tier], usage.capacity_bytes)
-        yield from (held, used, capacity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.protocol.status import error_for
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
+from kvtier.tiers.pool.path_counts import PathCounts
 
 _SERVICE = "/" + pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name + "/"
 _NAMESPACE = slice(TENANT_ID_BYTES, TENANT_ID_BYTES + NAMESPACE_ID_BYTES)
@@ -66,9 +67,7 @@ class GrpcTransport:
         require_credentials(token, None if address.startswith("unix:") else tls)
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._channel = _channel(address, connect_timeout_s, tls)
-        path_bytes = (metrics if metrics is not None else Metrics()).path_bytes
-        self._read_bytes = path_bytes.labels("grpc", "read")
-        self._written_bytes = path_bytes.labels("grpc", "write")
+        self._counts = PathCounts("grpc", metrics)
         # No (de)serializers: messages are bytes, encoded where it matters by hand.
         self._lookup: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_SERVICE + "Lookup")
         self._read: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_SERVICE + "Read")
@@ -96,12 +95,12 @@ class GrpcTransport:
             pool_pb2.ReadGroup(keys=_keys_of([key for key, _ in run]), payload_bytes=size) for (_, size), run in runs
         ]
         request = pool_pb2.ReadRequest(groups=groups).SerializeToString()
-        with _translated():
+        with self._counts.timed("read"), _translated():
             stream = self._read(request, timeout=timeout_s, metadata=self._metadata)
             try:
                 landings = [landing(target) for target in into]
                 for i, header in _receive(stream, landings):
-                    self._read_bytes.inc(len(into[i]))
+                    self._counts.read_bytes.inc(len(into[i]))
                     fault = _fault(header, keys[i], landings[i])
                     yield i, fault or land(landings[i], into[i])
             finally:
@@ -118,10 +117,10 @@ class GrpcTransport:
             (i, 0, header_from_checksum(items[i][0], len(payload), checksum), together(payload))
             for i, (payload, checksum) in enumerate(map(carried, items))
         )
-        with _translated():
+        with self._counts.timed("write"), _translated():
             answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
-        self._written_bytes.inc(sum(len(payload) for _, payload, _ in items))
+        self._counts.written_bytes.inc(sum(len(payload) for _, payload, _ in items))
         require_count(len(statuses), len(items))
         return statuses
 

@@ -12,6 +12,7 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.pool.carried import Incoming, Outgoing
+from kvtier.tiers.pool.path_counts import PathCounts
 from kvtier.tiers.pool.pause import PAUSE_S, Pause
 from kvtier.tiers.pool.shared_memory.client import PoolMemory
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -30,8 +31,7 @@ class LocalTransport:
         """:param socket: over a Unix socket; owned from now on."""
         self._socket = socket
         self._memory = PoolMemory(socket.open_connection)
-        self._read_bytes = metrics.path_bytes.labels("shm", "read")
-        self._written_bytes = metrics.path_bytes.labels("shm", "write")
+        self._counts = PathCounts("shm", metrics)
         self._pause = Pause(clock)
         """The pause of the mapped memory: until it is over, the socket does everything."""
         self._lease_pause = Pause(clock)
@@ -62,19 +62,20 @@ class LocalTransport:
         num_bytes = 0
         if self._pause.is_over:
             try:
-                for i, error in self._memory.read(keys, into, deadline):
-                    del left[i]
-                    if error is None:
-                        num_bytes += len(into[i])
-                    elif not isinstance(error, SealedBlockError):
-                        corrupt.append(keys[i])
-                    yield i, error
+                with self._counts.timed("read"):
+                    for i, error in self._memory.read(keys, into, deadline):
+                        del left[i]
+                        if error is None:
+                            num_bytes += len(into[i])
+                        elif not isinstance(error, SealedBlockError):
+                            corrupt.append(keys[i])
+                        yield i, error
             except OSError as error:
                 _log.debug("the pool did not answer: %s", str(error))
             except KvtierError as error:
                 self._note_failure(error)
             finally:
-                self._read_bytes.inc(num_bytes)
+                self._counts.read_bytes.inc(num_bytes)
         if corrupt:  # its writer broke it, and as long as it is there nobody can store it again
             self._socket.discard(corrupt, max(0.0, deadline - MONOTONIC()))
         rest = list(left)
@@ -88,7 +89,7 @@ class LocalTransport:
         if not (self._pause.is_over and self._lease_pause.is_over):
             return None
         try:
-            return self._memory.lease(keys, nbytes, ready, MONOTONIC() + timeout_s, self._read_bytes.inc)
+            return self._memory.lease(keys, nbytes, ready, MONOTONIC() + timeout_s, self._counts.read_bytes.inc)
         except OSError as error:
             _log.debug("the pool lends nothing: %s", str(error))
             self._lease_pause.begin()
@@ -102,13 +103,14 @@ class LocalTransport:
         statuses = [WriteStatus.FAILED] * len(items)
         if self._pause.is_over:
             try:
-                statuses = self._memory.write(items, deadline)
+                with self._counts.timed("write"):
+                    statuses = self._memory.write(items, deadline)
             except OSError as error:
                 _log.debug("the pool did not answer: %s", str(error))
             except KvtierError as error:
                 self._note_failure(error)
         stored = [i for i, status in enumerate(statuses) if status is WriteStatus.STORED]
-        self._written_bytes.inc(sum(len(items[i][1]) for i in stored))
+        self._counts.written_bytes.inc(sum(len(items[i][1]) for i in stored))
         rest = [i for i, status in enumerate(statuses) if status is WriteStatus.FAILED]
         if rest:
             answers = self._socket.write([items[i] for i in rest], max(0.0, deadline - MONOTONIC()))

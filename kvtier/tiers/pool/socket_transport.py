@@ -20,6 +20,7 @@ from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
 from kvtier.tiers.pool.connection import PoolConnection
+from kvtier.tiers.pool.path_counts import PathCounts
 
 _WRITE_PART_BYTES = 4 << 20
 """Payload of one request of a write: little enough to stay in the processor's cache from its checksum to the socket."""
@@ -69,10 +70,8 @@ class SocketTransport:
         self._token, self._tenant = token, tenant
         self._tls, self._namespaces = tls, tuple(namespaces)
         self._connect_timeout_s = connect_timeout_s
-        path_bytes = (metrics if metrics is not None else Metrics()).path_bytes
         path = "unix" if self._address.path else "tcp" if tls is None else "tls"
-        self._read_bytes = path_bytes.labels(path, "read")
-        self._written_bytes = path_bytes.labels(path, "write")
+        self._counts = PathCounts(path, metrics)
         self._lock = threading.Lock()
         self._idle: list[PoolConnection] = []
         """Ready for a call, the one used last at the end. Guarded by _lock."""
@@ -97,7 +96,10 @@ class SocketTransport:
         grouped = group(keys, [len(buffer) for buffer in into])
         num_answered = 0
         deadline = MONOTONIC() + timeout_s
-        with self._call(Verb.READ, {"groups": grouped.fields}, deadline) as (connection, answer):
+        with (
+            self._counts.timed("read"),
+            self._call(Verb.READ, {"groups": grouped.fields}, deadline) as (connection, answer),
+        ):
             while statuses := answer.members("statuses", Status):
                 places = grouped.order[num_answered : num_answered + len(statuses)]
                 require_count(len(statuses), len(places))
@@ -112,7 +114,7 @@ class SocketTransport:
                     for at, i in enumerate(hits)
                 ]
                 for block in receive_blocks(connection.receive_into, arriving):
-                    self._read_bytes.inc(block.nbytes)
+                    self._counts.read_bytes.inc(block.nbytes)
                     yield block.tag, block.fault or land(landings[block.tag], into[block.tag])
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
@@ -159,13 +161,13 @@ class SocketTransport:
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
             return statuses
-        with self._call_with(send, deadline) as (connection, answer):
+        with self._counts.timed("write"), self._call_with(send, deadline) as (connection, answer):
             for at, (start, stop) in enumerate(parts):
                 answer = answer if at == 0 else connection.receive_answer(deadline)
                 of_part = answer.members("statuses", WriteStatus)
                 require_count(len(of_part), stop - start)
                 statuses[start:stop] = of_part
-        self._written_bytes.inc(sum(sizes))
+        self._counts.written_bytes.inc(sum(sizes))
         return statuses
 
     def discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:

@@ -18,7 +18,7 @@ class Health:
         self._tier, self._server, self._about = tier, server, {"tier": tier}
         self._metrics = metrics
         self._breaker = breaker
-        metrics.open_breakers.watch(tier, breaker)
+        metrics.levels.watch_breaker(tier, breaker)
         self._log = log
 
     def allows(self, op: str) -> bool:

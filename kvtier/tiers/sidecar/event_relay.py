@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.errors import InvalidInputError
 from kvtier.events import Event, EventKind, EventSink, TierState
-from kvtier.metrics import Metrics
+from kvtier.metrics import Levels, Metrics
 from kvtier.tiers.sidecar.messages import MAX_BLOCKS, pack_keys, unpack_keys
 
 _COUNT_EVERY_S = 0.05
@@ -28,13 +28,15 @@ class EventSender:
     """The tier process's end: gathers. Any thread; `on_event` does not block."""
 
     def __init__(self, metrics: Metrics, clock: Clock = MONOTONIC) -> None:
-        """:param metrics: of the tiers in this process; its counters are reported, its histograms are not."""
-        self._counters = _counters(metrics)
+        """:param metrics: of the tiers in this process; counters and levels are reported, histograms are not."""
+        self._counters, self._levels = _counters(metrics), metrics.levels
         self._clock = clock
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
         """Guarded by _lock, like the rest."""
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._told: Levels = {}
+        """The levels as they were told last."""
         self._counted_at: float | None = None
         self._number = 0
         """The number of the news taken last; the first news have number 1."""
@@ -50,11 +52,13 @@ class EventSender:
         :param all_counts: read the counters even if that was done a moment ago.
         """
         with self._lock:
-            events, gains = self._some_events(), self._gains(all_counts)
-            if not events and not gains:
+            is_due = all_counts or self._is_due()
+            events, gains = self._some_events(), self._gains() if is_due else []
+            levels = self._changed_levels() if is_due else None
+            if not events and not gains and levels is None:
                 return 0, b""
             self._number += 1
-            packed: bytes = msgpack.packb([events, gains])
+            packed: bytes = msgpack.packb([events, gains, levels])
             return self._number, packed
 
     def _some_events(self) -> list[tuple[str, str, bytes]]:
@@ -67,12 +71,24 @@ class EventSender:
             taken.append((event.kind.value, event.tier, pack_keys(event.keys)))
         return taken
 
-    def _gains(self, all_counts: bool) -> _Gains:
-        """Caller holds _lock."""
+    def _is_due(self) -> bool:
+        """Whether counters and levels were read long enough ago. Caller holds _lock."""
         now = self._clock()
-        if not all_counts and self._counted_at is not None and now - self._counted_at < _COUNT_EVERY_S:
-            return []
+        if self._counted_at is not None and now - self._counted_at < _COUNT_EVERY_S:
+            return False
         self._counted_at = now
+        return True
+
+    def _changed_levels(self) -> list[tuple[str, str, float]] | None:
+        """All levels by name and tier; None where they are as they were told. Caller holds _lock."""
+        levels = self._levels.values()
+        if levels == self._told:
+            return None
+        self._told = levels
+        return [(name, tier, value) for (name, tier), value in levels.items()]
+
+    def _gains(self) -> _Gains:
+        """Caller holds _lock."""
         gains: _Gains = []
         for name, counter in self._counters.items():
             for labels, value in _values(counter):
@@ -89,7 +105,8 @@ class EventReceiver:
     def __init__(self, on_event: EventSink, metrics: Metrics) -> None:
         """
         :param on_event: called in the order of the changes; must not block.
-        :param metrics: its counters gain what those of the same name in the tier process gain, and it has their states.
+        :param metrics: its counters gain what those of the same name in the tier process gain, and it has their states
+            and levels.
         """
         self._on_event = on_event
         self._metrics = metrics
@@ -119,6 +136,7 @@ class EventReceiver:
         """The process is gone: nothing of its tiers is known any more, and what still comes from it is ignored."""
         with self._lock:
             self._over = True
+            self._metrics.levels.take({})
             for tier in sorted(self._tiers):
                 self._on_event(Event(EventKind.CLEARED, tier))
             for tier in sorted(self._degraded):  # the next process begins anew
@@ -127,12 +145,14 @@ class EventReceiver:
     def _apply(self, packed: bytes) -> None:
         """Caller holds _lock."""
         try:
-            events, gains = msgpack.unpackb(packed)
+            events, gains, levels = msgpack.unpackb(packed)
             for kind, tier, keys in events:
                 self._tiers.add(tier)
                 self._note(Event(EventKind(kind), tier, tuple(unpack_keys(keys))))
             for name, labels, gain in gains:
                 (self._counters[name].labels(*labels) if labels else self._counters[name]).inc(gain)
+            if levels is not None:
+                self._metrics.levels.take({(name, tier): float(value) for name, tier, value in levels})
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise InvalidInputError(f"news of the tier process: {error!r}") from error
 

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import Counter
-
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, ConfigError, KvtierError, UnavailableError
 from kvtier.events import EventSink, ignore_event
@@ -76,11 +74,6 @@ class TierProcess:
         self._settings, self._on_event, self._metrics = settings, on_event, metrics
         self._shared: SharedMemory | None = shared
         """Given up by `close`, when no thread uses it any more."""
-        self._restarts = Counter(
-            "kvtier_io_process_restarts",
-            "Tier processes that ended or were ended and had to be replaced",
-            registry=metrics.registry,
-        )
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         """The process that serves; all that its tiers held at its start has been told. Guarded by _lock."""
@@ -196,7 +189,7 @@ class TierProcess:
             child.end_news()  # not before: a listener that hears of it finds no process
             if self._closing.is_set():
                 return
-            self._restarts.inc()
+            self._metrics.io_process_restarts.inc()
             pause_s = _MIN_PAUSE_S if MONOTONIC() - began > _GOOD_LIFE_S else min(2 * pause_s, _MAX_PAUSE_S)
             _log.error(
                 "tier process %d ended with status %d; its tiers miss until another has started", child.pid, status

@@ -1,8 +1,10 @@
 """What the engine counts. One instance per registry and engine."""
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvtier_engine.scheduling.request import Completion
+from kvtier_engine.scheduling.request import Completion, FinishReason
 
 _TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -26,6 +28,8 @@ class EngineMetrics:
         self.cache_seconds = counter("cache_seconds", "In hashing, lookup, allocation and other cache bookkeeping")
         self.running = Gauge("kvtier_engine_running", "Requests in the batch", registry=registry)
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
+        for reason in get_args(FinishReason):
+            self.requests.labels(reason)
         self.ttft_seconds = Histogram(
             "kvtier_engine_ttft_seconds",
             "Arrival of a request to its first new token",

@@ -7,11 +7,12 @@ load (polled) -> running. After each step, full blocks get their keys and go dow
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
+from kvtier.offload import Block, Cleaner, Hierarchy, JobResult, PrefixTokens
 from kvtier.tiers.base import Status
 from kvtier_engine.scheduling.request import Lookup, Request
 
@@ -60,6 +61,7 @@ class PrefixCache:
         cleaner: Cleaner | None = None,
         layerwise_loads: bool = False,
         pending: PendingPolicy | None = None,
+        tokens: PrefixTokens | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         """
@@ -67,11 +69,13 @@ class PrefixCache:
         :param cleaner: of the same block pool and hierarchy; None copies blocks only when they become full.
         :param layerwise_loads: whether a request may run while its prefix is still being copied, layer after layer: the
             model's KV then waits on the device for each layer.
+        :param tokens: counts what requests ask the hierarchy for; None: nobody looks.
         """
         self.tokens_per_block = tokens_per_block
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
         self._layerwise_loads = layerwise_loads
         self._pending, self._clock = pending or PendingPolicy(), clock
+        self._tokens = tokens
         self._loads: dict[int, _Load] = {}
         """The loads under way, by job."""
         self._loading: set[BlockKey] = set()
@@ -112,6 +116,7 @@ class PrefixCache:
             return Admission.NO_ROOM
         request.refused_at = None
         request.block_ids = hits + fresh
+        self._count_asked(request, len(hits), max_hits, num_fetched)
         self._count_hits(request, len(hits))
         if hits and self._hierarchy is not None:
             used = list(zip(request.keys, hits, strict=False))
@@ -276,10 +281,20 @@ class PrefixCache:
         request.num_published = load.first_block + num_good
         request.num_computed = request.num_published * self.tokens_per_block
         if not request.counted:
+            if self._tokens is not None:
+                self._tokens.note_load(result.tiers, num_good, self.tokens_per_block)
             for tier in result.tiers[:num_good]:
                 request.cached_by_tier[tier] = request.cached_by_tier.get(tier, 0) + self.tokens_per_block
             request.counted = True
         return request
+
+    def _count_asked(self, request: Request, num_hits: int, max_hits: int, num_fetched: int) -> None:
+        """Counts what the tiers below were asked for, once for each request."""
+        if self._tokens is None or request.lookup is None or request.counted:
+            return
+        asked = request.lookup.statuses[num_hits - request.lookup.first_block :]
+        found = [block.tier for block in takewhile(lambda block: block.status is Status.HIT, asked)]
+        self._tokens.note_lookup(max_hits - num_hits, found, num_fetched, self.tokens_per_block)
 
     def _count_hits(self, request: Request, num_hits: int) -> None:
         request.num_published = num_hits

@@ -73,8 +73,8 @@ def test_open_ones_are_counted_by_tier_for_as_long_as_they_are_used(clock: Still
     assert count("redis") is None
     breakers = [CircuitBreaker(1, 10.0, clock) for _ in range(3)]
     for breaker in breakers:
-        metrics.open_breakers.watch("redis", breaker)
-    metrics.open_breakers.watch("pool", CircuitBreaker(1, 10.0, clock))
+        metrics.levels.watch_breaker("redis", breaker)
+    metrics.levels.watch_breaker("pool", CircuitBreaker(1, 10.0, clock))
     assert (count("redis"), count("pool")) == (0, 0)
     for breaker in breakers:
         breaker.failure()

@@ -19,6 +19,7 @@ from kvtier.device.kv import HostMemoryKV
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import BlockHasher
 from kvtier.memory import memfd
+from kvtier.metrics import Metrics
 from kvtier.offload import AlwaysFetch, Hierarchy
 from kvtier.testing.blocks import TINY_NAMESPACE
 from pool_rig import TENANTS, TOKENS, running_pool
@@ -155,14 +156,14 @@ def test_tenants_of_one_engine_are_their_own_at_the_pool(io_process: bool, tmp_p
 @contextmanager
 def two_halves(config: Config, device: npt.NDArray[np.uint8]) -> Iterator[tuple[Hierarchy, Mapping[str, BlockHasher]]]:
     """A hierarchy for all tenants of the configuration."""
-    registry = CollectorRegistry()
-    with mover_half(config, device=HostMemoryKV(device), namespace=TINY_NAMESPACE.id, registry=registry) as movers:
+    metrics = Metrics()
+    with mover_half(config, device=HostMemoryKV(device), namespace=TINY_NAMESPACE.id, metrics=metrics) as movers:
         half = directory_half(
             config,
             namespaces=[TINY_NAMESPACE.id],
             block_bytes=device.shape[1],
             shared=movers.tiers["pool"],
-            registry=registry,
+            metrics=metrics,
             on_answer=movers.mover.nudge,
         )
         hierarchy = Hierarchy(half.directory, movers.mover, AlwaysFetch(), half.metrics)

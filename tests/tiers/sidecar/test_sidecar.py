@@ -165,6 +165,6 @@ def test_the_state_of_a_tier_is_that_of_its_process() -> None:
 
 
 def test_garbled_news_are_refused() -> None:
-    for packed in (b"\xc1", msgpack.packb([1]), msgpack.packb([[["stored", "disk", b"short"]], []])):
+    for packed in (b"\xc1", msgpack.packb([1]), msgpack.packb([[["stored", "disk", b"short"]], [], None])):
         with pytest.raises(InvalidInputError):
             EventReceiver(Heard(), Metrics()).take(1, packed)

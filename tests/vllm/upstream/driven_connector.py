@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,6 +23,7 @@ from kvtier.build.engine_cache import mover_half
 from kvtier.clock import MONOTONIC
 from kvtier.device.kv import HostMemoryKV
 from kvtier.identity.keys import NamespaceId
+from kvtier.metrics import Metrics
 from kvtier.offload.planner import leading_hits
 from kvtier_vllm import KvtierConnector
 from kvtier_vllm.messages import WorkerIdentity
@@ -77,7 +77,7 @@ class DrivenConnector(KvtierConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         side = self._on_scheduler()
         device = HostMemoryKV(np.zeros((_NUM_DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8))
-        half = mover_half(side._config, device=device, namespace=_NAMESPACE, registry=CollectorRegistry())
+        half = mover_half(side._config, device=device, namespace=_NAMESPACE, metrics=Metrics())
         self._mover = side._stack.enter_context(half).mover
         side.connect([WorkerIdentity(_NAMESPACE, BLOCK_BYTES, [])])
         for name in dir(KVConnectorBase_V1):

@@ -14,7 +14,7 @@ from vllm_rig import settings
 
 Start = Callable[..., Engine]
 NUM_TOKENS = 6 * BLOCK + 5
-_SAVED = {"KvtierConnector": {"saved_blocks": 6}}
+_SAVED = {"KvtierConnector": {"counter\tkvtier_saved_blocks": 6}}
 
 
 @MODES

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from prometheus_client import CollectorRegistry
-
 from kvtier.device.cuda import CudaKV
 from kvtier.device.kv import Fence
 from kvtier.identity.keys import BlockKey, NamespaceId
+from kvtier.metrics import Metrics
 from kvtier.offload import (
     OTHER_COPIES,
     Directory,
@@ -171,7 +170,7 @@ def worker(
             num_slots=num_slots,
             local_tiers=[],
             shared=pool,
-            metrics=HierarchyMetrics(CollectorRegistry()),
+            metrics=HierarchyMetrics(Metrics()),
             settings=settings,
             clock=timeline.clock,
         )
