@@ -87,7 +87,7 @@ def svg(spans: list[ReceivedSpan]) -> str:
             f'<rect x="{left:.1f}" y="{top + 4}" width="{right - left:.1f}" height="{ROW - 8}" rx="2" fill="{fill}"/>'
         )
         took_ms = (span.end_ns - span.start_ns) / 1e6
-        took = f"{took_ms:,.0f} ms" if took_ms >= 10 else f"{took_ms:.2f} ms"
+        took = f"{took_ms / 1000:.1f} s" if took_ms >= 1000 else f"{took_ms:.2g} ms"
         drawn.append(
             f'<text x="{right + 5:.1f}" y="{top + 15}" fill="#666">{took:,.{0 if took >= 10 else 2}f} ms</text>'
         )
