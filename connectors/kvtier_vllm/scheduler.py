@@ -1,6 +1,7 @@
 """The connector in vLLM's scheduler: vLLM's calls, handed on to the directory and to the keepers of requests."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier.build.engine_cache import planner
+from kvtier.build.span_export import exporting_spans
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.config import Config
 from kvtier.identity.keys import BlockKey
 from kvtier.metrics import Metrics
-from kvtier.offload import JobResult
+from kvtier.offload import Block, Directory, JobResult
 from kvtier.offload.messages import decode, encode
+from kvtier.system.tracing import tracing
 from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.content.contents import Contents
 from kvtier_vllm.kv.copies import CopiesUnderWay
@@ -35,6 +38,7 @@ from kvtier_vllm.requests.loads import RequestLoads
 from kvtier_vllm.requests.lookups import RequestLookups
 from kvtier_vllm.requests.params import answer_to
 from kvtier_vllm.requests.saves import RequestSaves
+from kvtier_vllm.requests.traces import by_trace
 from kvtier_vllm.steps.step_plan import HandedOut, computed_spans
 from kvtier_vllm.steps.step_starts import StepNumbers
 from kvtier_vllm.steps.step_times import StepTimes
@@ -73,6 +77,7 @@ class SchedulerSide:
         self._clock, self._times = clock, StepTimes(tokens_per_block, clock)
         self._steps = StepNumbers()
         self._stack = contextlib.ExitStack()
+        self._stack.enter_context(exporting_spans(config, "kvtier-vllm"))
         self._work: _Work | None = None
         """None until `connect`."""
         self._admission = Admission(config, contents, clock)
@@ -149,7 +154,8 @@ class SchedulerSide:
             return
         if num_external_tokens:
             first, count = known.lookup.asked.start, num_external_tokens // self._size
-            self._work.loads.start(request.request_id, self._blocks.of(known, tables, range(first, first + count)))
+            blocks_to_load = self._blocks.of(known, tables, range(first, first + count))
+            self._work.loads.start(request.request_id, blocks_to_load, known.trace)
             known.sources = (known.lookup.tiers or [])[:count]
         lookup = known.lookup
         self._work.cache.tokens.note_lookup(
@@ -199,7 +205,7 @@ class SchedulerSide:
         room = directory.room_for_saves if self._work.cache.weights.are_known else 0
         blocks = self._saves.choose(computed, of_known, written, room)
         if blocks:
-            directory.save_full(blocks)
+            self._save(directory, blocks, [known for known, _ in computed])
         self._note_results()
         step.generations, step.adapters = self._work.cache.weights.generations, self._adapters.take_unsent()
         messages = directory.take_messages()
@@ -244,6 +250,7 @@ class SchedulerSide:
         if known is None or self._work is None:
             return False, answer_to(self._admission.params_of(request), {})
         self._work.lookups.forget(known)
+        known.trace.end()
         told = answer_to(known.params, known.loaded)
         if self._work.loads.cancel(request.request_id):
             return False, told
@@ -294,6 +301,14 @@ class SchedulerSide:
         """Blocks that are not with the directory yet, or wait there for a place."""
         loading = self._work.loads.blocks() if self._work is not None else ()
         return {*self._saves.unsaved.values(), *(key for key, _ in loading)}
+
+    def _save(self, directory: Directory, blocks: list[Block], computed: Sequence[KnownRequest]) -> None:
+        """Saves blocks of the requests that were computed, those of traced ones each by themselves."""
+        traced = [known for known in computed if known.trace.context]
+        keys = [(known.trace.context, self._groups.keys(known.keys.first(sys.maxsize))) for known in traced]
+        for context, of_context in by_trace(blocks, keys).items():
+            with tracing.within(context):
+                directory.save_full(of_context)
 
     def _note_results(self) -> None:
         assert self._work is not None

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.build.engine_cache import mover_half
+from kvtier.build.span_export import exporting_spans
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.device.pinned_memory import near_node, pins_read_only
@@ -80,6 +81,7 @@ class WorkerSide:
                 "vLLM gives an engine the connector of another one in its process, which cannot serve both: leave out "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0, or end the other engine first"
             )
+        self._stack.enter_context(exporting_spans(self._config, "kvtier-vllm"))  # before tiers are made
         num_blocks = self._kv_cache_config.num_blocks
         tp, pp = get_tp_group(), get_pp_group()
         self._rank = pp.rank_in_group * tp.world_size + tp.rank_in_group

@@ -21,6 +21,7 @@ from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.metered import Metered
 from kvtier.tiers.common.per_tenant import PerTenant
+from kvtier.tiers.common.traced import traced
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
@@ -82,7 +83,7 @@ def tiers_below(
             tiers = _open_tiers(config, namespace, on_event, metrics)
         for tier in tiers:
             stack.callback(tier.close)
-        yield [Metered(tier, metrics) for tier in tiers], process
+        yield [traced(Metered(tier, metrics)) for tier in tiers], process
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
     metrics.begin(POOL)
     pool = _open_pool(config, namespaces, metrics)
     with contextlib.closing(pool.tier):
-        yield SharedTier(Metered(pool.tier, metrics), pool.pin)
+        yield SharedTier(traced(Metered(pool.tier, metrics)), pool.pin)
 
 
 def _process_settings(config: Config, namespace: NamespaceId) -> ProcessSettings:

@@ -26,6 +26,7 @@ from kvtier.config.engine import (
 from kvtier.config.fields import OVERRIDE_PREFIX, Section
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.config.tracing import TracingConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.keys import tenant_id
 from kvtier.net.certificates import TlsFiles
@@ -56,6 +57,7 @@ class Config(Section):
     pool: PoolConfig = PoolConfig()
     pool_service: PoolServiceConfig = PoolServiceConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     _source: str = PrivateAttr("configuration")
     _folder: Path = PrivateAttr(Path())

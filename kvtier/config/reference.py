@@ -30,6 +30,7 @@ from kvtier.config.engine import (
 )
 from kvtier.config.log import LogConfig
 from kvtier.config.pool_service import PoolServiceConfig
+from kvtier.config.tracing import TracingConfig
 
 _SECTIONS: tuple[type[BaseModel], ...] = (
     Config,
@@ -40,6 +41,7 @@ _SECTIONS: tuple[type[BaseModel], ...] = (
     PoolConfig,
     PoolServiceConfig,
     LogConfig,
+    TracingConfig,
     TenantConfig,
     ShareConfig,
     RedisShareConfig,

@@ -16,6 +16,7 @@ from kvtier.offload.pending_writes import NO_TIER, PendingWrites
 from kvtier.offload.planner import MISSING, PENDING, BlockStatus
 from kvtier.offload.previous import PreviousNames
 from kvtier.offload.speeds import Speeds
+from kvtier.system.tracing import tracing
 from kvtier.tiers.host.entries import Entry
 
 
@@ -38,6 +39,8 @@ class _Job:
     names: dict[int, BlockKey] = field(default_factory=dict)
     """The keys by which their tiers are asked for blocks that were found under a previous secret, by index."""
     is_cancelled: bool = False
+    trace: str = field(default_factory=tracing.context)
+    """The context that it was started in."""
 
 
 @dataclass(slots=True)
@@ -231,7 +234,7 @@ class Loads:
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [(job.names.get(index, job.blocks[index][0]), job.blocks[index][1]) for index in indexes]
-        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way))
+        self._movers.send(LoadBatch(batch.batch_id, source, *columns(blocks, entries), way, job.trace))
 
     def _leave_device(self, batch: _Batch, rank: int) -> None:
         """A rank keeps off the batch's device slots from now on; the last one ends the batch for its job."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgpack
 
 from kvtier.errors import InvalidInputError
+from kvtier.system.tracing import NO_CONTEXT
 
 HOST = "host"
 """The tier whose bytes are in the movers' arenas."""
@@ -34,6 +35,8 @@ class LoadBatch:
     way: LoadWay = "arena"
     """A direct load brings what the source lends, and the rest comes again through the arena. For a load by layer, all
     blocks are in host memory, and `Queued` comes before `Loaded`."""
+    trace: str = NO_CONTEXT
+    """The context that the load is done within."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class SaveBatch:
     keys: list[bytes]
     arena_slots: list[int]
     device_slots: list[int]
+    trace: str = NO_CONTEXT
+    """The context that the save is done within, with its writes to tiers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kvtier.offload.message_queue import MessageQueue
 from kvtier.offload.messages import HOST, Copied, SaveBatch
 from kvtier.offload.metrics import HierarchyMetrics
 from kvtier.offload.pending_writes import PendingWrites
+from kvtier.system.tracing import tracing
 from kvtier.tiers.host.entries import Entry
 
 
@@ -149,7 +150,7 @@ class Saves:
         self._batches[batch.batch_id] = batch
         job.open.add(batch.batch_id)
         blocks = [job.blocks[index] for index in indexes]
-        self._movers.send(SaveBatch(batch.batch_id, self._owed.at_once, *columns(blocks, entries)))
+        self._movers.send(SaveBatch(batch.batch_id, self._owed.at_once, *columns(blocks, entries), tracing.context()))
 
     def _end(self, job: _Job) -> None:
         self._index.touch([key for key, _ in job.blocks])

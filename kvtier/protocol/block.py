@@ -23,6 +23,7 @@ from kvtier.errors import (
     UnavailableError,
 )
 from kvtier.net.wrong_protocol import BLOCK_MAGIC, WrongProtocolError
+from kvtier.system.tracing import NO_CONTEXT, is_context, tracing
 
 VERSIONS = (1,)
 """What this release speaks, the newest first."""
@@ -99,6 +100,12 @@ def error_for(result: str, message: str) -> KvtierError:
     """What a client raises for an answer that is not OK, of a newer pool too: `UnavailableError` if in doubt."""
     kind = next((kind for kind, known in _ERRORS if known == result), UnavailableError)
     return kind(f"{result}: {message}")
+
+
+def trace_field() -> dict[str, object]:
+    """What a request's header has besides, if the calling thread works within a trace: the context, as `trace`."""
+    context = tracing.context()
+    return {"trace": context} if context else {}
 
 
 class Fields:
@@ -232,3 +239,11 @@ def _counter() -> Callable[[_T], _T]:
         return container
 
     return counted
+
+
+def trace_of(request: Fields) -> str:
+    """The context that a request is made within; `NO_CONTEXT` also for a text that is none."""
+    if not request.has("trace"):
+        return NO_CONTEXT
+    context = request.text("trace")
+    return context if is_context(context) else NO_CONTEXT

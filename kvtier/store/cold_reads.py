@@ -70,6 +70,10 @@ class ColdReads:
         self._flights: dict[StoreKey, threading.Event] = {}
         """Keys being read, with what is set when the reader is done. Guarded by _lock."""
 
+    @property
+    def tier_name(self) -> str:
+        return self._tier.name
+
     def fetch(self, keys: Sequence[StoreKey], nbytes: int, found: dict[StoreKey, Block]) -> None:
         """Adds to `found` those of `keys` that the tier has with payloads of `nbytes`.
 

@@ -17,6 +17,7 @@ from kvtier.store.metrics import StoreMetrics
 from kvtier.store.private_buffers import PrivateBuffers
 from kvtier.store.tier_calls import TierCalls
 from kvtier.store.write_behind import DrainReport, WriteBehind, WriteBehindSettings
+from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status, Tier
 from kvtier.tiers.common.admission_gate import AdmissionGate
 from kvtier.tiers.disk.tier import DiskTier
@@ -130,14 +131,22 @@ class LowerTiers:
             missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if not missing:
                 return
-            for i, status in zip(missing, tier.lookup([keys[i] for i in missing]), strict=True):
+            with tracing.span(f"lookup {tier.name}", tier=tier.name, blocks=len(missing)) as span:
+                found = tier.lookup([keys[i] for i in missing])
+                if span is not None:
+                    span.attributes["hits"] = found.count(Status.HIT)
+            for i, status in zip(missing, found, strict=True):
                 statuses[i] = status if status is Status.HIT else statuses[i]
 
     def fetch(self, keys: Sequence[StoreKey], payload_bytes: int, blocks: dict[StoreKey, Block]) -> None:
         """Adds to `blocks` what is missing there and is here; see `ColdReads.fetch`."""
         for reads in self._cold_reads:
             if cold := [key for key in dict.fromkeys(keys) if key not in blocks]:
-                reads.fetch(cold, payload_bytes, blocks)
+                with tracing.span(f"read {reads.tier_name}", tier=reads.tier_name, blocks=len(cold)) as span:
+                    num_before = len(blocks)
+                    reads.fetch(cold, payload_bytes, blocks)
+                    if span is not None:
+                        span.attributes["hits"] = len(blocks) - num_before
 
     def private_bytes(self, tenant: TenantId) -> int:
         """What reads of the tenant have beside memory at the moment."""

@@ -22,6 +22,7 @@ from kvtier.store.retention import Retention, RetentionLimits
 from kvtier.store.tenant_counts import TenantCounts
 from kvtier.store.tier_share import TierShare
 from kvtier.store.write_behind import DrainReport
+from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status, Usage, WriteStatus
 from kvtier.tiers.common.metered import TierCounts
 from kvtier.tiers.common.shares import Share
@@ -124,11 +125,14 @@ class Store:
         self._record(Kind.READ, keys)
         blocks: dict[StoreKey, Block] = {}
         try:
-            for key, lease in zip(keys, self._memory.acquire(keys), strict=True):
-                if lease is not None and key in blocks:
-                    self._memory.release([lease])
-                elif lease is not None:
-                    blocks[key] = block_of(key, lease, "memory")
+            with tracing.span("read memory", tier="memory", blocks=len(keys)) as span:
+                for key, lease in zip(keys, self._memory.acquire(keys), strict=True):
+                    if lease is not None and key in blocks:
+                        self._memory.release([lease])
+                    elif lease is not None:
+                        blocks[key] = block_of(key, lease, "memory")
+                if span is not None:
+                    span.attributes["hits"] = len(blocks)
             self._memory_counts.note_read(len(keys), len(blocks), sum(len(b.payload) for b in blocks.values()))
             self._below.used(blocks, run_blocks)
             self._below.fetch(keys, payload_bytes, blocks)
@@ -323,7 +327,10 @@ class Store:
         self.pins.close()
 
     def _look_up(self, keys: Sequence[StoreKey]) -> list[Status]:
-        statuses = self._memory.lookup(keys)
+        with tracing.span("lookup memory", tier="memory", blocks=len(keys)) as span:
+            statuses = self._memory.lookup(keys)
+            if span is not None:
+                span.attributes["hits"] = statuses.count(Status.HIT)
         self._memory_counts.note_lookup(statuses)
         self._below.look_up(keys, statuses)
         return statuses

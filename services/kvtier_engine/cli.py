@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.build.span_export import exporting_spans
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config
 from kvtier.errors import ConfigError
@@ -71,13 +72,18 @@ def run(config: Config) -> None:
     from kvtier_engine.assemble import assembled_engine
 
     open_files = raise_open_files_limit()
-    with _listening(config.engine.listen) as listener, assembled_engine(config) as assembled:
+    with (
+        _listening(config.engine.listen) as listener,
+        exporting_spans(config, "kvtier-engine"),
+        assembled_engine(config) as assembled,
+    ):
         server = Server(
             assembled.engine,
             assembled.model.tokenizer,
             model_name=assembled.model.name,
             eos_token_ids=assembled.model.config.eos_token_ids,
             registry=assembled.registry,
+            tenant=config.tenant,
         )
         served, is_of_this_machine = server.app(), is_loopback(listener.getsockname()[0])
         uvicorn_server = uvicorn.Server(

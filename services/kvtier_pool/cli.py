@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier.build.span_export import exporting_spans
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
 from kvtier.errors import ConfigError
@@ -106,7 +107,8 @@ def serve(
     given = {name: value for name, value in flags.items() if value is not None}
     merged = with_log_options(configured(config, given, tenant or []), log_level, log_format)
     set_up_logs(merged.log.level, merged.log.format)
-    run(merged, lambda: configured(config, given, tenant or []))
+    with exporting_spans(merged, "kvtier-pool"):
+        run(merged, lambda: configured(config, given, tenant or []))
 
 
 def run(config: Config, read_again: Callable[[], Config]) -> None:

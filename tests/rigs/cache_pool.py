@@ -26,15 +26,17 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class CachePool:
     """`kvtier pool serve`. A context manager: leaving it kills the pool."""
 
-    def __init__(self, folder: Path, tokens: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, tokens: Mapping[str, str], **environ: str) -> None:
+        """:param environ: settings of the pool, such as `KVTIER__TRACING__ENDPOINT`."""
         digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items()}
         self.address = f"unix:{folder}/pool.sock"
+        self._environ = environ
         self._folder, self._tenants = folder, [f"--tenant={name}={digest}" for name, digest in digests.items()]
 
     def __enter__(self) -> "CachePool":
         listen = [f"--listen={self.address}", "--listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
         arguments = ["pool", "serve", *listen, "--http-listen=127.0.0.1:0", "--memory-bytes=512MiB", *self._tenants]
-        self._service = Service(arguments, log=self._folder / "pool.log", environ={})
+        self._service = Service(arguments, log=self._folder / "pool.log", environ=self._environ)
         ready = self._service.ready()
         self._http = ready["http"]
         _, self.tcp = ready["block"].split(",")

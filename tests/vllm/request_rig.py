@@ -10,6 +10,7 @@ from kvtier.identity.keys import BlockHasher, PrefixHasher, tenant_id
 from kvtier_vllm.requests.keys import RequestKeys
 from kvtier_vllm.requests.known_requests import KnownRequest
 from kvtier_vllm.requests.params import params_of
+from kvtier_vllm.requests.traces import RequestTrace
 
 SIZE = 4
 HASHER = BlockHasher(tenant_id("red"), PrefixHasher(b"sixteen bytes of", "", SIZE))
@@ -19,4 +20,6 @@ def known_request(tokens: Sequence[int], params: dict[str, Any] | None = None) -
     """:param params: what its client says, as `kv_transfer_params`."""
     request = Request("id", list(tokens), SamplingParams(max_tokens=64), None)
     request.kv_transfer_params = params
-    return KnownRequest(request, RequestKeys(request, HASHER, salt=None), params_of(request, has_pool=False))
+    return KnownRequest(
+        request, RequestKeys(request, HASHER, salt=None), params_of(request, has_pool=False), RequestTrace(None)
+    )

@@ -7,6 +7,7 @@ from kvtier.offload import Block, JobResult
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.requests.loads import RequestLoads
+from kvtier_vllm.requests.traces import RequestTrace
 
 GROUPS = KVGroups(1, 100)
 BLOCKS: list[Block] = [(BlockKey(b"a"), 7), (BlockKey(b"b"), 9)]
@@ -33,7 +34,7 @@ def _loading() -> tuple[RequestLoads, DeviceBlocks, FakeDirectory]:
     fake, device = FakeDirectory(), DeviceBlocks(GROUPS, 4)
     directory: Any = fake
     loads = RequestLoads(directory, GROUPS, device)
-    loads.start("request", BLOCKS)
+    loads.start("request", BLOCKS, RequestTrace(None))
     return loads, device, fake
 
 

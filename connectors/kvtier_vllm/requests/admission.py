@@ -15,6 +15,7 @@ from kvtier_vllm.requests.known_requests import KnownRequest
 from kvtier_vllm.requests.media import RequestMedia
 from kvtier_vllm.requests.params import RequestParams, params_of
 from kvtier_vllm.requests.tenants import Tenants
+from kvtier_vllm.requests.traces import RequestTrace
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Admission:
         if adapter is None:
             return
         keys = RequestKeys(request, hashers[tenant], salt=salt, adapter=adapter, weights=weights)
-        known = KnownRequest(request, keys, params)
+        known = KnownRequest(request, keys, params, RequestTrace(request.trace_headers))
         if self._media.admit(known):
             self._keep(known)
 

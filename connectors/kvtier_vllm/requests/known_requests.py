@@ -12,6 +12,7 @@ from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.observe.kv_events import KVEvents
 from kvtier_vllm.requests.keys import RequestKeys
 from kvtier_vllm.requests.params import RequestParams
+from kvtier_vllm.requests.traces import RequestTrace
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class KnownRequest:
     request: Request
     keys: RequestKeys
     params: RequestParams
+    trace: RequestTrace
     lookup: PrefixLookup = field(default_factory=PrefixLookup)
     num_saved: int = 0
     """Leading blocks whose KV was offered to the directory."""
@@ -51,6 +53,7 @@ class KnownRequest:
 
     def note_load(self, result: JobResult) -> None:
         """A load of it has ended."""
+        self.trace.end(failed=len(result.failed))
         self.loaded.update(tier for tier in result.tiers if tier)
         self.is_tombstoned |= bool(result.failed)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvtier.offload import Block, Directory, JobResult
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
+from kvtier_vllm.requests.traces import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class RequestLoads:
         self.ended: dict[str, list[int]] = {}
         """Device blocks that ended loads have not filled, by request, of the requests that nobody has taken."""
 
-    def start(self, request_id: str, blocks: list[Block]) -> None:
+    def start(self, request_id: str, blocks: list[Block], trace: RequestTrace) -> None:
         """Begins to load these."""
         device_blocks = self._groups.device_blocks(slot for _, slot in blocks)
         load = _Load(request_id, blocks, device_blocks, self._device.epoch)
-        self._loads[self._directory.start_load(blocks)] = load
+        with trace.within("fetch", blocks=len(blocks)):
+            self._loads[self._directory.start_load(blocks)] = load
 
     def cancel(self, request_id: str) -> bool:
         """Asks for the end of the request's load; False when it has none."""

@@ -54,7 +54,8 @@ class RequestLookups:
             self.forget(known)
             lookup.asked = wanted
             keys = self._groups.keys(known.keys.first(wanted.stop)[wanted.start :])
-            lookup.ticket = self._directory.start_lookup(keys, self._previous(known.keys, wanted.start))
+            with known.trace.within("lookup", blocks=len(wanted)):
+                lookup.ticket = self._directory.start_lookup(keys, self._previous(known.keys, wanted.start))
         if lookup.ticket is not None:
             statuses = self._directory.poll_lookup(lookup.ticket)
             if statuses is None:
@@ -65,6 +66,7 @@ class RequestLookups:
                 lookup.asked = range(0)
                 return None
             lookup.tiers, lookup.found = tiers, found
+            known.trace.end(hits=len(tiers))
         return len(lookup.tiers or ())
 
     def forget(self, known: KnownRequest) -> None:

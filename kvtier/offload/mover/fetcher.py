@@ -13,6 +13,7 @@ from kvtier.offload.mover.answers import Answers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tiers import MoverTiers
+from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Status
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Fetcher:
     def _load(self, batch: LoadBatch, after: Fence | None) -> None:
         begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
         try:
-            ok, waited_s = self._bring(batch, after)
+            with tracing.within(batch.trace):
+                ok, waited_s = self._bring(batch, after)
         except Exception:
             # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
             _log.exception(
@@ -124,7 +126,8 @@ class Fetcher:
         if self._begin_copy(batch):
             present = [i for i, good in enumerate(ok) if good]
             slots, device_slots = [batch.arena_slots[i] for i in present], [batch.device_slots[i] for i in present]
-            waited_s = self._memory.device.scatter(self._memory.arena, slots, device_slots, after=after)
+            with tracing.span("copy to device", blocks=len(slots), bytes=len(slots) * self._memory.block_bytes):
+                waited_s = self._memory.device.scatter(self._memory.arena, slots, device_slots, after=after)
         return ok, waited_s
 
     def _bring_directly(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
@@ -132,7 +135,8 @@ class Fetcher:
         keys, waited_s, loan = self._memory.store_keys(batch.keys), 0.0, None
         lender = self._tiers.lenders.get(batch.source)
         if lender is not None and not self._is_cancelled(batch):
-            loan = lender.start_read(keys, self._memory.block_bytes)
+            with tracing.span(f"borrow {batch.source}", tier=batch.source, blocks=len(keys)):
+                loan = lender.start_read(keys, self._memory.block_bytes)
         if lender is None or loan is None:
             return bytes(len(keys)), waited_s
         try:
@@ -141,7 +145,9 @@ class Fetcher:
                     Blocks(lent.memory, lent.slots, [batch.device_slots[i] for i in lent.indexes])
                     for lent in loan.blocks
                 ]
-                waited_s = self._memory.device.scatter_all(sources, after=after)
+                num_blocks = sum(len(lent.slots) for lent in loan.blocks)
+                with tracing.span("copy to device", blocks=num_blocks, bytes=num_blocks * self._memory.block_bytes):
+                    waited_s = self._memory.device.scatter_all(sources, after=after)
         finally:
             whole = lender.end_read(loan)
         return bytes(whole), waited_s

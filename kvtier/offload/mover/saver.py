@@ -10,6 +10,7 @@ from kvtier.offload.mover.answers import Answers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tier_writer import TierWriter
+from kvtier.system.tracing import tracing
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class Saver:
     def _save(self, batch: SaveBatch, after: Fence | None) -> None:
         ok, memory = b"\1" * len(batch.keys), self._memory
         try:
-            memory.device.gather(batch.device_slots, memory.arena, batch.arena_slots, after=after)
+            num_bytes = len(batch.keys) * memory.block_bytes
+            with tracing.within(batch.trace), tracing.span("copy to host", blocks=len(batch.keys), bytes=num_bytes):
+                memory.device.gather(batch.device_slots, memory.arena, batch.arena_slots, after=after)
         except Exception:
             _log.exception("copying %d blocks from the device failed", len(batch.keys))
             ok = bytes(len(batch.keys))

@@ -11,6 +11,7 @@ from kvtier.offload.mover.answers import Answers
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tiers import MoverTiers
+from kvtier.system.tracing import NO_CONTEXT, tracing
 from kvtier.tiers.base import Item, WriteStatus
 
 _THERE = (WriteStatus.STORED, WriteStatus.EXISTS)
@@ -27,6 +28,7 @@ class _Write:
     items: list[Item[memoryview]]
     waiting: set[str]
     """The tiers that have not answered yet."""
+    trace: str
     refused: dict[str, list[bytes]] = field(default_factory=dict)
 
 
@@ -59,7 +61,8 @@ class TierWriter:
             _log.exception("summing %d blocks failed", len(batch.keys))
             self._answers.post(Stored(batch.batch_id, dict.fromkeys(tiers, batch.keys)))
             return
-        write = _Write(batch.batch_id, batch.keys, items, waiting=set(tiers))
+        trace = batch.trace if isinstance(batch, SaveBatch) else NO_CONTEXT
+        write = _Write(batch.batch_id, batch.keys, items, waiting=set(tiers), trace=trace)
         for name in tiers:
             self._threads.writers[name].submit(self._write, name, write)
 
@@ -67,7 +70,8 @@ class TierWriter:
         mine = [i for i, (key, _, _) in enumerate(write.items) if self._tiers.writes(name, key)]
         refused = mine
         try:
-            statuses = self._tiers.by_name[name].write([write.items[i] for i in mine]) if mine else []
+            with tracing.within(write.trace):
+                statuses = self._tiers.by_name[name].write([write.items[i] for i in mine]) if mine else []
             refused = [i for i, status in zip(mine, statuses, strict=True) if status not in _THERE]
         except Exception:
             _log.exception("writing %d blocks to %s failed", len(write.items), name, extra={"tier": name})

@@ -9,7 +9,7 @@ from kvtier.memory.buffers import ReadableBuffer
 from kvtier.net.address import Address, open_connection
 from kvtier.net.stream import PlainStream
 from kvtier.net.tls import ClientTls, TlsStream
-from kvtier.protocol.block import VERSIONS, Fields, Result, Verb, error_for
+from kvtier.protocol.block import VERSIONS, Fields, Result, Verb, error_for, trace_field
 from kvtier.protocol.block_socket import FrameSocket
 
 _CLIENT = "kvtier"
@@ -106,7 +106,8 @@ class PoolConnection:
         self._request_id += 1
         self._unanswered.append(self._request_id)
         try:
-            self._socket.send_frame({"id": self._request_id, "verb": verb, **fields}, payload, deadline=deadline)
+            header = {"id": self._request_id, "verb": verb, **fields, **trace_field()}
+            self._socket.send_frame(header, payload, deadline=deadline)
         except ConnectionError:
             return  # a pool that refuses closes while we may still be sending: its reason is there to be read
 

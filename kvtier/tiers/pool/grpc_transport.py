@@ -21,6 +21,7 @@ from kvtier.protocol.frames import decode_frames, encode_blocks
 from kvtier.protocol.groups import require_count
 from kvtier.protocol.retention import PinStatus
 from kvtier.protocol.status import error_for
+from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
 from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
 from kvtier.tiers.pool.path_counts import PathCounts
@@ -81,7 +82,7 @@ class GrpcTransport:
         """Asks for a status per key, in order, in one gRPC call."""
         request = pool_pb2.LookupRequest(groups=_groups(keys)).SerializeToString()
         with _translated():
-            answer = self._lookup(request, timeout=timeout_s, metadata=self._metadata)
+            answer = self._lookup(request, timeout=timeout_s, metadata=self._traced())
             statuses = [Status(byte) for byte in pool_pb2.LookupResponse.FromString(answer).statuses]
         require_count(len(statuses), len(keys))
         return statuses
@@ -96,7 +97,7 @@ class GrpcTransport:
         ]
         request = pool_pb2.ReadRequest(groups=groups).SerializeToString()
         with self._counts.timed("read"), _translated():
-            stream = self._read(request, timeout=timeout_s, metadata=self._metadata)
+            stream = self._read(request, timeout=timeout_s, metadata=self._traced())
             try:
                 landings = [landing(target) for target in into]
                 for i, header in _receive(stream, landings):
@@ -118,7 +119,7 @@ class GrpcTransport:
             for i, (payload, checksum) in enumerate(map(carried, items))
         )
         with self._counts.timed("write"), _translated():
-            answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._metadata)
+            answer = self._write(encode_blocks(blocks), timeout=timeout_s, metadata=self._traced())
             statuses = [WriteStatus(byte) for byte in pool_pb2.WriteResponse.FromString(answer).statuses]
         self._counts.written_bytes.inc(sum(len(payload) for _, payload, _ in items))
         require_count(len(statuses), len(items))
@@ -128,7 +129,7 @@ class GrpcTransport:
         """Forgets these keys, in one gRPC call; returns how many were there."""
         request = pool_pb2.DiscardRequest(groups=_groups(keys)).SerializeToString()
         with _translated():
-            answer = self._discard(request, timeout=timeout_s, metadata=self._metadata)
+            answer = self._discard(request, timeout=timeout_s, metadata=self._traced())
             return pool_pb2.DiscardResponse.FromString(answer).num_discarded
 
     def pin(self, keys: Sequence[StoreKey], ttl_ms: int, timeout_s: float) -> list[PinStatus] | None:
@@ -152,10 +153,15 @@ class GrpcTransport:
     def usage(self, timeout_s: float) -> Usage:
         """Blocks and bytes of this tenant in the tier of the pool that keeps most of them, and that tier's capacity."""
         with _translated():
-            answer = self._usage(b"", timeout=timeout_s, metadata=self._metadata)
+            answer = self._usage(b"", timeout=timeout_s, metadata=self._traced())
             tiers = pool_pb2.UsageResponse.FromString(answer).tiers
         largest = max(tiers, key=lambda tier: tier.used_bytes, default=pool_pb2.TierUsage())
         return Usage(largest.num_blocks, largest.used_bytes, largest.capacity_bytes)
+
+    def _traced(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of a call: who makes it, and within which trace."""
+        context = tracing.context()
+        return (*self._metadata, ("traceparent", context)) if context else self._metadata
 
     def close(self) -> None:
         """Closes the connection; calls in flight fail. Idempotent."""
@@ -166,7 +172,7 @@ class GrpcTransport:
     ) -> bytes | None:
         """None from a pool without pins."""
         try:
-            return call(request, timeout=timeout_s, metadata=self._metadata)
+            return call(request, timeout=timeout_s, metadata=self._traced())
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return None

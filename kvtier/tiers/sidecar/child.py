@@ -15,7 +15,7 @@ from kvtier.clock import MONOTONIC
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.net.stream import PlainStream
-from kvtier.protocol.block import Fields
+from kvtier.protocol.block import Fields, trace_field
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.system.logs import Format, effective_level
 from kvtier.tiers.sidecar.event_relay import EventReceiver
@@ -102,7 +102,7 @@ class ChildProcess:
         try:
             frames = self._take_channel(deadline)
             try:
-                frames.send_frame({"verb": verb, **fields}, deadline=deadline)
+                frames.send_frame({"verb": verb, **fields, **trace_field()}, deadline=deadline)
                 answer, _ = frames.receive_head(deadline=deadline)
                 number, error = answer.number("news_number"), answer.text("error")
                 if number:

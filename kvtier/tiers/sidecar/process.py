@@ -24,9 +24,10 @@ from kvtier.memory import memfd
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.metrics import Metrics
 from kvtier.net.stream import PlainStream
-from kvtier.protocol.block import Fields
+from kvtier.protocol.block import Fields, trace_of
 from kvtier.protocol.block_socket import FrameSocket
 from kvtier.system.logs import set_up_logs
+from kvtier.system.tracing import tracing
 from kvtier.tiers.base import Tier
 from kvtier.tiers.sidecar.event_relay import EventSender
 from kvtier.tiers.sidecar.lease_table import LeaseTable
@@ -77,7 +78,8 @@ class TierServer:
     def _answer(self, request: Fields) -> dict[str, object]:
         verb = request.text("verb")
         try:
-            answer = {"error": "", **self._ask(verb, request)}
+            with tracing.within(trace_of(request)):
+                answer = {"error": "", **self._ask(verb, request)}
         except KvtierError as error:
             answer = {"error": type(error).__name__, "message": str(error)[:_MESSAGE_CHARS]}
         except Exception as error:

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from kvtier_engine.api.http_requests import ApiError
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.scheduling.token_feed import TokenFeed
 from kvtier_engine.text.answer_text import AnswerText
 
@@ -24,6 +25,8 @@ class Ask:
     tokens: Sequence[int]
     sampling: Sampling
     arrived_at: float
+    spans: RequestSpans | None
+    """None: the request is not traced."""
 
 
 class Generation:
@@ -40,7 +43,9 @@ class Generation:
         self._engine, self._text, self._read_along = engine, text, read_along
         self._feed = TokenFeed(asyncio.get_running_loop())
         on_token = self._feed.put if read_along else None
-        self._request_id = engine.submit(ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token)
+        self._request_id = engine.submit(
+            ask.tokens, ask.sampling, ask.arrived_at, self._feed.end, on_token, spans=ask.spans
+        )
         self._over = False
         """Whether the engine has been told to end the request, or has ended it."""
         self._gone = asyncio.create_task(_client_gone(http))

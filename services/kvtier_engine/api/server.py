@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
+from kvtier.system.tracing import tracing
 from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.event_stream import EventStream
 from kvtier_engine.api.generation import Ask, Generation, stopping
@@ -20,6 +21,7 @@ from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
 
@@ -43,8 +45,15 @@ class Server:
         model_name: str,
         eos_token_ids: tuple[int, ...],
         registry: CollectorRegistry,
+        tenant: str | None = None,
     ) -> None:
-        """:param registry: what `/metrics` exports. The engine stays the caller's, which starts and closes it."""
+        """
+        The engine stays the caller's, which starts and closes it.
+
+        :param registry: what `/metrics` exports.
+        :param tenant: whose requests these are, for traces that name tenants.
+        """
+        self._tenant = tenant
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
@@ -67,7 +76,7 @@ class Server:
         return app
 
     async def _completions(self, http: HttpRequest) -> Response:
-        arrived_at = MONOTONIC()
+        arrived_at, spans = MONOTONIC(), self._spans_of(http)
         body = await parse_body(http, CompletionBody, self._most_body_bytes)
         self._check(body)
         if isinstance(body.prompt, str):
@@ -75,10 +84,10 @@ class Server:
         else:
             tokens = body.prompt
         sampling = self._sampling(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at))
+        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
 
     async def _chat(self, http: HttpRequest) -> Response:
-        arrived_at = MONOTONIC()
+        arrived_at, spans = MONOTONIC(), self._spans_of(http)
         body = await parse_body(http, ChatBody, self._most_body_bytes)
         self._check(body)
         messages = [message.model_dump() for message in body.messages]
@@ -88,7 +97,11 @@ class Server:
             raise ApiError(400, str(error), param="messages") from error
         room = max(1, self._engine.limits.max_total_tokens - len(tokens))
         sampling = self._sampling(body, body.max_completion_tokens or body.max_tokens or room)
-        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at))
+        return await self._answer(http, body, Ask(tokens=tokens, sampling=sampling, arrived_at=arrived_at, spans=spans))
+
+    def _spans_of(self, http: HttpRequest) -> RequestSpans | None:
+        """None: the request is not traced."""
+        return RequestSpans.begin(http.headers.get("traceparent"), self._tenant) if tracing.is_on else None
 
     def _check(self, body: SamplingBody) -> None:
         """What can be refused before anything is tokenised."""

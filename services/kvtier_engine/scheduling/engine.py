@@ -12,6 +12,7 @@ from kvtier.identity.keys import BlockHasher
 from kvtier.offload import Hierarchy
 from kvtier_engine.model.paged_kv import PagedKV
 from kvtier_engine.scheduling.request import DoneCallback, FinishReason, Request, Sampling, TokenCallback
+from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.scheduling.scheduler import Scheduler
 
 _STUCK_WAIT_S = 0.005
@@ -103,6 +104,7 @@ class Engine:
         arrived_at: float,
         on_done: DoneCallback,
         on_token: TokenCallback | None = None,
+        spans: RequestSpans | None = None,
     ) -> int:
         """Queues a request; returns its id for `cancel`. Does not block.
 
@@ -110,6 +112,7 @@ class Engine:
         :param arrived_at: `MONOTONIC` time from which its TTFT counts.
         :param on_done: called exactly once in the engine's thread, unless this method raises.
         :param on_token: called before that with each new token; None is the cheapest.
+        :param spans: of the request, the engine's from now on unless this method raises; None: it is not traced.
         :raises LimitExceededError: more tokens than one request may have.
         :raises InvalidInputError: no token, or one that the model does not have.
         :raises ClosedError: the engine is stopping or has failed.
@@ -123,6 +126,7 @@ class Engine:
             on_done=on_done,
             arrived_at=arrived_at,
             on_token=on_token,
+            spans=spans,
         )
         self._send(request)
         return request.request_id

@@ -4,7 +4,9 @@ One start of a request: lookup (polled) -> device hits and fetched blocks and fr
 load (polled) -> running. After each step, full blocks get their keys and go down in one batch.
 """
 
+import contextlib
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -12,11 +14,13 @@ from itertools import takewhile
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import Block, Cleaner, Hierarchy, JobResult, PrefixTokens
+from kvtier.offload import Block, BlockStatus, Cleaner, Hierarchy, JobResult, PrefixTokens
+from kvtier.system.tracing import NO_CONTEXT, tracing
 from kvtier.tiers.base import Status
 from kvtier_engine.scheduling.request import Lookup, Request
 
 DEVICE = "device"
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ class PrefixCache:
         """The blocks of `_loads` that will be findable."""
         self._saves: dict[int, list[int]] = {}
         """Blocks referenced for the sake of a copy, by job."""
-        self._unsaved: list[Block] = []
-        """Became full in this step."""
+        self._unsaved: dict[str, list[Block]] = {}
+        """Became full in this step, by the trace that they belong to."""
 
     @property
     def copies_hold_blocks(self) -> bool:
@@ -126,7 +130,10 @@ class PrefixCache:
             return Admission.RUNNING
         stop = len(hits) + num_fetched
         blocks = list(zip(request.keys[len(hits) : stop], fresh[:num_fetched], strict=True))
-        request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
+        if request.spans is not None:
+            request.spans.enter("fetch", blocks=len(blocks))
+        with _within_stage(request):
+            request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
         self._loads[request.job_id] = _Load(request, len(hits), blocks)
         self._loading.update(key for key, _ in blocks)
         return Admission.LOADING
@@ -144,10 +151,14 @@ class PrefixCache:
         """Blocks that became full get their keys, and are saved by `end_step`."""
         num_full = request.num_computed // self.tokens_per_block
         request.hash_blocks(num_full, self.tokens_per_block)
-        for index in range(request.num_published, min(num_full, len(request.keys))):
-            block = (request.keys[index], request.block_ids[index])
-            self._block_pool.assign_key(block[1], block[0])
-            self._unsaved.append(block)
+        full = range(request.num_published, min(num_full, len(request.keys)))
+        if full:
+            trace = NO_CONTEXT if request.spans is None else request.spans.context
+            unsaved = self._unsaved.setdefault(trace, [])
+            for index in full:
+                block = (request.keys[index], request.block_ids[index])
+                self._block_pool.assign_key(block[1], block[0])
+                unsaved.append(block)
         request.num_published = num_full
 
     def note_computed(self, num_tokens: Sequence[int], seconds: float) -> None:
@@ -157,16 +168,18 @@ class PrefixCache:
             self._hierarchy.note_computed(num_prompt_tokens / self.tokens_per_block, seconds)
 
     def end_step(self) -> None:
-        """Sends what was published down in one batch, and keeps the cold end of the free queue copied.
+        """Sends what was published down, and keeps the cold end of the free queue copied.
 
+        What was published goes in one batch, and what is of traced requests in one for each of them.
         The blocks are referenced until they are copied, so that nobody writes to them meanwhile.
         """
         if self._hierarchy is None:
             self._unsaved.clear()
             return
-        if self._unsaved:
-            self._hold(self._hierarchy.save_full(self._unsaved), self._unsaved)
-            self._unsaved = []
+        for trace, blocks in self._unsaved.items():
+            with tracing.within(trace):
+                self._hold(self._hierarchy.save_full(blocks), blocks)
+        self._unsaved.clear()
         if self._cleaner is not None:
             self._cleaner.step()
 
@@ -244,13 +257,19 @@ class PrefixCache:
         if lookup is None or num_hits < lookup.first_block:
             self.cancel_lookup(request)
             previous = request.previous_keys(range(num_hits, max_hits), self.tokens_per_block)
-            ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
+            if request.spans is not None:
+                request.spans.enter("lookup", blocks=max_hits - num_hits)
+            with _within_stage(request):
+                ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
             lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
         if lookup.ticket is not None:
             statuses = self._hierarchy.poll_lookup(lookup.ticket)
             if statuses is None:
                 return None
             lookup.ticket, lookup.statuses = None, statuses
+            if request.spans is not None:
+                request.spans.note(**_hits_by_tier(statuses))
+                request.spans.enter("queue")
         statuses = lookup.statuses[num_hits - lookup.first_block :]
         if self._worth_asking_again(request, [block.status for block in statuses]):
             if self._clock() - lookup.asked_at >= self._pending.ask_every_s:
@@ -301,3 +320,12 @@ class PrefixCache:
         request.num_computed = num_hits * self.tokens_per_block
         if num_hits and not request.counted:
             request.cached_by_tier[DEVICE] = request.num_computed
+
+
+def _within_stage(request: Request) -> contextlib.AbstractContextManager[None]:
+    return _NOTHING if request.spans is None else request.spans.within_stage()
+
+
+def _hits_by_tier(statuses: Sequence[BlockStatus]) -> dict[str, int]:
+    tiers = Counter(block.tier for block in statuses if block.status is Status.HIT)
+    return {f"hits.{tier}": count for tier, count in tiers.items()}

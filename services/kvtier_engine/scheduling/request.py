@@ -11,6 +11,7 @@ import torch
 
 from kvtier.identity.keys import BlockHasher, BlockKey, PreviousHasher
 from kvtier.offload import BlockStatus, PreviousKeys
+from kvtier_engine.scheduling.request_spans import RequestSpans
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -43,6 +44,12 @@ class Completion:
     """Prompt tokens that were not computed, by where their KV was: `device` and the names of the tiers."""
     ttft_s: float | None
     """Seconds from the arrival of the request to its first new token; None when there was none."""
+
+    def attributes(self) -> dict[str, str | int]:
+        """What a trace says of the request."""
+        cached = {f"cached_tokens.{tier}": count for tier, count in self.cached_by_tier.items()}
+        counts = {"prompt_tokens": self.num_prompt_tokens, "answer_tokens": len(self.token_ids)}
+        return {**counts, **cached, "finish_reason": self.finish_reason}
 
 
 DoneCallback = Callable[[Completion], None]
@@ -90,6 +97,8 @@ class Request:
     """The arrival time, on the scheduler's clock."""
     on_token: TokenCallback | None = None
     """None when nobody reads along: then tokens cost nothing before the end."""
+    spans: RequestSpans | None = None
+    """None: the request is not traced."""
     num_prompt_tokens: int = 0
     stage: Stage = Stage.WAITING
     keys: list[BlockKey] = field(default_factory=list)

@@ -148,6 +148,8 @@ class Scheduler:
                 self._run(request)
 
     def _run(self, request: Request) -> None:
+        if request.spans is not None:
+            request.spans.enter("prefill", tokens=request.num_to_compute)
         request.stage = Stage.RUNNING
         self._running.append(request)
         self._running.sort(key=lambda r: r.request_id)
@@ -194,6 +196,8 @@ class Scheduler:
             victim = self._running.pop()
             self._cache.release(victim)
             victim.stage = Stage.WAITING
+            if victim.spans is not None:
+                victim.spans.enter("queue", preempted=True)
             self._waiting.appendleft(victim)
             self._metrics.preemptions.inc()
             if victim is request:
@@ -214,6 +218,8 @@ class Scheduler:
                 sampled = True
                 if request.ttft_s is None:
                     request.ttft_s = self._clock() - request.arrived_at
+                    if request.spans is not None:
+                        request.spans.first_token()
                 if request.on_token is not None:
                     request.on_token(request.tokens[-1])
         return sampled
@@ -244,4 +250,6 @@ class Scheduler:
             request.stage = Stage.ENDED
             completion = request.completion(reason)
             self._metrics.count(completion)
+            if request.spans is not None:
+                request.spans.end(completion.attributes(), failed=reason == "failed")
             request.on_done(completion)

@@ -14,6 +14,7 @@ from kvtier.protocol.block import MAX_HEADER_BYTES, MAX_HELLO_BYTES, VERSIONS, R
 from kvtier.protocol.block_socket import FrameSocket, require_no_payload
 from kvtier.store.store import Store
 from kvtier.system.logs import bind_log_fields
+from kvtier.system.tracing import tracing
 from kvtier_pool.auth import Login
 from kvtier_pool.block.client_memory import ClientMemory
 from kvtier_pool.block.client_scope import ClientScope
@@ -23,6 +24,7 @@ from kvtier_pool.block.request_context import RequestContext
 from kvtier_pool.block.shared_memory import SharedClients
 from kvtier_pool.block.shared_verbs import SharedVerbs
 from kvtier_pool.block.verbs import BlockVerbs, Handler
+from kvtier_pool.block.waits import Waits
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.logins import Door
 from kvtier_pool.metrics import PoolMetrics
@@ -108,10 +110,13 @@ class BlockSession:
                 handlers, pace = self._handlers(scope), self._rates.of(scope.tenant)
                 refused = {**handlers, **RefusedVerbs(scope, pace).handlers()}
                 while self._next_request():
+                    waits = Waits() if tracing.is_on else None
                     is_let_in = pace.let_in(self._cut.wait)
                     turn = self._turns.begin(scope.tenant)
+                    if waits is not None:
+                        waits.end()
                     try:
-                        self._serve(scope.tenant, handlers if is_let_in else refused, pace)
+                        self._serve(scope.tenant, handlers if is_let_in else refused, pace, waits)
                     finally:
                         self._end_large(scope.tenant)
                         if turn is not None:
@@ -225,7 +230,7 @@ class BlockSession:
             self._large.give_back(tenant, self._large_bytes)
             self._large_bytes = 0
 
-    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler], pace: Pace) -> None:
+    def _serve(self, tenant: TenantId, handlers: Mapping[str, Handler], pace: Pace, waits: Waits | None) -> None:
         request = self._receive(self._limits.max_call_s, on_large=partial(self._begin_large, tenant))
         if self.login is not None and not self.door.is_current(self.login):
             raise UnauthenticatedError("the credentials of this connection are not accepted any more: log in anew")
@@ -242,7 +247,11 @@ class BlockSession:
             pace.take(num_requests=self._large_bytes // _REQUEST_BYTES, nbytes=asked)
         result: str = Result.INTERNAL
         try:
-            handler(request)
+            if waits is None:
+                handler(request)
+            else:
+                with waits.request_span(verb, request.request, self.login):
+                    handler(request)
             result = Result.OK
         except KvtierError as error:
             result = result_for(error)

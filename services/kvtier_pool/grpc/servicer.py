@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import groupby
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from kvtier.protocol.status import code_for
 from kvtier.store.cold_reads import Block
 from kvtier.store.event_hub import Subscription
 from kvtier.store.store import Store
+from kvtier.system.tracing import NO_CONTEXT, is_context, tracing
 from kvtier.tiers.base import Status
 from kvtier_pool.auth import Login
 from kvtier_pool.grpc.call_places import CallPlaces
@@ -29,6 +30,7 @@ from kvtier_pool.grpc.upload import Upload
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.rates import Pace, TenantRates
+from kvtier_pool.request_span import pool_span
 from kvtier_pool.requests import add_keys, pin_ttl_ms, require_room
 from kvtier_pool.turns import FairTurns
 
@@ -115,7 +117,7 @@ class PoolServicer:
         with self._call("Lookup", context) as login:
             _, is_let_in = self._paced(login)
             request = _parse(pool_pb2.LookupRequest, requests)
-            with self._turns.of(login.tenant):
+            with _traced("lookup", context, login) as trace, self._turn(login, trace), tracing.within(trace):
                 keys = self._keys(login.tenant, request.groups)
                 statuses = self._core.lookup(keys) if is_let_in else [Status.MISS] * len(keys)
                 return pool_pb2.LookupResponse(statuses=bytes(statuses)).SerializeToString()
@@ -131,12 +133,17 @@ class PoolServicer:
             if not is_let_in:
                 yield from encode_blocks(_answer(i, None) for i in range(len(keys)))
                 return
-            for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
-                # All messages of a window are made before the first is sent: nothing is pinned while we wait.
-                with self._turns.of(login.tenant), self._core.read(keys[start:stop], sizes[start]) as found:
-                    messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
-                pace.take(nbytes=sum(map(len, messages)))
-                yield from messages
+            with _traced("read", context, login) as trace:
+                for start, stop in windows(sizes, _READ_WINDOW_BYTES, self._limits.max_batch_blocks):
+                    # All messages of a window are made before the first is sent: nothing is pinned while we wait.
+                    with (
+                        self._turn(login, trace),
+                        tracing.within(trace),
+                        self._core.read(keys[start:stop], sizes[start]) as found,
+                    ):
+                        messages = list(encode_blocks(_answer(i, block) for i, block in enumerate(found, start)))
+                    pace.take(nbytes=sum(map(len, messages)))
+                    yield from messages
             self._core.touch(keys)
 
     def _write(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -229,6 +236,14 @@ class PoolServicer:
                 del self._streams[subscription]
 
     @contextmanager
+    def _turn(self, login: Login, trace: str) -> Iterator[None]:
+        """A turn of the tenant's, and a span of the wait for it."""
+        with ExitStack() as stack:
+            with tracing.within(trace), tracing.span("wait for turn"):
+                stack.enter_context(self._turns.of(login.tenant))
+            yield
+
+    @contextmanager
     def _call(self, verb: str, context: grpc.ServicerContext, place: _Place | None = None) -> Iterator[Login]:
         """Gives the caller, who is a tenant, takes a place for the call, turns exceptions into status codes, counts.
 
@@ -289,3 +304,15 @@ def _event_message(event: Event) -> pool_pb2.Event:
         for namespace, run in groupby((split_store_key(key)[1:] for key in event.keys), key=lambda pair: pair[0])
     ]
     return pool_pb2.Event(kind=_EVENT_KINDS[event.kind], tier=event.tier, keys=keys)
+
+
+@contextmanager
+def _traced(verb: str, context: grpc.ServicerContext, login: Login) -> Iterator[str]:
+    """A span of the call, if its metadata have a `traceparent`; gives its context.
+
+    The thread does not work within it by itself: between two messages of a stream, it may do something else.
+    """
+    named = dict(context.invocation_metadata()).get("traceparent", NO_CONTEXT) if tracing.is_on else NO_CONTEXT
+    parent = named if isinstance(named, str) and is_context(named) else NO_CONTEXT
+    with pool_span(verb, parent, login) as span:
+        yield NO_CONTEXT if span is None else span.context
