@@ -18,6 +18,8 @@ from suspending import resume, suspend
 PATHS = ("shm", "unix", "tcp", "grpc")
 _NUM_CLIENTS = 6
 """At a time: every path has one at least."""
+_START_S = 60.0
+"""The longest time that they are given to begin."""
 _BESIDES_BYTES = 96 * MIB
 """What connections, buffers of I/O threads and gRPC may take of a pool's memory."""
 _LAZY_THREADS = 16 + 8 + 8
@@ -85,6 +87,7 @@ class Soak:
         try:
             fresh = pool.sample(self._started_s)
             clients = Clients(pool, self._folder, self._rng, report.paths, _NUM_CLIENTS)
+            self._await_work(clients)
             self._phase("storm", clients, stormy, self._seconds / 2, tell)
             calm_from_s = time.monotonic() - self._started_s
             self._phase("calm", clients, calm, self._seconds / 2, tell)
@@ -103,6 +106,17 @@ class Soak:
         faults = dict(Counter(kind for _, kind in report.faults))
         tell(f"{'FAILED' if report.problems else 'passed'}: {faults} {report.counts}")
         return report
+
+    def _await_work(self, clients: Clients) -> None:
+        """Until something was moved over each path: on a busy machine clients take seconds to start, and those that are
+        killed before they have would show nothing."""
+        give_up_s = time.monotonic() + _START_S
+        while time.monotonic() < give_up_s:
+            counts = clients.counts()
+            if all(counts.get(f"bytes_{path}") for path in self.report.paths):
+                return
+            clients.go_on()
+            time.sleep(_STEP_S)
 
     def _phase(self, name: str, clients: Clients, faults: Faults, seconds: float, tell: Callable[[str], None]) -> None:
         start_s = sample_s = told_s = time.monotonic()
