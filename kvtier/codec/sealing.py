@@ -16,14 +16,15 @@ checksum and the ciphertext. Every block has a key of its own, made from 192 ran
 which a nonce would come again under the same key, and nothing has to be remembered across restarts (decision 30).
 
 `cryptography` is imported when there is a key, and only then. It releases the GIL while it works on a payload, and
-writes straight into the buffer that it is given. Everything here is safe in any thread.
+writes straight into the buffer that it is given. `SealingKeys` is safe in any thread.
 """
 
 import enum
+import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -33,15 +34,20 @@ from kvtier.errors import ConfigError, SealedBlockError, SealFault
 from kvtier.identity.keys import TenantId
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 KEY_BYTES = 32
 MAX_KEY_ID = 255
 """The disk tier keeps the id of every block in memory, in one byte."""
 
-_RANDOM_BYTES, _MASKED_BYTES, _TAG_BYTES = 24, 8, 16
-_FRONT_BYTES = _RANDOM_BYTES + _MASKED_BYTES
-SEAL_BYTES = _FRONT_BYTES + _TAG_BYTES
+_RANDOM_BYTES, _MASKED_BYTES = 24, 8
+FRONT_BYTES = _RANDOM_BYTES + _MASKED_BYTES
+"""How many bytes of a sealed payload stand before the ciphertext."""
+TAG_BYTES = 16
+"""How many bytes of a sealed payload stand behind the ciphertext."""
+SEAL_BYTES = FRONT_BYTES + TAG_BYTES
 """How many more bytes a payload has when it is sealed."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -55,6 +61,58 @@ class Purpose(enum.Enum):
     """Blocks on disk and in Redis: the keys of whoever runs the disk or the pool."""
     CARRIAGE = b"kvtier.carriage.v1"
     """Blocks that an engine gives to a pool: keys that the pool never has."""
+
+
+class Sealer:
+    """One payload that is sealed piece by piece, from its beginning to its end. One thread."""
+
+    __slots__ = ("_context", "front")
+
+    def __init__(self, context: "AEADEncryptionContext", front: bytes) -> None:
+        """Made by `SealingKeys.sealer`."""
+        self._context = context
+        self.front = front
+        """The `FRONT_BYTES` that stand before the ciphertext."""
+
+    def update_into(self, piece: _Buffer, into: memoryview) -> None:
+        """Fills `into`, as long as `piece` and in memory that nobody else can write to, with the piece's ciphertext."""
+        self._context.update_into(piece, into)
+
+    def tag(self) -> bytes:
+        """The `TAG_BYTES` that stand behind the ciphertext, after the last piece."""
+        self._context.finalize()
+        return self._context.tag
+
+
+class Opener:
+    """One sealed payload that is opened piece by piece, from its beginning to its end. One thread.
+
+    What has been opened is worth nothing before `finish` has returned.
+    """
+
+    __slots__ = ("_checksum", "_context", "_key_id")
+
+    def __init__(self, context: "AEADDecryptionContext", key_id: int, checksum: int) -> None:
+        """Made by `SealingKeys.opener`."""
+        self._context, self._key_id, self._checksum = context, key_id, checksum
+
+    def update_into(self, piece: _Buffer, into: memoryview) -> None:
+        """Fills `into`, as long as `piece`, with what a piece of the ciphertext was made from. Nobody else can write to
+        the memory of `piece` meanwhile."""
+        self._context.update_into(piece, into)
+
+    def finish(self, tag: bytes) -> int:
+        """Returns the writer's checksum, which is still to be compared.
+
+        Raises `SealedBlockError` when the payload was not sealed by this key for its place, or was changed since.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            self._context.finalize_with_tag(tag)
+        except InvalidTag as error:
+            raise _altered(self._key_id) from error
+        return self._checksum
 
 
 class SealingKeys:
@@ -71,8 +129,12 @@ class SealingKeys:
         """
         if not keys or any(len(key) != KEY_BYTES or not 1 <= number <= MAX_KEY_ID for number, key in keys.items()):
             raise ConfigError(f"sealing keys: need one or more of {KEY_BYTES} bytes, with ids from 1 to {MAX_KEY_ID}")
-        self._keys = dict(keys)
-        self._label = purpose.value + tenant
+        self._keys = {
+            key_id: hmac.new(key, purpose.value + tenant + _U32.pack(key_id), hashlib.sha512)
+            for key_id, key in keys.items()
+        }
+        """By id, what is to be gone on with from a copy: the key and all that is the same for each block are in it.
+        After a block has been moved and the caches are empty, a quarter of the price of beginning anew."""
         self.newest = max(keys)
         """The id of the key that seals."""
         _ = self._cipher  # now, rather than at the first block
@@ -88,11 +150,9 @@ class SealingKeys:
         :param into: one-dimensional bytes, `SEAL_BYTES` more than `payload`, that nobody else can write to meanwhile:
             GCM may read what it has written.
         """
-        random = os.urandom(_RANDOM_BYTES)
-        key, nonce, mask = self._material(self.newest, random)
-        front = random + _U64.pack(checksum ^ mask)
-        into[:_FRONT_BYTES] = front
-        self._cipher(key).encrypt_into(nonce, payload, bound + front[_RANDOM_BYTES:], into[_FRONT_BYTES:])
+        key, nonce, front = self._fresh(checksum)
+        into[:FRONT_BYTES] = front
+        self._cipher(key).encrypt_into(nonce, payload, bound + front[_RANDOM_BYTES:], into[FRONT_BYTES:])
 
     def open_into(self, key_id: int, bound: bytes, sealed: _Buffer, into: memoryview) -> int:
         """Fills `into` with what `seal_into` was given; returns the writer's checksum, which is still to be compared.
@@ -102,24 +162,54 @@ class SealingKeys:
 
         :param sealed: `SEAL_BYTES` more than `into`, in memory that nobody else can write to meanwhile.
         """
-        if key_id not in self._keys:
-            is_newer = key_id > self.newest
-            known = f"key {key_id}, which is not known here: known are {sorted(self._keys)}"
-            raise SealedBlockError(SealFault.NEWER_KEY if is_newer else SealFault.UNKNOWN_KEY, f"sealed with {known}")
+        self._require_known(key_id)
         if len(sealed) != len(into) + SEAL_BYTES:
             raise SealedBlockError(SealFault.ALTERED, f"sealed block of {len(sealed)} bytes for {len(into)}")
         view = memoryview(sealed)
         key, nonce, mask = self._material(key_id, bytes(view[:_RANDOM_BYTES]))
-        masked = bytes(view[_RANDOM_BYTES:_FRONT_BYTES])
+        masked = bytes(view[_RANDOM_BYTES:FRONT_BYTES])
         try:
-            self._cipher(key).decrypt_into(nonce, view[_FRONT_BYTES:], bound + masked, into)
+            self._cipher(key).decrypt_into(nonce, view[FRONT_BYTES:], bound + masked, into)
         except self._invalid_tag as error:
-            raise SealedBlockError(SealFault.ALTERED, f"not what key {key_id} has sealed for this place") from error
+            raise _altered(key_id) from error
         return int(_U64.unpack(masked)[0]) ^ mask
+
+    def sealer(self, bound: bytes, checksum: int) -> Sealer:
+        """Seals one payload piece by piece, as `seal_into` does at once. Takes 10 us more than that: for large ones."""
+        key, nonce, front = self._fresh(checksum)
+        context = self._stream(key, nonce).encryptor()
+        context.authenticate_additional_data(bound + front[_RANDOM_BYTES:])
+        return Sealer(context, front)
+
+    def opener(self, key_id: int, bound: bytes, front: bytes) -> Opener:
+        """Opens one payload piece by piece, as `open_into` does at once, with the same errors. Takes 10 us more.
+
+        :param front: the `FRONT_BYTES` before the ciphertext.
+        """
+        self._require_known(key_id)
+        key, nonce, mask = self._material(key_id, front[:_RANDOM_BYTES])
+        masked = front[_RANDOM_BYTES:]
+        context = self._stream(key, nonce).decryptor()
+        context.authenticate_additional_data(bound + masked)
+        return Opener(context, key_id, int(_U64.unpack(masked)[0]) ^ mask)
+
+    def _require_known(self, key_id: int) -> None:
+        if key_id not in self._keys:
+            is_newer = key_id > self.newest
+            known = f"key {key_id}, which is not known here: known are {sorted(self._keys)}"
+            raise SealedBlockError(SealFault.NEWER_KEY if is_newer else SealFault.UNKNOWN_KEY, f"sealed with {known}")
+
+    def _fresh(self, checksum: int) -> tuple[bytes, bytes, bytes]:
+        """Key and nonce of a block that is about to be sealed, and what stands before its ciphertext."""
+        random = os.urandom(_RANDOM_BYTES)
+        key, nonce, mask = self._material(self.newest, random)
+        return key, nonce, random + _U64.pack(checksum ^ mask)
 
     def _material(self, key_id: int, random: bytes) -> tuple[bytes, bytes, int]:
         """Key, nonce and mask of a block."""
-        material = hmac.digest(self._keys[key_id], self._label + _U32.pack(key_id) + random, "sha512")
+        keyed = self._keys[key_id].copy()
+        keyed.update(random)
+        material = keyed.digest()
         return material[:32], material[32:44], int(_U64.unpack_from(material, 44)[0])
 
     @cached_property
@@ -133,10 +223,23 @@ class SealingKeys:
         return AESGCM
 
     @cached_property
+    def _stream(self) -> "Callable[[bytes, bytes], Cipher[GCM]]":
+        """GCM piece by piece, of a key and a nonce."""
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        return lambda key, nonce: Cipher(AES(key), GCM(nonce))
+
+    @cached_property
     def _invalid_tag(self) -> type[Exception]:
         from cryptography.exceptions import InvalidTag
 
         return InvalidTag
+
+
+def _altered(key_id: int) -> SealedBlockError:
+    return SealedBlockError(SealFault.ALTERED, f"not what key {key_id} has sealed for this place")
 
 
 def room_for(nbytes: int) -> memoryview:

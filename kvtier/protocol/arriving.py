@@ -1,6 +1,6 @@
 """Blocks on their way in: received piece by piece, and checked while each piece is in the processor's cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from kvtier.codec.checksums import RunningChecksum
 from kvtier.codec.stored_form import Header, parse_header
@@ -70,12 +70,13 @@ class ArrivingBlock:
 
 
 def receive_blocks(
-    receive_into: Callable[[list[memoryview]], None], blocks: Sequence[ArrivingBlock], piece_bytes: int = PIECE_BYTES
+    receive_into: Callable[[list[memoryview]], None], blocks: Iterable[ArrivingBlock], piece_bytes: int = PIECE_BYTES
 ) -> Iterator[ArrivingBlock]:
     """Receives these blocks in order, about a piece at a time: parts of large ones, or several small ones together.
 
     Yields each when it is complete; see its `fault`.
 
+    :param blocks: each is taken when its first bytes are to be received.
     :param receive_into: fills buffers one after the other with the next bytes of the payload.
     :param piece_bytes: at most `MAX_PIECE_BYTES`. The default suits a thread that has a core to itself.
     """
@@ -87,7 +88,7 @@ def receive_blocks(
                 yield block
 
 
-def _pieces(blocks: Sequence[ArrivingBlock], most: int) -> Iterator[list[tuple[ArrivingBlock, memoryview, bool]]]:
+def _pieces(blocks: Iterable[ArrivingBlock], most: int) -> Iterator[list[tuple[ArrivingBlock, memoryview, bool]]]:
     """(block, part of it, whether it is the last one) for about `most` bytes at a time."""
     parts: list[tuple[ArrivingBlock, memoryview, bool]] = []
     room = most

@@ -2,14 +2,15 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec.stored_form import HEADER_BYTES, header_from_checksum
 from kvtier.errors import ClosedError, CorruptBlockError, UnavailableError
 from kvtier.identity.keys import NamespaceId, StoreKey, TenantId
-from kvtier.memory.pieces import together
+from kvtier.memory.pieces import Payload, together
 from kvtier.metrics import Metrics
 from kvtier.net.address import Address
 from kvtier.net.tls import ClientTls, require_credentials
@@ -18,7 +19,8 @@ from kvtier.protocol.block import MAX_FRAME_BLOCKS, Fields, Verb
 from kvtier.protocol.groups import group, require_count, windows
 from kvtier.protocol.retention import PinStatus
 from kvtier.tiers.base import Item, Status, Usage, WriteStatus
-from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, land, landing
+from kvtier.tiers.pool.carriage import ahead, behind
+from kvtier.tiers.pool.carried import Incoming, Outgoing, carried, has_left, helper_of, land, landing
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.path_counts import PathCounts
 
@@ -94,6 +96,7 @@ class SocketTransport:
         """Reads blocks through the socket, and yields (index, None) for each that has come, or why it is not that
         block. Each piece is checked as soon as it is there."""
         grouped = group(keys, [len(buffer) for buffer in into])
+        helper = helper_of(into[0]) if into else None
         num_answered = 0
         deadline = MONOTONIC() + timeout_s
         with (
@@ -108,16 +111,32 @@ class SocketTransport:
                 headers = answer.data("headers")
                 require_count(len(headers), len(hits) * HEADER_BYTES)
                 connection.require_payload(sum(len(into[i]) for i in hits))
-                landings = {i: landing(into[i]) for i in hits}
-                arriving = [
-                    ArrivingBlock.asked_for(i, headers[at * HEADER_BYTES :][:HEADER_BYTES], keys[i], landings[i])
-                    for at, i in enumerate(hits)
-                ]
-                for block in receive_blocks(connection.receive_into, arriving):
-                    self._counts.read_bytes.inc(block.nbytes)
-                    yield block.tag, block.fault or land(landings[block.tag], into[block.tag])
+                found = [(i, headers[at * HEADER_BYTES :][:HEADER_BYTES]) for at, i in enumerate(hits)]
+                landings = behind(self._receive(connection, found, keys, into), helper)
+                with closing(landings):
+                    yield from landings
                 answer = connection.receive_answer(deadline, more=True)
             require_count(num_answered, len(keys))
+
+    def _receive(
+        self,
+        connection: PoolConnection,
+        found: Sequence[tuple[int, bytes]],
+        keys: Sequence[StoreKey],
+        into: Sequence[Incoming],
+    ) -> Iterator[Callable[[], tuple[int, CorruptBlockError | None]]]:
+        """Receives the blocks of one answer, given by index and header. Yields what lands each, and then says its index
+        and what is wrong with it."""
+        landings: dict[int, memoryview] = {}
+
+        def arriving() -> Iterator[ArrivingBlock]:
+            for i, header in found:
+                landings[i] = landing(into[i])
+                yield ArrivingBlock.asked_for(i, header, keys[i], landings[i])
+
+        for block in receive_blocks(connection.receive_into, arriving()):
+            self._counts.read_bytes.inc(block.nbytes)
+            yield partial(_land, block, landings.pop(block.tag), into[block.tag])
 
     def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
         """Lends nothing: the pool's memory cannot be reached through the socket."""
@@ -146,17 +165,20 @@ class SocketTransport:
         the next is on its way. The last part goes first, so that the batch's head is what was used last."""
         sizes = [len(payload) for _, payload, _ in items]
         parts = list(windows(sizes, _WRITE_PART_BYTES, MAX_FRAME_BLOCKS))[::-1]
+        blocks = [items[start:stop] for start, stop in parts]
 
         def send(connection: PoolConnection) -> None:
-            for start, stop in parts:
-                part = items[start:stop]
-                blocks = [carried(item) for item in part]
-                headers = b"".join(
-                    header_from_checksum(key, len(payload), checksum)
-                    for (key, _, _), (payload, checksum) in zip(part, blocks, strict=True)
-                )
-                payloads = [together(payload) for payload, _ in blocks]
-                connection.send(Verb.WRITE, {"headers": headers}, payloads, deadline)
+            travelling = ahead([partial(_carry, part) for part in blocks], helper_of(items[0][1]))
+            with closing(travelling):
+                for part, carried_part in zip(blocks, travelling, strict=True):
+                    headers = b"".join(
+                        header_from_checksum(key, len(payload), checksum)
+                        for (key, _, _), (payload, checksum) in zip(part, carried_part, strict=True)
+                    )
+                    payloads = [together(payload) for payload, _ in carried_part]
+                    connection.send(Verb.WRITE, {"headers": headers}, payloads, deadline)
+                    for item, (payload, _) in zip(part, carried_part, strict=True):
+                        has_left(item, payload)
 
         statuses = [WriteStatus.FAILED] * len(items)
         if not parts:
@@ -296,6 +318,14 @@ class SocketTransport:
             yield
         except OSError as error:
             raise UnavailableError(f"pool at {self._address}: {error}") from error
+
+
+def _carry(items: Sequence[Item[Outgoing]]) -> list[tuple[Payload, int]]:
+    return [carried(item) for item in items]
+
+
+def _land(block: ArrivingBlock, landed: memoryview, target: Incoming) -> tuple[int, CorruptBlockError | None]:
+    return block.tag, block.fault or land(landed, target)
 
 
 def _first_answer(connection: PoolConnection, send: Callable[[PoolConnection], None], deadline: float) -> Fields:

@@ -18,6 +18,7 @@ from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.call_guard import CallGuard
 from kvtier.tiers.common.deadlines import RemoteCalls
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.pool.carriage import Carriage
 from kvtier.tiers.pool.carried import Incoming, Outgoing, sealed_items, sealed_targets
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class PoolTier:
         self._metrics = metrics
         self._call_timeout_s = call_timeout_s
         self._name = name
-        self._sealing = sealing
+        self._carriage = None if sealing is None else Carriage(sealing)
         self._clock = clock
         self._calls = RemoteCalls(
             name,
@@ -151,7 +152,7 @@ class PoolTier:
         self._require_own(keys)
         statuses = [Status.MISS] * len(keys)
 
-        targets = sealed_targets(keys, into, self._sealing)
+        targets = sealed_targets(keys, into, self._carriage)
         unopened: list[StoreKey] = []
 
         def ask(batch: slice, timeout_s: float) -> None:
@@ -173,7 +174,7 @@ class PoolTier:
         """Lends blocks in the pool's memory. None where the pool does not share its memory, while it fails, and of
         blocks that have to be opened."""
         self._require_own(keys)
-        if self._sealing is not None:
+        if self._carriage is not None:
             return None
         with self._guard:
             return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
@@ -183,7 +184,7 @@ class PoolTier:
         answer was lost."""
         self._require_own([key for key, _, _ in items])
         statuses = [WriteStatus.FAILED] * len(items)
-        outgoing = sealed_items(items, self._sealing)
+        outgoing = sealed_items(items, self._carriage)
 
         def ask(batch: slice, timeout_s: float) -> None:
             statuses[batch] = self._transport.write(outgoing[batch], timeout_s)
@@ -259,6 +260,8 @@ class PoolTier:
         """Waits for calls in flight, at most until their deadline, and closes the transport. Idempotent."""
         if self._guard.close():
             self._transport.close()
+            if self._carriage is not None:
+                self._carriage.close()
 
     def _discard(self, keys: Sequence[StoreKey], timeout_s: float) -> int:
         counts: list[int] = []

@@ -20,6 +20,7 @@ from kvtier.metrics import Metrics
 from kvtier.testing.blocks import make_payload, read_blocks, summed
 from kvtier.tiers.base import Status, Tier, WriteStatus
 from kvtier.tiers.common.breaker import CircuitBreaker
+from kvtier.tiers.pool.carriage import Carriage
 from kvtier.tiers.pool.carried import CARRIED_BYTES, SealedPayload, SealedTarget
 from kvtier.tiers.pool.tier import PoolTier
 from pool_contract import OverPool, run_states
@@ -192,14 +193,15 @@ def test_what_an_operator_changes_is_a_miss_and_heals(tmp_path: Path, way: str) 
 def test_every_bit_counts() -> None:
     payload = make_payload("small", 40)
     into = memoryview(bytearray(40))
-    target = SealedTarget(KEY, into, carriage_keys(1))
-    whole = bytes(SealedPayload((KEY, payload, checksum(KEY, payload)), carriage_keys(1)).sealed()[0])
-    assert target.open(memoryview(whole)) is None
+    carriage = Carriage(carriage_keys(1))
+    target = SealedTarget(KEY, into, carriage)
+    whole = bytes(SealedPayload((KEY, payload, checksum(KEY, payload)), carriage).sealed()[0])
+    assert target.opening(memoryview(whole), is_shared=False)() is None
     assert into == payload
     for bit in range(8 * len(whole)):
         block = bytearray(whole)
         block[bit // 8] ^= 1 << bit % 8
-        assert target.open(memoryview(block)) is not None
+        assert target.opening(memoryview(block), is_shared=False)() is not None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -258,7 +260,7 @@ def test_keys_are_rotated(tmp_path: Path) -> None:
 def test_the_form_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealing.os, "urandom", lambda nbytes: bytes(range(nbytes)))
     key = StoreKey(RED + bytes(16) + bytes(range(32)))
-    whole, summed_up = SealedPayload(summed(key, b"golden payload"), carriage_keys(1)).sealed()
+    whole, summed_up = SealedPayload(summed(key, b"golden payload"), Carriage(carriage_keys(1))).sealed()
     block = bytes(whole)
     material = hmac.digest(KEYS[1], b"kvtier.carriage.v1" + RED + b"\1\0\0\0" + bytes(range(24)), "sha512")
     bound = block[:8] + key + struct.pack("<Q", 14) + block[32:40]
@@ -306,3 +308,21 @@ def test_nothing_of_a_block_is_in_the_pools_memory_nor_on_its_disk(tmp_path: Pat
         assert code == 0
     files = b"".join(path.read_bytes() for path in folder.iterdir())
     assert {mark for mark in marks if mark in files} == (set() if sealed else set(marks))
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("nbytes", [(256 << 10) - CARRIED_BYTES, 256 << 10, (256 << 10) + 1, (1 << 20) + 40])
+def test_large_blocks_are_sealed_piece_by_piece_by_two_threads(tmp_path: Path, way: str, nbytes: int) -> None:
+    """Around the size of a piece, and from the size on at which another thread helps; a forged one among them."""
+    blocks = [summed(key, make_payload(f"large {i}", nbytes)) for i, key in enumerate(keys(range(8)))]
+    places = keys(range(8))
+    with pool_by(way, tmp_path, 64 * MIB) as client:
+        tier, operator = client(sealing=carriage_keys(1)), client()
+        assert tier.write(blocks) == [WriteStatus.STORED] * 8
+        expected: list[bytes | None] = [bytes(payload) for _, payload, _ in blocks]
+        assert read_blocks(tier, places, nbytes) == expected
+        (forged,) = read_blocks(operator, places[3:4], nbytes + CARRIED_BYTES)
+        assert forged is not None
+        replace(operator, places[3], forged[:-20] + bytes([forged[-20] ^ 1]) + forged[-19:])
+        expected[3] = None
+        assert read_blocks(tier, places, nbytes) == expected

@@ -3,16 +3,21 @@
 A part waits for the pool only before its first copy: while it is copied, the pool finds the blocks of the next one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier.clock import MONOTONIC
 from kvtier.codec.checksums import checksum, copy_checked
 from kvtier.errors import CorruptBlockError
 from kvtier.identity.keys import StoreKey
-from kvtier.memory.pages import copy_bytes
-from kvtier.tiers.pool.carried import Incoming, SealedTarget, landing
+from kvtier.memory.pieces import Target
+from kvtier.tiers.pool.carriage import share
+from kvtier.tiers.pool.carried import Incoming, SealedTarget, helper_of
 from kvtier.tiers.pool.shared_memory.hold import HeldBlock, PartHold
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
+
+_Copied = tuple[CorruptBlockError | None, float]
+"""What is wrong with a block, and when it was copied."""
 
 
 class ReadPart:
@@ -42,32 +47,32 @@ class ReadPart:
         """
         held = self._hold.blocks()
         sources = [block.slab.slot(block.slot, len(self._into[block.position])) for block in held]
-        copied: list[tuple[CorruptBlockError | None, float]] = []
-        """What is wrong with each, and when it was copied."""
-        for block, source in zip(held, sources, strict=True):
-            copied.append(self._copy(block, source))
-            if copied[-1][1] > self._deadline:
-                break
+        copies = [self._copying(block, source) for block, source in zip(held, sources, strict=True)]
+        copied = share(copies, helper_of(self._into[0]), lambda copy: copy[1] > self._deadline)
         held_until_s = self._hold.held_until_s
         return [
-            (self._first + block.position, fault)
-            for block, (fault, at) in zip(held, copied, strict=False)
-            if block.is_in_place() and at < held_until_s
+            (self._first + held[i].position, fault)
+            for i, (fault, at) in copied
+            if held[i].is_in_place() and at < held_until_s
         ]
 
-    def _copy(self, block: HeldBlock, source: memoryview) -> tuple[CorruptBlockError | None, float]:
-        """What is wrong with a block, and when it was copied. A sealed one is opened in memory of this process."""
-        key, into = self._keys[block.position], self._into[block.position]
-        if not isinstance(into, SealedTarget):
-            is_whole = copy_checked(key, into, source) == block.checksum
-            return None if is_whole else CorruptBlockError("checksum mismatch in shared memory"), MONOTONIC()
-        landed = landing(into)
-        copy_bytes(landed, source)
-        copied_at = MONOTONIC()
-        fault = into.open(landed)
-        if fault is not None and checksum(key, landed) != block.checksum:
-            return CorruptBlockError("checksum mismatch in shared memory"), copied_at
-        return fault, copied_at
+    def _copying(self, block: HeldBlock, source: memoryview) -> Callable[[], _Copied]:
+        """What copies a block. A sealed one is opened on the way."""
+        into = self._into[block.position]
+        if isinstance(into, SealedTarget):
+            return partial(self._open, block, source, into.opening(source, is_shared=True))
+        return partial(self._copy, block, source, into)
+
+    def _copy(self, block: HeldBlock, source: memoryview, into: Target) -> _Copied:
+        is_whole = copy_checked(self._keys[block.position], into, source) == block.checksum
+        return None if is_whole else CorruptBlockError("checksum mismatch in shared memory"), MONOTONIC()
+
+    def _open(self, block: HeldBlock, source: memoryview, opening: Callable[[], CorruptBlockError | None]) -> _Copied:
+        fault = opening()
+        opened_at = MONOTONIC()
+        if fault is not None and checksum(self._keys[block.position], source) != block.checksum:
+            fault = CorruptBlockError("checksum mismatch in shared memory")
+        return fault, opened_at
 
     def release(self) -> None:
         """The pool may do with the blocks what it likes."""

@@ -5,16 +5,18 @@ the one before.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier.clock import MONOTONIC
-from kvtier.memory.pieces import copy_payload
+from kvtier.memory.pieces import Payload, copy_payload
 from kvtier.memory.slab_layout import SLAB_STRIDE
 from kvtier.protocol.block import Verb
 from kvtier.protocol.groups import group, require_count
 from kvtier.protocol.shared_memory import WORD
 from kvtier.tiers.base import Item, WriteStatus
-from kvtier.tiers.pool.carried import Outgoing, carried
+from kvtier.tiers.pool.carriage import share
+from kvtier.tiers.pool.carried import Outgoing, SealedPayload, helper_of
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Request
 
@@ -65,12 +67,12 @@ class WritePart:
             if slab is None or not slab.writable:
                 break
             targets.append((slab.slot(slot, len(self._items[i][1])), self._items[i]))
+        copies = [self._copying(target, item) for target, item in targets]
+        helper = helper_of(self._items[0][1])
         checksums: list[int] = []
-        for target, item in targets:
-            if MONOTONIC() > self._deadline:
+        for i, checksum in share(copies, helper, lambda checksum: checksum is None):
+            if checksum is None or i > len(checksums):  # the other thread had time for what comes after
                 break
-            payload, checksum = carried(item)
-            copy_payload(target, payload)
             checksums.append(checksum)
         self._places = self._places[: len(checksums)]
         if checksums:
@@ -79,6 +81,22 @@ class WritePart:
         elif self._write:
             self._session.tell(Verb.ABORT, {"write": self._write}, self._deadline)
         self._write = 0
+
+    def _copying(self, place: memoryview, item: Item[Outgoing]) -> Callable[[], int | None]:
+        """What copies a block and returns its checksum, None without time. A sealed one is sealed on the way."""
+        _, payload, checksum = item
+        if isinstance(payload, SealedPayload):
+            return partial(self._seal, payload.sealing_to(place))
+        return partial(self._copy, place, payload, checksum)
+
+    def _copy(self, place: memoryview, payload: Payload, checksum: int) -> int | None:
+        if MONOTONIC() > self._deadline:
+            return None
+        copy_payload(place, payload)
+        return checksum
+
+    def _seal(self, sealing: Callable[[], int]) -> int | None:
+        return None if MONOTONIC() > self._deadline else sealing()
 
     def finish(self) -> list[WriteStatus]:
         """Blocks until the pool has answered. A status per block; FAILED: not copied."""
