@@ -223,7 +223,7 @@ def test_a_pool_counts_what_was_looked_up_and_missed() -> None:
     for tier in ("memory", "disk"):
         tiers.set_state(tier, TierState.WRITABLE)
     tiers.disk_bytes.labels("disk", "new").inc(59_351_040)
-    tiers.open_breakers.watch("redis", CircuitBreaker(1, 1.0))
+    tiers.levels.watch_breaker("redis", CircuitBreaker(1, 1.0))
     tiers.io_errors.labels("redis", "read", "BreakerOpen").inc()
     facts = facts_of(page_of(registry))
     assert facts is not None
