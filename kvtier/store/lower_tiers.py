@@ -124,19 +124,23 @@ class LowerTiers:
         disks = [tier for tier in self.tiers if isinstance(tier, DiskTier)]
         return [f"{disk.name} is {disk.state.value}: {problem}" for disk in disks if (problem := disk.problem())]
 
-    def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> None:
-        """Changes the statuses, which are memory's, of keys that are no HIT there and are one here."""
+    def look_up(self, keys: Sequence[StoreKey], statuses: list[Status]) -> dict[str, int]:
+        """Changes the statuses, which are memory's, of keys that are no HIT there and are one here; how many those are,
+        by tier."""
+        found: dict[str, int] = {}
         for tier in self._calls:
             # Pending too: a block on its way up from a tier below can be read there, and from here after it.
             missing = [i for i, status in enumerate(statuses) if status is not Status.HIT]
             if not missing:
-                return
+                break
             with tracing.span(f"lookup {tier.name}", tier=tier.name, blocks=len(missing)) as span:
-                found = tier.lookup([keys[i] for i in missing])
+                answers = tier.lookup([keys[i] for i in missing])
                 if span is not None:
-                    span.attributes["hits"] = found.count(Status.HIT)
-            for i, status in zip(missing, found, strict=True):
+                    span.attributes["hits"] = answers.count(Status.HIT)
+            for i, status in zip(missing, answers, strict=True):
                 statuses[i] = status if status is Status.HIT else statuses[i]
+            found[tier.name] = answers.count(Status.HIT)
+        return found
 
     def fetch(self, keys: Sequence[StoreKey], payload_bytes: int, blocks: dict[StoreKey, Block]) -> None:
         """Adds to `blocks` what is missing there and is here; see `ColdReads.fetch`."""

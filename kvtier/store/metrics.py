@@ -1,7 +1,7 @@
 """What a store counts. Tiers count their own reads and writes (`kvtier.metrics`)."""
 
 from collections import Counter as Counting
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -25,6 +25,12 @@ class StoreMetrics:
             "kvtier_pool_unadmitted_blocks",
             "Blocks read from a tier below into a buffer, for their reader alone: memory had no room.",
             ["tier"],
+            registry=registry,
+        )
+        self.looked_up_blocks = Counter(
+            "kvtier_pool_looked_up_blocks",
+            "Blocks that clients looked up, by the first tier that had them; miss: none had.",
+            ["source"],
             registry=registry,
         )
         self.unread_blocks = Counter(
@@ -70,8 +76,15 @@ class StoreMetrics:
         self.declined_blocks = declined_blocks(registry)
         for source in ("memory", "miss"):
             self.read_blocks.labels(source)
+            self.looked_up_blocks.labels(source)
         for status in WriteStatus:
             self.written_blocks.labels(status.name.lower())
+
+    def count_looked_up(self, found: Mapping[str, int], num_blocks: int) -> None:
+        """Counts blocks that were looked up: those found, by tier, and the rest of all of them as misses."""
+        for source, amount in (*found.items(), ("miss", num_blocks - sum(found.values()))):
+            if amount:
+                self.looked_up_blocks.labels(source).inc(amount)
 
     def count_read(self, sources: Iterable[str], nbytes: int) -> None:
         """Counts blocks that were asked for, by where they were found, and the payload bytes of all that were."""
@@ -90,6 +103,7 @@ class StoreMetrics:
             self.written_down_blocks.labels(tier, result)
         self.read_blocks.labels(tier)
         self.unadmitted_blocks.labels(tier)
+        self.looked_up_blocks.labels(tier)
         self.unread_blocks.labels(tier)
         self.write_down_queue_bytes.labels(tier)
         self.evicted_unwritten.labels(tier)

@@ -110,10 +110,16 @@ class Store:
         self.pins.start()
         self._below.start()
 
-    def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """A status per key, in order. Not a use."""
+    def lookup(self, keys: Sequence[StoreKey], *, counts: bool = True) -> list[Status]:
+        """A status per key, in order. Not a use.
+
+        :param counts: whether it counts for the hit rate.
+        """
         self._record(Kind.LOOKUP, keys)
-        return self._look_up(keys)
+        statuses, found = self._look_up(keys)
+        if counts:
+            self._metrics.count_looked_up(found, len(keys))
+        return statuses
 
     @contextmanager
     def read(self, keys: Sequence[StoreKey], payload_bytes: int, run_blocks: int = 0) -> Iterator[list[Block | None]]:
@@ -270,7 +276,7 @@ class Store:
     def discard(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks everywhere; returns how many were there. May wait for a write under way."""
         distinct = list(dict.fromkeys(keys))
-        num_there = sum(status is Status.HIT for status in self._look_up(distinct))
+        num_there = sum(status is Status.HIT for status in self._look_up(distinct)[0])
         with self._below.without(distinct):
             self._memory_counts.note_discard(self._memory.discard(distinct))
         return num_there
@@ -326,14 +332,15 @@ class Store:
         self._memory.close()
         self.pins.close()
 
-    def _look_up(self, keys: Sequence[StoreKey]) -> list[Status]:
+    def _look_up(self, keys: Sequence[StoreKey]) -> tuple[list[Status], dict[str, int]]:
+        """A status per key, and how many each tier has of those that none above it has."""
         with tracing.span("lookup memory", tier="memory", blocks=len(keys)) as span:
             statuses = self._memory.lookup(keys)
             if span is not None:
                 span.attributes["hits"] = statuses.count(Status.HIT)
         self._memory_counts.note_lookup(statuses)
-        self._below.look_up(keys, statuses)
-        return statuses
+        found = {self._memory.name: statuses.count(Status.HIT)}
+        return statuses, found | self._below.look_up(keys, statuses)
 
     def _record(self, kind: Kind, keys: Sequence[StoreKey], nbytes: int = 0) -> None:
         """Blocks of one tenant, as all verbs take them."""

@@ -27,6 +27,7 @@ from kvtier.errors import ClosedError, ConfigError, InvalidInputError, Unavailab
 from kvtier.events import TierState
 from kvtier.metrics import Metrics
 from kvtier.offload import HierarchyMetrics
+from kvtier.store.metrics import StoreMetrics
 from kvtier.tiers.base import Usage
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
@@ -34,7 +35,6 @@ from kvtier_bench.measuring.blocks import Rotation, keys_of
 from kvtier_bench.processes.pool_process import pool_process
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.request import Completion
-from kvtier_pool.metrics import PoolMetrics
 
 MIB = 1 << 20
 
@@ -81,6 +81,8 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
         rotation.reads(tier, "there", 8, ()).run()
         tier.read(keys_of(8, "absent"), rotation.into)
         assert tier.pin(keys_of(9, "there"), 60.0) == 8
+        before = facts_of(fetch(f"http://{pool.http}/metrics"))
+        tier.lookup([*keys_of(8, "there"), *keys_of(24, "absent")])
         answer = run("--url", pool.http, "--json")
         assert answer.returncode == 0, answer.stderr
         (source,) = json.loads(answer.stdout)["sources"]
@@ -88,7 +90,9 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     assert source["url"] == f"http://{pool.http}/metrics"
     assert source["kind"] == POOL
     rate = source["hit_rate"]
-    assert rate == {"unit": "blocks", "way": "read", "asked": 16, "by_tier": {"memory": 8}, "share": 0.5}
+    assert rate == {"unit": "blocks", "way": "looked up", "asked": 32, "by_tier": {"memory": 8}, "share": 0.25}
+    assert before is not None
+    assert (before.hit_rate.way, before.hit_rate.share) == ("read", 0.5), "nobody has looked up"
     assert source["written"] == {"stored": 8}
     assert source["ttft_mean_s"] is None
     assert source["calls"]["block"]["read"] == 2
@@ -97,7 +101,7 @@ def test_a_pool_that_is_used(tmp_path: Path) -> None:
     pinned = source["pinned"]
     assert (pinned["blocks"], pinned["payload_bytes"]) == (8, 8 * 4096)
     assert words.returncode == 0
-    assert "Hit rate: 50.0% of 16 blocks read (memory 50.0%)." in words.stdout
+    assert "Hit rate: 25.0% of 32 blocks looked up (memory 25.0%)." in words.stdout
     assert f"pinned now: 8 blocks, 32.0 KiB in slabs of {pinned['slab_bytes'] / 1024:.1f} KiB" in words.stdout
     assert "blocks to be pinned, by answer: miss 1, pinned 8" in words.stdout
 
@@ -214,13 +218,12 @@ def test_a_completion_counts() -> None:
 def test_a_pool_counts_what_was_looked_up_and_missed() -> None:
     """Engines do not read what they did not find: reads alone would always hit. And each tier's figures agree."""
     registry = CollectorRegistry()
-    PoolMetrics(registry)
+    StoreMetrics(registry).count_looked_up({"memory": 60, "disk": 10}, 100)
     tiers = Metrics(registry)
-    for tier, hits, misses in (("memory", 60, 40), ("disk", 10, 30)):
-        tiers.tier_blocks.labels(tier, "lookup", "hit").inc(hits)
-        tiers.tier_blocks.labels(tier, "lookup", "miss").inc(misses)
+    for tier in ("memory", "disk"):
+        tiers.set_state(tier, TierState.WRITABLE)
     tiers.disk_bytes.labels("disk", "new").inc(59_351_040)
-    tiers.open_breakers.watch("redis", CircuitBreaker(1, 1.0))
+    tiers.levels.watch_breaker("redis", CircuitBreaker(1, 1.0))
     tiers.io_errors.labels("redis", "read", "BreakerOpen").inc()
     facts = facts_of(page_of(registry))
     assert facts is not None
@@ -242,6 +245,9 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 3.0
 vllm:kvtier_loaded_blocks_total{engine="0",tier="pool"} 18.0
 vllm:kvtier_failed_blocks_total{engine="0"} 1.0
 vllm:kvtier_memory_bytes{engine="0",kind="arena"} 1048576.0
+vllm:kvtier_tier_blocks_total{engine="0",op="lookup",status="hit"} 6.0
+vllm:kvtier_tier_blocks_total{engine="0",op="lookup",status="miss"} 2.0
+vllm:kvtier_tier_io_errors_total{engine="0",op="read",error="BreakerOpen"} 4.0
 """
 SGLANG_PAGE = """
 sglang:num_queue_reqs 3.0
@@ -261,6 +267,8 @@ def test_vllm_and_sglang_are_engines() -> None:
     assert (facts.saved.tokens, facts.saved.seconds) == (400, 2.0)
     assert facts.waiting == {"requests running": 2}
     assert facts.memory_bytes == {"arena": MIB}
+    pool = facts.tiers["pool"]
+    assert (pool.looked_up, pool.found, pool.read_hits, pool.errors) == (8, 6, 18, {"read BreakerOpen": 4})
     assert facts.trouble == {"blocks offered that could not be loaded, and were computed": 1}
     printed = io.StringIO()
     print_report(Console(file=printed), "somewhere", facts)

@@ -293,7 +293,7 @@ def test_models_health_and_metrics(engine: EngineProcess) -> None:
     for name in ("engine_prompt_tokens_total", "engine_step_seconds_total", "engine_cache_seconds_total"):
         assert engine.metric(f"kvtier_{name}") > 0
     num_all, num_cold = (engine.metric(f"kvtier_engine_{kind}ttft_seconds_count") for kind in ("", "cold_"))
-    assert num_all > num_cold > 0
+    assert num_all >= num_cold > 0
     page = engine.client.get("/metrics").text
     assert "kvtier_build_info{" in page
     assert "process_resident_memory_bytes" in page

@@ -86,13 +86,10 @@ def _hit_rate_of(kind: str, samples: Samples) -> HitRate:
 
 
 def _of_pool(samples: Samples) -> HitRate:
-    """Blocks that were looked up: engines do not read what they did not find. Where nobody looks up, those read.
-
-    Memory is asked for all of them, and the tiers below for what it has not got.
-    """
-    looked_up = samples.by("kvtier_tier_blocks_total", "status", tier="memory", op="lookup")
+    """Blocks that were looked up: engines do not read what they did not find. Where nobody looks up, those read."""
+    looked_up = samples.by("kvtier_pool_looked_up_blocks_total", "source")
     if looked_up:
-        by_tier = samples.by("kvtier_tier_blocks_total", "tier", op="lookup", status="hit")
+        by_tier = {source: blocks for source, blocks in looked_up.items() if source != "miss"}
         return HitRate("blocks", "looked up", sum(looked_up.values()), by_tier)
     by_source = samples.by("kvtier_pool_read_blocks_total", "source")
     found: dict[str, float] = {}

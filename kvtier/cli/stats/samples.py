@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 from kvtier.errors import ConfigError, InvalidInputError, UnavailableError
 
 _OF_VLLM = "vllm:"
+_OF_SECONDARY_TIER = {f"kvtier_tier_{rest}": f"kvtier_{rest}" for rest in ("corrupt_blocks_total", "io_errors_total")}
 _STARTED = "process_start_time_seconds"
 _COUNTED = ("_total", "_count", "_sum", "_bucket")
 """Ends of the names of what only grows as long as a process lives."""
@@ -36,8 +37,8 @@ class Samples:
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
-        for sample in samples:
-            self._by_name.setdefault(_common_name(sample.name), []).append(sample)
+        for sample in map(_as_elsewhere, samples):
+            self._by_name.setdefault(sample.name, []).append(sample)
 
     def names(self) -> list[str]:
         return list(self._by_name)
@@ -91,8 +92,16 @@ class Samples:
         return [s for s in self._by_name.get(name, ()) if labels.items() <= s.labels.items()]
 
 
-def _common_name(name: str) -> str:
-    return name.removeprefix(_OF_VLLM) if name.startswith(f"{_OF_VLLM}kvtier_") else name
+def _as_elsewhere(sample: Sample) -> Sample:
+    """The sample as processes of ours have it. The secondary tier of vLLM's own offloading is a pool, and has a `tier`
+    in its names instead of a label."""
+    if not sample.name.startswith(f"{_OF_VLLM}kvtier_"):
+        return sample
+    name = sample.name.removeprefix(_OF_VLLM)
+    if name.startswith("kvtier_tier_") and "tier" not in sample.labels:
+        name = _OF_SECONDARY_TIER.get(name, name)
+        return sample._replace(name=name, labels={**sample.labels, "tier": "pool"})
+    return sample._replace(name=name)
 
 
 def _identity(name: str, sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:

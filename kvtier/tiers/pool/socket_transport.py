@@ -145,7 +145,7 @@ class SocketTransport:
         """Writes blocks; a status per block, in order. Asks first what is there already: that is not sent,
         and nothing is while the pool says that this tenant asks too fast."""
         deadline = MONOTONIC() + timeout_s
-        there, throttled = self._look([key for key, _, _ in items], deadline) if items else ([], False)
+        there, throttled = self._look([key for key, _, _ in items], deadline, writes=True) if items else ([], False)
         if throttled:
             return [WriteStatus.THROTTLED] * len(items)
         statuses = [WriteStatus.FAILED if status is Status.MISS else WriteStatus.EXISTS for status in there]
@@ -154,10 +154,14 @@ class SocketTransport:
             statuses[i] = status
         return statuses
 
-    def _look(self, keys: Sequence[StoreKey], deadline: float) -> tuple[list[Status], bool]:
-        """A status per key, in order, and whether the pool has not looked, since its tenant asks too fast."""
+    def _look(self, keys: Sequence[StoreKey], deadline: float, *, writes: bool = False) -> tuple[list[Status], bool]:
+        """A status per key, in order, and whether the pool has not looked, since its tenant asks too fast.
+
+        :param writes: what is absent will be written: that it is says nothing of how well the pool serves.
+        """
         grouped = group(keys)
-        with self._call(Verb.LOOKUP, {"groups": grouped.fields}, deadline) as (_, answer):
+        fields: dict[str, object] = {"groups": grouped.fields, **({"writes": True} if writes else {})}
+        with self._call(Verb.LOOKUP, fields, deadline) as (_, answer):
             return grouped.in_batch_order(answer.members("statuses", Status)), answer.has("throttled")
 
     def _send(self, items: Sequence[Item[Outgoing]], deadline: float) -> list[WriteStatus]:

@@ -44,7 +44,8 @@ class BlockVerbs:
         return handlers
 
     def _lookup(self, request: RequestContext) -> None:
-        request.answer({"statuses": bytes(self._core.lookup(self._scope.keys(request.request)))})
+        keys, writes = self._scope.keys(request.request), request.request.has("writes")
+        request.answer({"statuses": bytes(self._core.lookup(keys, counts=not writes))})
 
     def _discard(self, request: RequestContext) -> None:
         request.answer({"num_discarded": self._core.discard(self._scope.keys(request.request))})
