@@ -113,7 +113,7 @@ def _pool() -> list[Row]:
     metrics = Metrics(registry)
     store, pool = StoreMetrics(registry), PoolMetrics(registry)
     registry.register(UnwrittenBlocks(lambda: [("a tenant", Counts())]))
-    TierCounts("memory", metrics)
+    TierCounts("memory", metrics, has_lookups=False)
     for tier in POOL_TIERS:
         metrics.begin(tier)
     for tier in POOL_TIERS[1:]:

@@ -97,7 +97,7 @@ class Store:
             on_event=self._on_memory_event,
             metrics=tier_metrics,
         )
-        self._memory_counts = TierCounts(self._memory.name, tier_metrics)
+        self._memory_counts = TierCounts(self._memory.name, tier_metrics, has_lookups=False)
         tier_metrics.begin(self._memory.name)
         self.pins = Retention(self._memory, pins or RetentionLimits(), metrics, clock=clock)
         self._below = LowerTiers(self._memory, below, metrics, tier_metrics)
@@ -338,7 +338,6 @@ class Store:
             statuses = self._memory.lookup(keys)
             if span is not None:
                 span.attributes["hits"] = statuses.count(Status.HIT)
-        self._memory_counts.note_lookup(statuses)
         found = {self._memory.name: statuses.count(Status.HIT)}
         return statuses, found | self._below.look_up(keys, statuses)
 

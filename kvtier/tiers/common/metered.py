@@ -12,12 +12,15 @@ from kvtier.tiers.base import Item, PayloadT_contra, Status, TargetT_contra, Tie
 class TierCounts:
     """`Metrics.tier_blocks` and `tier_bytes` of one tier. Any thread. About 1 us per number that changes."""
 
-    def __init__(self, tier: str, metrics: Metrics) -> None:
+    def __init__(self, tier: str, metrics: Metrics, *, has_lookups: bool = True) -> None:
         """Makes the samples of all verbs and answers, which read 0 from now on.
 
         :param tier: the label.
+        :param has_lookups: False: lookups are not counted. A pool's writers look up as well, so its memory's lookups
+            would say nothing of hits.
         """
-        self._lookups = {s: metrics.tier_blocks.labels(tier, "lookup", s.name.lower()) for s in Status}
+        counted = Status if has_lookups else ()
+        self._lookups = {s: metrics.tier_blocks.labels(tier, "lookup", s.name.lower()) for s in counted}
         self._reads = {s: metrics.tier_blocks.labels(tier, "read", s.name.lower()) for s in Status}
         self._writes = {s: metrics.tier_blocks.labels(tier, "write", s.name.lower()) for s in WriteStatus}
         self._discards = metrics.tier_blocks.labels(tier, "discard", "hit")
