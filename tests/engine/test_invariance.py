@@ -20,6 +20,8 @@ from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.model.products import BASE, InvariantProducts
+from kvtier_kernels import AttentionBatch, Scoring, paged_attention
+from kvtier_kernels.attention.paged_attention import plan_with_triton
 
 Result = tuple[dict[int, Tensor], Tensor]
 LENGTH = 330
@@ -136,3 +138,13 @@ def test_what_would_break_it_is_refused() -> None:
     for section, may in (({}, True), ({"dtype": "float32"}, False), ({"lossy_codec": "int8_per_head"}, False)):
         config = parse_config(data | {"engine": section}, source="test", environ={"SECRET": "s" * 32})
         assert config.engine.may_be_invariant is may
+
+
+@pytest.mark.parametrize("of", [{"window": 8}, {"scoring": Scoring(soft_cap=5.0)}])
+def test_invariant_attention_takes_neither_window_nor_scoring(of: dict[str, Any]) -> None:
+    query, kv_layer = torch.zeros(1, 2, 16), torch.zeros(1, 2, 4, 1, 16)
+    index = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(ValueError, match="invariant attention"):
+        paged_attention(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True, **of))
+    with pytest.raises(ValueError, match="on CPU only"):
+        plan_with_triton(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True))

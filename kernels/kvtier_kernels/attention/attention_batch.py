@@ -48,7 +48,7 @@ class AttentionBatch:
     how it is computed depends on it. Not used on CPU, nor with `window` or slopes."""
     invariant: bool = False
     """Whether the bits of a query's result depend on its own keys alone: not on the queries and sequences beside it,
-    nor on how many of its keys are new. Not together with `window`, nor with a `scoring`."""
+    nor on how many of its keys are new. On CPU only, and not together with `window` or a `scoring`."""
 
     def starts_on_host(self) -> list[int]:
         """Returns `query_starts` as numbers, those of one query per sequence where it is None. Waits for its device."""
