@@ -150,6 +150,12 @@ class EngineConfig(Section):
     one. Engines on CPU and on CUDA do not share: their KV differs in the last bits."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Computation and KV. float32 takes twice the memory and flips no near ties."""
+    batch_invariant: bool | None = None
+    """Whether an answer is the same, bit for bit, whatever is found in the cache, in whichever chunks a prompt is
+    computed, and whatever is computed beside it. Left out: true in bfloat16 on the CPU, where a prompt that is not
+    cached takes up to a seventh longer, and false otherwise. True: in float32 on the CPU, too, where decodes take
+    several times as long; refused on CUDA and with `lossy_codec`. Engines for which it is true share only with those
+    whose arithmetic gives the same bits."""
     lossy_codec: Literal["none", "int8_per_head", "fp8_e4m3_per_head"] = "none"
     """The form in which blocks leave the device: half as many bytes in host memory, on disk and in the pool, and half
     as many to move. Needs bfloat16. What comes back is rounded, so answers are not quite those of an engine without a
@@ -174,6 +180,20 @@ class EngineConfig(Section):
     False spares both and launches every operation by itself, for which the device then has to wait."""
     cache: bool = True
     """False computes every prompt from scratch: no device hits, no tiers."""
+
+    @property
+    def may_be_invariant(self) -> bool:
+        """Whether, on the CPU, `batch_invariant` is true where it is left out."""
+        return self.dtype == "bfloat16" and self.lossy_codec == "none"
+
+    @model_validator(mode="after")
+    def _invariant_means_lossless(self) -> Self:
+        if self.batch_invariant and self.lossy_codec != "none":
+            raise ValueError(
+                f'batch_invariant is true, but lossy_codec = "{self.lossy_codec}" rounds what comes back from the '
+                'cache; set lossy_codec to "none", or leave batch_invariant out'
+            )
+        return self
 
 
 class CacheConfig(Section):

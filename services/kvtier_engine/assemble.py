@@ -25,11 +25,12 @@ from kvtier.system.process_metrics import describe_process
 from kvtier_engine.model.arriving_kv import ArrivingKV
 from kvtier_engine.model.cuda_graphs import with_cuda_graphs
 from kvtier_engine.model.devices import device_kv, engine_device, layered_loads, weights_on
+from kvtier_engine.model.fingerprint import arithmetic_fingerprint
 from kvtier_engine.model.llama import Chunk, LlamaModel
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, ModelFolder, open_model
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
-from kvtier_engine.model.weights import load_weights
+from kvtier_engine.model.weights import LlamaWeights, load_weights
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import PrefixCache
@@ -80,11 +81,14 @@ def assembled_engine(config: Config) -> Iterator[AssembledEngine]:
     dtype = _DTYPES[section.dtype]
     kv = _allocate(config, folder, dtype, device)
     weights = weights_on(load_weights(folder.weight_files, folder.config, dtype), device)
-    model = LlamaModel(folder.config, weights)
+    model = _model(section, folder.config, weights)
+    fingerprint = arithmetic_fingerprint(model, folder.config, dtype) if model.batch_invariant else ""
     registry = CollectorRegistry()
     describe_process(registry)
     lossy_codec = "" if section.lossy_codec == "none" else section.lossy_codec
-    namespace = kv_namespace(folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec)
+    namespace = kv_namespace(
+        folder.config, folder.weights_digest, dtype, device, lossy_codec=lossy_codec, fingerprint=fingerprint
+    )
     with engine_of(config, model, folder.config, kv, namespace, registry) as engine:
         yield AssembledEngine(engine, folder, registry)
 
@@ -159,6 +163,25 @@ def engine_of(
         gc.freeze()
         stack.callback(engine.close)
         yield engine
+
+
+def _model(section: EngineConfig, config: ModelConfig, weights: LlamaWeights) -> LlamaModel:
+    """The model, batch invariant where that is asked for, or where nothing is said and it costs little.
+
+    :raises ConfigError: it is asked for and cannot be had.
+    """
+    on_cuda = weights.embedding.device.type == "cuda"
+    if section.batch_invariant and on_cuda:
+        raise ConfigError(
+            "engine.batch_invariant: true, but on CUDA products of matrices are not invariant; leave it out, "
+            'or set engine.device to "cpu"'
+        )
+    if section.batch_invariant is None and not on_cuda and section.may_be_invariant:
+        try:
+            return LlamaModel(config, weights, batch_invariant=True)
+        except ConfigError as error:
+            log.warning("answers may depend on the cache in their last bits: %s", error)
+    return LlamaModel(config, weights, batch_invariant=bool(section.batch_invariant))
 
 
 def _require_block_size(tokens_per_block: int) -> None:

@@ -46,6 +46,9 @@ class AttentionBatch:
     prefixes: SharedPrefixes | None = None
     """What `find_shared_prefixes` says of this batch, whose sequences have one query each; on `kv_layer`'s device. Only
     how it is computed depends on it. Not used on CPU, nor with `window` or slopes."""
+    invariant: bool = False
+    """Whether the bits of a query's result depend on its own keys alone: not on the queries and sequences beside it,
+    nor on how many of its keys are new. On CPU only, and not together with `window` or a `scoring`."""
 
     def starts_on_host(self) -> list[int]:
         """Returns `query_starts` as numbers, those of one query per sequence where it is None. Waits for its device."""
@@ -76,6 +79,9 @@ class AttentionBatch:
         for name, hint in (("max_seq_len", self.max_seq_len), ("num_keys", self.num_keys)):
             if hint is not None and hint < 0:
                 raise ValueError(f"{name} is {hint}: needs at least 0, or None")
+        scored = self.scoring.changes_scores or self.scoring.sinks is not None
+        if self.invariant and (self.window is not None or scored):
+            raise ValueError("invariant attention takes neither a window nor a scoring: leave out one or the other")
         check_kv_layer(kv_layer)
         check_kv_scales(kv_scales, kv_layer)
         if lse is not None:

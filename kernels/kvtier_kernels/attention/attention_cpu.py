@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch
+from kvtier_kernels.attention.attention_cpu_tiles import attend_in_tiles, padded_keys
 from kvtier_kernels.scoring import Scoring
 
 _MAX_SCORES = 1 << 22
@@ -46,28 +47,40 @@ def attend_on_cpu(
         first_block = first_key // tokens_per_block
         block_ids = batch.block_tables[seq, first_block:num_blocks]
         seen = slice(first_key - first_block * tokens_per_block, seq_len - first_block * tokens_per_block)
-        keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype)[:, seen] for part in (0, 1))
-        seq_lse = _attend(query[start:stop], keys, values, batch, out[start:stop])
+        room = padded_keys(seq_len) if batch.invariant else block_ids.numel() * tokens_per_block
+        keys, values = (_values(kv_layer, kv_scales, part, block_ids, query.dtype, room) for part in (0, 1))
+        if batch.invariant:
+            for of in (keys, values):
+                of[:, seq_len:] = 0
+            seq_lse = attend_in_tiles(query[start:stop], keys, values, batch.scale, seq_len, out[start:stop])
+        else:
+            seq_lse = _attend(query[start:stop], keys[:, seen], values[:, seen], batch, out[start:stop])
         if lse is not None:
             lse[start:stop] = seq_lse
     return out
 
 
-def _values(kv_layer: Tensor, kv_scales: Tensor | None, part: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[num_kv_heads, tokens, head_dim]` of `dtype`; part 0 are keys, 1 values."""
-    stored = _gather(kv_layer[:, part], block_ids)
+def _values(
+    kv_layer: Tensor, kv_scales: Tensor | None, part: int, block_ids: Tensor, dtype: torch.dtype, room: int
+) -> Tensor:
+    """`[num_kv_heads, tokens, head_dim]` of `dtype`, the first `room` tokens; part 0 are keys, 1 values."""
+    stored = _gather(kv_layer[:, part], block_ids, room)
     if kv_scales is None:
         return stored.to(dtype)
-    scales = kv_scales[part] if kv_scales.dim() == 1 else _gather(kv_scales[:, part], block_ids).unsqueeze(-1)
+    scales = kv_scales[part] if kv_scales.dim() == 1 else _gather(kv_scales[:, part], block_ids, room).unsqueeze(-1)
     return (stored.float() * scales).to(dtype)
 
 
-def _gather(blocks: Tensor, block_ids: Tensor) -> Tensor:
-    """`[num_kv_heads, tokens, ...]`, a view of a fresh contiguous `[tokens, num_kv_heads, ...]`."""
-    gathered = torch.empty((block_ids.numel(), *blocks.shape[1:]), dtype=blocks.dtype)
+def _gather(blocks: Tensor, block_ids: Tensor, room: int) -> Tensor:
+    """`[num_kv_heads, room, ...]`, a view of a fresh contiguous `[tokens, num_kv_heads, ...]`.
+
+    What is beyond the tokens of these blocks is not written.
+    """
+    num_blocks = max(block_ids.numel(), -(-room // blocks.size(1)))
+    gathered = torch.empty((num_blocks, *blocks.shape[1:]), dtype=blocks.dtype)
     # Into a buffer of our own: twenty times as fast as letting index_select allocate for a strided source.
-    torch.index_select(blocks, 0, block_ids, out=gathered)
-    return gathered.flatten(0, 1).transpose(0, 1)
+    torch.index_select(blocks, 0, block_ids, out=gathered[: block_ids.numel()])
+    return gathered.flatten(0, 1)[:room].transpose(0, 1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, out: Tensor) -> Tensor:

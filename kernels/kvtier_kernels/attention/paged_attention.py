@@ -72,6 +72,8 @@ def plan_with_triton(
 
     :raises ValueError: on a wrong shape, dtype, stride or device.
     """
+    if batch.invariant:
+        raise ValueError("invariant attention is there on CPU only: leave invariant out")
     # Imported here: triton is not needed, and not everywhere to be had, where the engine runs on CPU.
     from kvtier_kernels.attention.paged_decode import plan_decode
     from kvtier_kernels.attention.prefix_prefill import plan_prefill

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvtier.errors import ConfigError
 from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV
+from kvtier_engine.model.products import InvariantProducts, PlainProducts, Products
 from kvtier_engine.model.rope import RopeTable, rotate
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 from kvtier_kernels import AttentionBatch, LayerAttention, find_shared_prefixes, step_attention
+from kvtier_kernels.attention.attention_cpu_tiles import rows_are_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,20 @@ class Batch:
 class LlamaModel:
     """Weights and arithmetic; holds no state of any sequence. One thread at a time calls `forward`."""
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, *, batch_invariant: bool = False) -> None:
+        """
+        :param batch_invariant: a token's KV and logits have the same bits whatever is computed beside it, and however
+            the tokens before it came into their blocks. On CPU only.
+        :raises ConfigError: this machine's products of matrices cannot be made so.
+        """
+        self.batch_invariant = batch_invariant
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if batch_invariant and not rows_are_alike(*heads, weights.embedding.dtype):
+            raise ConfigError(
+                "engine.batch_invariant: in this machine's attention a query's last bits depend on how many there are; "
+                "set it to false"
+            )
+        self._products: Products = InvariantProducts(weights) if batch_invariant else PlainProducts()
         self._config = config
         self._weights = weights
         with torch.device(weights.embedding.device):  # what it allocates, it allocates there
@@ -56,7 +72,8 @@ class LlamaModel:
         """Computes the chunks' tokens, writes their KV into their blocks, and returns what follows each chunk.
 
         The same chunk over the same cached values gives the same bits, whichever blocks hold it, as
-        long as the chunks beside it have the same lengths and, on CUDA, share as many blocks.
+        long as the chunks beside it have the same lengths and, on CUDA, share as many blocks; where the model is
+        `batch_invariant`, whatever is beside it, and however the sequence was cut into chunks.
 
         :param chunks: of distinct sequences, at least one.
         :param kv: of this model's geometry and dtype, on the weights' device. Only the blocks of new tokens change.
@@ -87,10 +104,10 @@ class LlamaModel:
             normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             hidden += self._attention(layer, normed, cos, sin, kv.layer(index), batch.attend)
             normed = _rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-            hidden += _mlp(layer, normed)
+            hidden += self._products.gated(normed, layer.gate_up, layer.down)
         last = hidden if batch.last_rows is None else hidden[batch.last_rows]
         last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
-        return F.linear(last, weights.lm_head).float()
+        return self._products.linear(last, weights.lm_head).float()
 
     def _attention(
         self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, attend: LayerAttention
@@ -100,13 +117,13 @@ class LlamaModel:
             self._config.num_key_value_heads,
             self._config.head_dim,
         )
-        fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
+        fused = self._products.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, head_dim)
         query_key = fused[:, : heads + kv_heads]
         if layer.qk_norm is not None:
             query_key = _rms_norm(query_key, layer.qk_norm, self._config.rms_norm_eps)
         rotated = rotate(query_key, cos, sin)
         attended = attend(kv_layer, rotated[:, :heads], rotated[:, heads:], fused[:, heads + kv_heads :])
-        return F.linear(attended.flatten(1), layer.attention_output)
+        return self._products.linear(attended.flatten(1), layer.attention_output)
 
     def _gather(self, chunks: Sequence[Chunk], kv: PagedKV) -> Batch:
         tokens_per_block, device = kv.tokens_per_block, kv.tensor.device
@@ -142,15 +159,11 @@ class LlamaModel:
                     max_seq_len=int(seq_lens.max()),
                     num_keys=int(seq_lens.sum()),
                     prefixes=prefixes,
+                    invariant=self.batch_invariant,
                 ),
             ),
             last_rows=None if decodes else query_starts[1:] - 1,
         )
-
-
-def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
-    gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), layer.down)
 
 
 def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

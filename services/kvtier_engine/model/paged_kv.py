@@ -105,10 +105,13 @@ def kv_namespace(
     device: torch.device = _CPU,
     *,
     lossy_codec: str = "",
+    fingerprint: str = "",
 ) -> Namespace:
     """Which bytes the blocks of this engine hold.
 
     :param lossy_codec: in whose form they leave the device; empty for as they are.
+    :param fingerprint: `arithmetic_fingerprint` of a batch invariant model; empty for others, whose bits depend on more
+        than that.
     """
     name = str(dtype).removeprefix("torch.")
     return Namespace(
@@ -116,7 +119,7 @@ def kv_namespace(
         dtype=name,
         kv_dtype=name,
         physical_layout=PHYSICAL_LAYOUT,
-        backend=BACKENDS[device.type],
+        backend=BACKENDS[device.type] + (f"-invariant-{fingerprint}" if fingerprint else ""),
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

@@ -1,0 +1,114 @@
+"""Attention on CPU of which a query's bits depend on its own keys alone.
+
+Keys are cut into tiles at fixed positions. A query meets all tiles before its own without a mask, and then its own,
+which is always of full size, with one; the two states are merged. How many keys are in each follows from the query's
+position, not from what is cached or computed beside it. Torch's fused attention goes through keys in a fixed order;
+`rows_are_alike` says whether it gives a row the same bits whatever the number of rows.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+TILE_KEYS = 256
+"""Large: decodes go through more padding. Small: a prefill is cut into more parts."""
+_ROWS = 64
+"""Float32 rows are padded to a multiple of this."""
+
+_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def padded_keys(num_keys: int) -> int:
+    """How many keys whole tiles have room for."""
+    return -(-num_keys // TILE_KEYS) * TILE_KEYS
+
+
+def rows_are_alike(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether, on this machine, fused attention with these heads gives a row the same bits beside any number of rows.
+
+    Tries the numbers at which the library changes its way.
+    """
+    generator, group = torch.Generator().manual_seed(0), num_heads // num_kv_heads
+
+    def drawn(num_rows: int) -> Tensor:
+        return torch.randn((num_kv_heads, num_rows, head_dim), generator=generator).to(dtype)
+
+    num_rows = TILE_KEYS * group
+    rows, keys, values = drawn(num_rows), drawn(3 * TILE_KEYS), drawn(3 * TILE_KEYS)
+    own, mask, scale = slice(0, TILE_KEYS), _causal_mask(dtype, group), head_dim**-0.5
+    seen, causal = _attend(rows, keys, values, scale), _attend(rows, keys[:, own], values[:, own], scale, mask)
+    for size in {group, 16 * group, 192, num_rows // 2} & set(range(num_rows)):
+        some = slice(num_rows - size, num_rows)
+        again = _attend(rows[:, some].contiguous(), keys, values, scale)
+        again_causal = _attend(rows[:, some].contiguous(), keys[:, own], values[:, own], scale, mask[some])
+        pairs = (*zip(seen, again, strict=True), *zip(causal, again_causal, strict=True))
+        if not all(torch.equal(whole[:, some], part) for whole, part in pairs):
+            return False
+    return True
+
+
+def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, num_keys: int, out: Tensor) -> Tensor:
+    """Attends the newest of `num_keys` tokens of one sequence causally.
+
+    :param query: `[queries, num_heads, D]`, as is `out`.
+    :param keys: `[num_kv_heads, padded_keys(num_keys), D]`, as are `values`; zeros from `num_keys` on.
+    :returns: the log-sum-exp, `[queries, num_heads]`.
+    """
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = keys.size(0)
+    group, before = num_heads // num_kv_heads, num_keys - num_queries
+    # [num_kv_heads, queries, group, D]: the heads of one KV head lie side by side.
+    grouped = query.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
+    attended = out.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
+    lse = torch.empty((num_kv_heads, num_queries, group))
+    for tile in range(before // TILE_KEYS * TILE_KEYS, num_keys, TILE_KEYS):
+        first, last = max(tile, before), min(tile + TILE_KEYS, num_keys)
+        here = slice(first - before, last - before)
+        rows = grouped[:, here].flatten(1, 2).contiguous()
+        mask = _causal_mask(query.dtype, group)[(first - tile) * group : (last - tile) * group]
+        own = slice(tile, tile + TILE_KEYS)
+        state = _attend(rows, keys[:, own], values[:, own], scale, mask)
+        if tile:
+            state = _merge(_attend(rows, keys[:, :tile], values[:, :tile], scale), state)
+        attended[:, here] = state[0].view(num_kv_heads, last - first, group, head_dim)
+        lse[:, here] = state[1].view(num_kv_heads, last - first, group)
+    return lse.transpose(0, 1).flatten(1, 2)
+
+
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`[num_kv_heads, rows, D]`, and the log-sum-exp."""
+    num_rows, missing = rows.size(1), -rows.size(1) % _ROWS if rows.dtype == torch.float32 else 0
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 0, 0, missing))
+    out, lse = _fused_attention(
+        rows.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
+        attn_mask=None if mask is None else mask[None, None], scale=scale,
+    )  # fmt: skip
+    return out[:, 0, :num_rows], lse[:, 0, :num_rows]
+
+
+def _merge(seen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two states as one.
+
+    Each step is rounded as IEEE 754 says, so that it does not matter which elements a vector instruction takes. What
+    has no such rule, exponentials and logarithms, is computed in float64, and only then rounded.
+    """
+    (seen_out, seen_lse), (own_out, own_lse) = seen, own
+    seen_weight = torch.sigmoid(seen_lse.double() - own_lse)
+    own_weight = 1 - seen_weight
+    lse = seen_lse - seen_weight.log()
+    seen_part = seen_out.float().mul_(seen_weight.float().unsqueeze(-1))
+    own_part = own_out.float().mul_(own_weight.float().unsqueeze(-1))
+    return seen_part.add_(own_part).to(seen_out.dtype), lse.float()
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(dtype: torch.dtype, group: int) -> Tensor:
+    """`[TILE_KEYS * group, TILE_KEYS]`, what is added to scores within a tile: a row for each query and head."""
+    unseen = torch.ones((TILE_KEYS, TILE_KEYS), dtype=torch.bool).triu_(1)
+    mask = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
+    return mask.repeat_interleave(group, dim=0)

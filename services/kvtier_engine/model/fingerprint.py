@@ -1,0 +1,24 @@
+"""By which bits a model's arithmetic is known."""
+
+import hashlib
+
+import torch
+
+from kvtier_engine.model.llama import Chunk, LlamaModel
+from kvtier_engine.model.model_config import ModelConfig
+from kvtier_engine.model.paged_kv import allocate_kv
+
+_NUM_TOKENS = 32
+_STRIDE = 7919
+
+
+def arithmetic_fingerprint(model: LlamaModel, config: ModelConfig, dtype: torch.dtype) -> str:
+    """16 hex digits of the KV that a fixed prompt gives. Computes one step, into memory of its own.
+
+    Machines with other matrix units, another library or another number of threads may sum in another order. A batch
+    invariant engine that took their KV would answer as they do, not as it does itself; so engines whose fingerprints
+    differ do not share.
+    """
+    kv = allocate_kv(config, 1, _NUM_TOKENS, dtype)
+    model.forward([Chunk([index * _STRIDE % config.vocab_size for index in range(_NUM_TOKENS)], 0, [0])], kv)
+    return hashlib.sha256(kv.byte_rows().numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,165 @@
+"""Products of tokens with weights: as torch does them, or with bits that do not depend on how many tokens there are.
+
+Libraries choose the order of the sums in a product of matrices by its whole shape, so the last bits of a token's row
+depend on how many tokens are beside it (He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab,
+2025; vLLM has `VLLM_BATCH_INVARIANT` and SGLang `--enable-deterministic-inference` against it). `InvariantProducts`
+computes tokens in tiles of few fixed sizes, all of which were seen to give the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtier.errors import ConfigError
+from kvtier_engine.model.weights import LlamaWeights
+
+
+class Products(Protocol):
+    """What a model multiplies by. One thread."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`: fresh `[num_tokens, out]`, contiguous, of `[num_tokens, in]` and `[out, in]`."""
+        ...
+
+    def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The product with `down` of silu(gate) times up; fresh `[num_tokens, hidden]`, contiguous."""
+        ...
+
+
+class PlainProducts:
+    """Torch's own: the last bits depend on the number of tokens."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(rows, weight, bias)
+
+    def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), down)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tile:
+    """So many tokens at once, fewer being padded with zeros."""
+
+    num_tokens: int
+    by_columns: bool = False
+    """The weight stands on the left and each token is a column, so that what the library cuts into blocks is the
+    weight, whose size is always the same. Otherwise each token is a row, and the weight stands on the right."""
+
+    def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """`[num_tokens, out]` of as many rows; a transposed view where tokens are columns."""
+        return torch.mm(weight, rows.t()).t() if self.by_columns else F.linear(rows, weight)
+
+    def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Likewise."""
+        if not self.by_columns:
+            return PlainProducts().gated(rows, gate_up, down)
+        gate, up = torch.mm(gate_up, rows.t()).chunk(2)
+        return torch.mm(down, F.silu(gate).mul_(up)).t()
+
+
+BASE = Tile(32)
+"""What all others are compared with, and what is left where none is alike. With AMX in bfloat16, 1 to 32 rows take
+about the same time: that of reading the weight."""
+_CANDIDATES = (*(Tile(1 << exponent) for exponent in range(5)), BASE, *(Tile(64 * n, True) for n in range(1, 5)))
+"""Enough of them that little is padded. 256 columns of a product, and their transposition, stay in a core's cache."""
+_PROBE_TOKENS = 256
+_MAX_DRAWN = 256
+"""Rows of a probe that are drawn; more repeat them."""
+
+
+class InvariantProducts:
+    """A token's bits do not depend on the other tokens, nor on how many there are.
+
+    At the start, each shape of weight is tried with each size of tile, and only sizes whose bits are those of `BASE`
+    are used. So much is by observation; where nothing is alike, all products have the shape of `BASE`.
+    """
+
+    def __init__(self, weights: LlamaWeights) -> None:
+        """Tries all shapes of these weights: a tenth of a second for a model of 135 million parameters.
+
+        :raises ConfigError: this machine's products cannot be made invariant in this way.
+        """
+        layers = weights.layers
+        linear = {_shape(weight): weight for layer in layers for weight in (layer.qkv, layer.attention_output)}
+        linear[_shape(weights.lm_head)] = weights.lm_head
+        gated = {_shape(layer.gate_up): (layer.gate_up, layer.down) for layer in layers}
+        with torch.inference_mode():
+            self._linear = {shape: _alike(weight) for shape, weight in linear.items()}
+            self._gated = {
+                shape: sorted(set.intersection(*map(set, map(_alike, pair)))) for shape, pair in gated.items()
+            }
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        tiles = self._linear[_shape(weight)]
+        out = _in_tiles(rows, weight.size(0), tiles, lambda tile, some: tile.linear(some, weight))
+        return out if bias is None else out.add_(bias)
+
+    def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        tiles = self._gated[_shape(gate_up)]
+        return _in_tiles(rows, down.size(0), tiles, lambda tile, some: tile.gated(some, gate_up, down))
+
+
+def _shape(weight: Tensor) -> tuple[int, int]:
+    return weight.size(0), weight.size(1)
+
+
+def _in_tiles(
+    rows: Tensor, num_outputs: int, tiles: Sequence[Tile], compute: Callable[[Tile, Tensor], Tensor]
+) -> Tensor:
+    """Computes all rows: the largest tiles, and the smallest that holds the rest, padded."""
+    num_rows = rows.size(0)
+    fitting = next((tile for tile in tiles if tile.num_tokens == num_rows), None)
+    if fitting is not None and not fitting.by_columns:
+        return compute(fitting, rows)
+    out = rows.new_empty((num_rows, num_outputs))
+    for start in range(0, num_rows, tiles[-1].num_tokens):
+        some = rows[start : start + tiles[-1].num_tokens]
+        tile = next(tile for tile in tiles if tile.num_tokens >= len(some))
+        missing = tile.num_tokens - len(some)
+        padded = F.pad(some, (0, 0, 0, missing)) if missing else some
+        out[start : start + len(some)] = compute(tile, padded)[: len(some)]
+    return out
+
+
+def _alike(weight: Tensor) -> list[Tile]:
+    """The candidates that give the bits of `BASE` with a weight of this shape, and `BASE`, ascending.
+
+    :raises ConfigError: not even `BASE` does, when rows change places.
+    """
+    rows, weight = _telling(weight)
+    parts = (rows[start : start + BASE.num_tokens] for start in range(0, len(rows), BASE.num_tokens))
+    expected = torch.cat([BASE.linear(part, weight) for part in parts])
+    if not torch.equal(BASE.linear(rows[1 : BASE.num_tokens + 1], weight), expected[1 : BASE.num_tokens + 1]):
+        raise ConfigError(
+            "engine.batch_invariant: in this machine's products of matrices a row's last bits depend on its place; "
+            "set it to false"
+        )
+
+    def is_alike(tile: Tile) -> bool:
+        num_tokens = tile.num_tokens
+        return torch.equal(tile.linear(rows[:num_tokens], weight), expected[:num_tokens])
+
+    return sorted(tile for tile in _CANDIDATES if tile == BASE or is_alike(tile))
+
+
+def _telling(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows, and a weight of this shape, whose products show in which order they were summed.
+
+    The second half of each sum takes back what the first half has added. What is left is the rounding of all
+    intermediate sums: with another order, nearly every element differs.
+    """
+    num_outputs, num_inputs = weight.shape
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(num_rows: int, sign: int) -> Tensor:
+        half = torch.randn((min(num_rows, _MAX_DRAWN), num_inputs // 2), generator=generator)
+        odd = torch.ones((len(half), num_inputs % 2))
+        some = torch.cat((half, sign * half, odd), dim=1).to(weight.device, weight.dtype)
+        return some[torch.arange(num_rows, device=weight.device) % len(some)]
+
+    return drawn(_PROBE_TOKENS, 1), drawn(num_outputs, -1)

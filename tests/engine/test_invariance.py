@@ -1,0 +1,150 @@
+"""A batch invariant model: the same bits, however a sequence is cut into chunks, and whatever is computed beside it."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_rig import CONFIG, tiny_model
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError
+from kvtier_bench.gpu.measuring.models import random_weights
+from kvtier_engine.model import products
+from kvtier_engine.model.fingerprint import arithmetic_fingerprint
+from kvtier_engine.model.llama import Chunk, LlamaModel
+from kvtier_engine.model.model_config import ModelConfig
+from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
+from kvtier_engine.model.products import BASE, InvariantProducts
+from kvtier_kernels import AttentionBatch, Scoring, paged_attention
+from kvtier_kernels.attention.paged_attention import plan_with_triton
+
+Result = tuple[dict[int, Tensor], Tensor]
+LENGTH = 330
+"""Tokens: more than a tile of keys."""
+
+
+SHAPE = replace(
+    CONFIG,
+    vocab_size=4096, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+)  # fmt: skip
+"""Layers of the size of SmolLM2-135M's, of which the library computes some heights otherwise than others."""
+
+
+@pytest.fixture(scope="module")
+def medium() -> tuple[ModelConfig, LlamaModel]:
+    weights = random_weights(SHAPE, torch.bfloat16, torch.device("cpu"))
+    return SHAPE, LlamaModel(SHAPE, weights, batch_invariant=True)
+
+
+def computed(model: LlamaModel, config: ModelConfig, tokens: Sequence[int], cuts: Sequence[int], beside: int) -> Result:
+    """Logits after each cut, and the sequence's KV, in steps with so many other sequences before it in the batch."""
+    dtype = model._weights.embedding.dtype
+    kv = allocate_kv(config, 40, 16, dtype)
+    kv.tensor.fill_(float("nan"))
+    num_blocks, logits = -(-len(tokens) // 16), {}
+    for start, stop in itertools.pairwise(cuts):
+        others = [Chunk([7] * (1 + 5 * row), 0, [num_blocks + row]) for row in range(beside)]
+        chunk = Chunk(tokens[start:stop], start, range(num_blocks))
+        logits[stop] = model.forward([*others, chunk], kv)[-1].clone()
+    return logits, kv.tensor[: len(tokens) // 16].clone()
+
+
+def assert_equal(one: Result, other: Result) -> None:
+    assert torch.equal(one[1], other[1])
+    both = set(one[0]) & set(other[0])
+    assert both
+    assert all(torch.equal(one[0][stop], other[0][stop]) for stop in both)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "beside"),
+    [
+        ((0, 1, 40, 41, 256, 257, 300), 0),
+        ((0, 300), 3),
+        ((0, 90, 300), 1),
+    ],
+)
+def test_bits_are_those_of_one_pass(medium: tuple[ModelConfig, LlamaModel], cuts: tuple[int, ...], beside: int) -> None:
+    """Chunks of other sizes, single tokens up to the end, and other sequences in the batch."""
+    config, model = medium
+    tokens = random.Random(5).choices(range(config.vocab_size), k=LENGTH)
+    whole = computed(model, config, tokens, (0, 305, LENGTH), 0)
+    assert_equal(whole, computed(model, config, tokens, (*cuts, *range(301, 307), LENGTH), beside))
+
+
+def test_products_fall_back_to_one_size_where_no_other_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tiny_model()._weights
+    monkeypatch.setattr(products, "_CANDIDATES", (BASE,))
+    fixed = InvariantProducts(weights)
+    rows = torch.randn((75, CONFIG.hidden_size), generator=torch.Generator().manual_seed(2))
+    layer = weights.layers[0]
+    for few in (1, 31, 32, 33):
+        assert torch.equal(fixed.linear(rows[:few], layer.qkv), fixed.linear(rows, layer.qkv)[:few])
+        alone, together = (fixed.gated(of, layer.gate_up, layer.down) for of in (rows[:few], rows))
+        assert torch.equal(alone, together[:few])
+    exact = rows.double() @ layer.qkv.double().t()
+    assert (fixed.linear(rows, layer.qkv) - exact).abs().max() < 1e-4
+
+
+def test_sizes_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(products.Tile):
+        __slots__ = ()
+
+        def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
+            order = torch.arange(weight.size(1) - 1, -1, -1)
+            return super().linear(rows[:, order], weight[:, order])
+
+    monkeypatch.setattr(products, "_CANDIDATES", (BASE, Odd(64)))
+    assert products._alike(torch.empty(96, 80, dtype=torch.bfloat16)) == [BASE]
+
+
+def test_a_place_in_the_tile_that_matters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(_: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        return (rows @ weight.t()) * torch.arange(len(rows)).view(-1, 1)
+
+    monkeypatch.setattr(products.Tile, "linear", linear)
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        products._alike(torch.empty(8, 8))
+
+
+def test_silu_has_the_same_bits_in_every_lane() -> None:
+    """Vector instructions take most elements, plain ones the last few; in bfloat16 all inputs can be tried."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[~every.isnan()]
+    every = every[: len(every) // 64 * 64]
+    alone = torch.nn.functional.silu(every.view(-1, 1).expand(-1, 2)[:, 0])
+    few = torch.cat([torch.nn.functional.silu(part.clone()) for part in every.split(3)])
+    assert torch.equal(alone, few)
+
+
+def test_namespaces_tell_arithmetics_apart(medium: tuple[ModelConfig, LlamaModel]) -> None:
+    config, model = medium
+    fingerprint = arithmetic_fingerprint(model, config, torch.bfloat16)
+    assert fingerprint == arithmetic_fingerprint(model, config, torch.bfloat16)
+    ids = {kv_namespace(config, bytes(32), torch.bfloat16, fingerprint=of).id for of in ("", fingerprint, "0" * 16)}
+    assert len(ids) == 3
+
+
+def test_what_would_break_it_is_refused() -> None:
+    data = {"tenant": "red", "tenants": {"red": {"secret": "env:SECRET"}}}
+    engine = {"batch_invariant": True, "lossy_codec": "int8_per_head"}
+    with pytest.raises(ConfigError, match="lossy_codec"):
+        parse_config(data | {"engine": engine}, source="test", environ={"SECRET": "s" * 32})
+    for section, may in (({}, True), ({"dtype": "float32"}, False), ({"lossy_codec": "int8_per_head"}, False)):
+        config = parse_config(data | {"engine": section}, source="test", environ={"SECRET": "s" * 32})
+        assert config.engine.may_be_invariant is may
+
+
+@pytest.mark.parametrize("of", [{"window": 8}, {"scoring": Scoring(soft_cap=5.0)}])
+def test_invariant_attention_takes_neither_window_nor_scoring(of: dict[str, Any]) -> None:
+    query, kv_layer = torch.zeros(1, 2, 16), torch.zeros(1, 2, 4, 1, 16)
+    index = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(ValueError, match="invariant attention"):
+        paged_attention(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True, **of))
+    with pytest.raises(ValueError, match="on CPU only"):
+        plan_with_triton(query, kv_layer, AttentionBatch(*index, scale=1.0, invariant=True))
