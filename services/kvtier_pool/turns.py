@@ -13,17 +13,7 @@ _AT_ONCE = 2
 """Requests of a tenant that are handled at a time. More: others wait longer for the interpreter's lock (measured: with
 8, hardly better than without turns). Fewer: one core, and the time between two turns, is all that a tenant gets."""
 _TURN_S = 0.01
-"""How long a turn counts where the interpreter is there at once. A request that takes longer waits for a disk or a
-network, which costs others nothing."""
-_LATE_STEPS = 16
-"""How many times what threads wait for the interpreter and for a core a turn counts more. A request takes that several
-times, after each of its system calls. Small: in a pool that is too busy, turns end before their requests have got
-anywhere, so that all requests of a tenant run at a time. Large: a request that waits for a disk holds up its own
-tenant's others."""
-_MOST_LATE_S = 0.01
-"""A longer wait counts as this long: a machine that stood still says nothing of its pool."""
-_NEW_PART = 0.25
-"""How much a newly measured wait counts beside those before."""
+"""How long a turn counts. A request that takes longer waits for a disk or a network, which costs others nothing."""
 _SEVERAL_S = 1.0
 """How long after requests of two tenants there are turns. No turn: about 0.2 us a request."""
 
@@ -55,8 +45,7 @@ class FairTurns:
     Each connection and each call of gRPC has a thread, and threads compete for the interpreter's lock as equals:
     without turns, whoever has 60 connections has 60 parts of it. A tenant waits for its own requests alone, so no
     tenant's slow request or client keeps another one's: of a hundred connections the last one begins after half a
-    second, if all others are stuck. In a pool that is too busy turns are longer, by what threads that wait for one are
-    late when they wake up: seventeen times as long at the most.
+    second, if all others are stuck.
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
@@ -66,8 +55,6 @@ class FairTurns:
         self._several_until_s = float("-inf")
         """When turns end for want of a second tenant. Written as `_last` is."""
         self._lock = threading.Lock()
-        self._late_s = 0.0
-        """How late threads are of late that wait for a turn, when they wake up. Guarded by _lock."""
         self._of: dict[TenantId, _Turns] = {}
         """Tenants that have turns running or waiting. Guarded by _lock."""
 
@@ -80,8 +67,8 @@ class FairTurns:
             self._last = tenant
         if now_s >= self._several_until_s:
             return None
+        turn = Turn(tenant, now_s + _TURN_S)
         with self._lock:
-            turn = Turn(tenant, now_s + self._turn_s())
             turns = self._of.setdefault(tenant, _Turns())
             if len(turns.running) < _AT_ONCE and not turns.waiting:
                 turns.running.append(turn)
@@ -90,14 +77,10 @@ class FairTurns:
             may_begin.acquire()
             turns.waiting.append(turn)
             most_s = self._most_s(turns, turn)
-            due_s = self._clock() + most_s
         while not may_begin.acquire(timeout=most_s):
             with self._lock:
-                late_s = min(_MOST_LATE_S, max(0.0, self._clock() - due_s))
-                self._late_s += _NEW_PART * (late_s - self._late_s)
                 self._let_begin(turns)
                 most_s = self._most_s(turns, turn)
-                due_s = self._clock() + most_s
         return turn
 
     def end(self, turn: Turn) -> None:
@@ -123,11 +106,7 @@ class FairTurns:
     def _most_s(self, turns: _Turns, turn: Turn) -> float:
         """How long it takes at most until the turn may begin. Caller holds the lock."""
         place = turns.waiting.index(turn) if turn in turns.waiting else 0
-        return self._turn_s() * (1 + place // _AT_ONCE)
-
-    def _turn_s(self) -> float:
-        """How long a turn counts now. Caller holds the lock."""
-        return _TURN_S + _LATE_STEPS * self._late_s
+        return _TURN_S * (1 + place // _AT_ONCE)
 
     def _let_begin(self, turns: _Turns) -> None:
         """Lets those begin that may. Caller holds the lock."""
@@ -137,7 +116,7 @@ class FairTurns:
         turns.running = [turn for turn in turns.running if turn.until_s > now_s]
         while turns.waiting and len(turns.running) < _AT_ONCE:
             turn = turns.waiting.popleft()
-            turn.until_s = now_s + self._turn_s()
+            turn.until_s = now_s + _TURN_S
             turns.running.append(turn)
             assert turn.may_begin is not None, "whoever waits has something to wait for"
             turn.may_begin.release()
