@@ -168,6 +168,16 @@ class EngineConfig(Section):
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: Count = 16
     """Requests in one batch."""
+    order: Literal["cache_aware", "fcfs"] = "cache_aware"
+    """Which waiting request begins next. `cache_aware`: the one with the longest cached prefix, where each cached token
+    counts as much as waiting for the time that computing one takes; and a request waits for blocks that another one is
+    just computing, so that equal prompts and prefixes that arrive together are computed once. `fcfs`: the first one
+    that came; what arrives together is computed for each."""
+    partial_reuse: bool = True
+    """Whether the leading tokens of a block are reused where a prompt differs from it only later: up to
+    `cache.tokens_per_block` - 1 tokens more of each hit. Pays with large blocks and with prompts that differ at their
+    ends, such as questions on one document. Costs about 500 bytes and 2 us for each block that becomes full, and the
+    copy of a part of a block for each request that gains by it."""
     layerwise_loads: bool = False
     """Whether, on CUDA, a request that is alone, and whose prefix is in host memory, begins to compute when the first
     layer of that prefix has been copied to the device, instead of all of it. Saves the shorter of copying and

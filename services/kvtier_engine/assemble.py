@@ -32,7 +32,9 @@ from kvtier_engine.model.model_folder import DEFAULT_CACHE_DIR, ModelFolder, ope
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv, bytes_per_block, kv_namespace
 from kvtier_engine.model.weights import LlamaWeights, load_weights
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
+from kvtier_engine.scheduling.fetch_planning import FetchPlanning
 from kvtier_engine.scheduling.metrics import EngineMetrics
+from kvtier_engine.scheduling.partial_reuse import PartialReuse
 from kvtier_engine.scheduling.prefix_cache import PrefixCache
 from kvtier_engine.scheduling.scheduler import Model, Scheduler, SchedulerSettings
 
@@ -40,6 +42,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 _MAX_TOKENS_PER_BLOCK = 256
 """Attention is tried and tuned with blocks of as many, and of powers of two."""
+_REMEMBERED_BLOCKS = 16384
+"""Blocks that are remembered by their tokens, at least, to be reused in part: about 8 MB."""
 _FOLLOW_UP_TOKENS = 16
 """Their attention is cut into runs of keys, wherever that is ever done: they are few enough."""
 
@@ -149,9 +153,21 @@ def engine_of(
             hierarchy=hierarchy,
             cleaner=cleaner,
             layerwise_loads=layered is not None,
-            tokens=tokens,
+            planning=FetchPlanning(hierarchy, kv.tokens_per_block, tokens=tokens) if hierarchy is not None else None,
+            partial_reuse=PartialReuse(
+                block_pool,
+                kv.tokens_per_block,
+                kv.copy_tokens,
+                max_blocks=max(_REMEMBERED_BLOCKS, 4 * kv.num_blocks),
+                hierarchy=hierarchy,
+            )
+            if section.partial_reuse and section.cache
+            else None,
+            single_flight=section.order == "cache_aware",
         )
-        settings = SchedulerSettings(max_batch_tokens=section.max_batch_tokens, max_running=section.max_running)
+        settings = SchedulerSettings(
+            max_batch_tokens=section.max_batch_tokens, max_running=section.max_running, order=section.order
+        )
         limits = EngineLimits.of(
             max_positions=model_config.max_position_embeddings, kv=kv, vocab_size=model_config.vocab_size
         )

@@ -10,7 +10,7 @@ from engine_rig import PATIENCE_S, MakeRig, judge, prompt, rigs
 from hierarchy_rig import Held, pool_tier
 from kvtier.identity.keys import StoreKey
 from kvtier.tiers.base import Status, Tier
-from kvtier_engine.scheduling.prefix_cache import PendingPolicy
+from kvtier_engine.scheduling.fetch_planning import PendingPolicy
 
 make_rig = pytest.fixture(rigs)
 pool = pytest.fixture(pool_tier)

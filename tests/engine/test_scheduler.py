@@ -136,14 +136,17 @@ def test_preempted_requests_start_again_and_answer_the_same(make_rig: MakeRig, t
         assert done.cached_by_tier == {}, "what a request computed itself is not a hit"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_never_changes_an_answer(make_rig: MakeRig, pool: Tier, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "cache_aware"),
+    [(seed, cache_aware) for cache_aware in (False, True) for seed in range(6 - 2 * cache_aware)],
+)
+def test_random_traffic_never_changes_an_answer(make_rig: MakeRig, pool: Tier, seed: int, cache_aware: bool) -> None:
     """Prefix-sharing requests, small memories, broken blocks, cancellations, resets: two engines over one pool."""
     rng = random.Random(seed)
     held = Held(pool)
     rigs = [
         make_rig(shared=held, num_blocks=24, num_slots=rng.choice([16, 40]), clean_ahead_blocks=rng.choice([0, 8]),
-                 max_batch_tokens=rng.choice([7, 64]), max_running=rng.choice([2, 8]))
+                 max_batch_tokens=rng.choice([7, 64]), max_running=rng.choice([2, 8]), cache_aware=cache_aware)
         for _ in range(2)
     ]  # fmt: skip
     documents = [prompt(40, seed=100 + i) for i in range(3)]

@@ -34,8 +34,10 @@ from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import PagedKV, allocate_kv
 from kvtier_engine.model.weights import LayerWeights, LlamaWeights
 from kvtier_engine.scheduling.engine import Engine, EngineLimits
+from kvtier_engine.scheduling.fetch_planning import FetchPlanning, PendingPolicy
 from kvtier_engine.scheduling.metrics import EngineMetrics
-from kvtier_engine.scheduling.prefix_cache import PendingPolicy, PrefixCache
+from kvtier_engine.scheduling.partial_reuse import PartialReuse
+from kvtier_engine.scheduling.prefix_cache import PrefixCache
 from kvtier_engine.scheduling.request import Completion, Request, Sampling, TokenCallback
 from kvtier_engine.scheduling.scheduler import Scheduler, SchedulerSettings
 
@@ -133,8 +135,13 @@ class EngineRig:
         secret: bytes = bytes(32),
         pending: PendingPolicy | None = None,
         layered: Callable[[PagedKV], LayeredLoads] | None = None,
+        cache_aware: bool = False,
     ) -> None:
-        """:param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything."""
+        """
+        :param tiers: False leaves the device alone; `cache` False also keeps requests from sharing anything.
+        :param cache_aware: the engine's defaults: its order, parts of blocks reused, blocks computed once for all who
+            need them. False makes it simple to say what is a hit.
+        """
         self.kv = allocate_kv(CONFIG, num_blocks, TOKENS_PER_BLOCK, torch.float32)
         self.kv.tensor.fill_(float("nan"))
         self.layered = layered(self.kv) if layered else None
@@ -155,9 +162,19 @@ class EngineRig:
             hierarchy=self.hierarchy,
             cleaner=cleaner,
             layerwise_loads=self.layered is not None,
-            pending=pending,
+            planning=FetchPlanning(self.hierarchy, TOKENS_PER_BLOCK, pending) if self.hierarchy else None,
+            partial_reuse=PartialReuse(
+                self.block_pool, TOKENS_PER_BLOCK, self.kv.copy_tokens, max_blocks=200, hierarchy=self.hierarchy
+            )
+            if cache_aware
+            else None,
+            single_flight=cache_aware,
         )
-        settings = SchedulerSettings(max_batch_tokens=max_batch_tokens, max_running=max_running)
+        settings = SchedulerSettings(
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            order="cache_aware" if cache_aware else "fcfs",
+        )
         self.scheduler = Scheduler(MODEL, self.kv, self.cache, EngineMetrics(self.registry), settings)
         self.done: dict[int, Completion] = {}
         self._last_id = 0

@@ -19,6 +19,11 @@ class ArrivingKV(PagedKV):
         self.loads.wait(index)
         return PagedKV.layer(self, index)
 
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies after all loads by layer, whose blocks `source` may be one of."""
+        self.loads.wait_for_all()
+        PagedKV.copy_tokens(self, source, target, num_tokens)
+
     @property
     def is_arriving(self) -> bool:
         return self.loads.are_under_way

@@ -54,6 +54,10 @@ class PagedKV:
         """`[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`, a view."""
         return self.tensor[:, index]
 
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the KV of the first `num_tokens` tokens of a block into another one, in the order of computation."""
+        self.tensor[target, :, :, :num_tokens].copy_(self.tensor[source, :, :, :num_tokens])
+
     def record_layout(self, lossy_codec: str) -> RecordLayout:
         """The layout of a block, which is one page, in the form of this codec.
 

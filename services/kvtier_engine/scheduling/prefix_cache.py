@@ -4,33 +4,20 @@ One start of a request: lookup (polled) -> device hits and fetched blocks and fr
 load (polled) -> running. After each step, full blocks get their keys and go down in one batch.
 """
 
-import contextlib
 import enum
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
-from kvtier.clock import MONOTONIC, Clock
 from kvtier.device.block_pool import BlockPool
 from kvtier.identity.keys import BlockKey
-from kvtier.offload import Block, BlockStatus, Cleaner, Hierarchy, JobResult, PrefixTokens
+from kvtier.offload import Block, Cleaner, Hierarchy, JobResult
 from kvtier.system.tracing import NO_CONTEXT, tracing
-from kvtier.tiers.base import Status
-from kvtier_engine.scheduling.request import Lookup, Request
+from kvtier_engine.scheduling.fetch_planning import FetchPlanning, within_stage
+from kvtier_engine.scheduling.partial_reuse import PartialHit, PartialReuse, Unknown
+from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.single_flight import SingleFlight
 
 DEVICE = "device"
-_NOTHING = contextlib.nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class PendingPolicy:
-    """What to do about blocks that somebody is just writing to a tier."""
-
-    wait_s: float = 0.05
-    """They are asked for again as long as this; then they count as missing. Small computes what is about to arrive,
-    large delays requests for it."""
-    ask_every_s: float = 0.005
 
 
 class Admission(enum.Enum):
@@ -39,7 +26,8 @@ class Admission(enum.Enum):
     RUNNING = enum.auto()
     LOADING = enum.auto()
     LATER = enum.auto()
-    """The request's lookup is under way, or another request is loading the same blocks. Others may start meanwhile."""
+    """The request's lookup is under way, or another request is loading or computing the same blocks. Others may start
+    meanwhile."""
     NO_ROOM = enum.auto()
     """Too few blocks are free: the next try is worth while when some are freed."""
 
@@ -49,8 +37,17 @@ class _Load:
     request: Request
     first_block: int
     blocks: list[Block]
+    """Blocks of the prompt, and then the one that is only reused in part, if that has to be fetched."""
+    partial: PartialHit | None = None
+    """What is reused behind the prompt's own blocks, if all of those arrive."""
     findable: bool = True
     """Whether what arrives gets its keys."""
+
+    @property
+    def own_blocks(self) -> list[Block]:
+        """Those of the prompt itself."""
+        is_fetched = self.partial is not None and self.partial.block_id is None
+        return self.blocks[:-1] if is_fetched else self.blocks
 
 
 class PrefixCache:
@@ -64,22 +61,25 @@ class PrefixCache:
         hierarchy: Hierarchy | None = None,
         cleaner: Cleaner | None = None,
         layerwise_loads: bool = False,
-        pending: PendingPolicy | None = None,
-        tokens: PrefixTokens | None = None,
-        clock: Clock = MONOTONIC,
+        planning: FetchPlanning | None = None,
+        partial_reuse: PartialReuse | None = None,
+        single_flight: bool = False,
     ) -> None:
         """
         :param hierarchy: the tiers below; None keeps blocks on the device only. Stays the caller's.
         :param cleaner: of the same block pool and hierarchy; None copies blocks only when they become full.
         :param layerwise_loads: whether a request may run while its prefix is still being copied, layer after layer: the
             model's KV then waits on the device for each layer.
-        :param tokens: counts what requests ask the hierarchy for; None: nobody looks.
+        :param planning: of the same hierarchy; None plans with defaults.
+        :param partial_reuse: of the same block pool and hierarchy; None reuses whole blocks only.
+        :param single_flight: whether requests wait for blocks that another one is computing.
         """
         self.tokens_per_block = tokens_per_block
         self._block_pool, self._hierarchy, self._cleaner = block_pool, hierarchy, cleaner
         self._layerwise_loads = layerwise_loads
-        self._pending, self._clock = pending or PendingPolicy(), clock
-        self._tokens = tokens
+        self._planning = planning or (FetchPlanning(hierarchy, tokens_per_block) if hierarchy is not None else None)
+        self._partial_reuse = partial_reuse
+        self._computing = SingleFlight() if single_flight else None
         self._loads: dict[int, _Load] = {}
         """The loads under way, by job."""
         self._loading: set[BlockKey] = set()
@@ -94,6 +94,21 @@ class PrefixCache:
         """Whether blocks will become free without anybody giving up anything."""
         return bool(self._saves) or (self._cleaner is not None and self._cleaner.num_held > 0)
 
+    @property
+    def num_free(self) -> int:
+        """Device blocks that nobody references."""
+        return self._block_pool.num_free
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Leading tokens of a waiting request whose KV is on the device, or else in host memory. What is in the tiers
+        below, which has to be asked for, is not counted."""
+        keys = request.keys[: self._max_hits(request)]
+        num_blocks = len(self._block_pool.match_prefix(keys))
+        if self._hierarchy is not None:
+            while num_blocks < len(keys) and self._hierarchy.holds(keys[num_blocks]):
+                num_blocks += 1
+        return num_blocks * self.tokens_per_block
+
     def admit(self, request: Request, *, is_alone: bool = False) -> Admission:
         """Gives a waiting request all the blocks that its tokens need, with as many hits as there are.
 
@@ -107,35 +122,62 @@ class PrefixCache:
             return Admission.NO_ROOM
         max_hits = self._max_hits(request)
         hits = self._block_pool.match_prefix(request.keys[:max_hits])
-        if len(hits) < max_hits and request.keys[len(hits)] in self._loading:
+        if len(hits) < max_hits and self._is_on_its_way(request.keys[len(hits)]):
             return Admission.LATER
         num_fetched = self._num_to_fetch(request, len(hits), max_hits)
         if num_fetched is None:
             return Admission.LATER
-        self._block_pool.acquire(hits)
+        partial = self._partial_hit(request, len(hits) + num_fetched)
+        if isinstance(partial, Unknown):
+            return Admission.LATER
+        source = [partial.block_id] if partial is not None and partial.block_id is not None else []
+        self._block_pool.acquire(hits + source)
         fresh = self._allocate(self._num_blocks(request) - len(hits))
         if fresh is None:
-            self._block_pool.free(hits)
+            self._block_pool.free(hits + source)
             request.refused_at = self._block_pool.num_free
             return Admission.NO_ROOM
         request.refused_at = None
         request.block_ids = hits + fresh
-        self._count_asked(request, len(hits), max_hits, num_fetched)
-        self._count_hits(request, len(hits))
+        if self._planning is not None:
+            self._planning.count_asked(request, range(len(hits), max_hits), num_fetched)
+        if self._partial_reuse is not None:
+            self._partial_reuse.note_used(request.keys[: len(hits)])
+            if partial is not None and source:
+                self._partial_reuse.copy(partial, fresh[num_fetched])
+                self._block_pool.free(source)
+        if self._computing is not None:
+            self._computing.begin(request, request.keys[len(hits) + num_fetched :])
+        return self._start(request, hits, fresh, num_fetched, partial, is_alone=is_alone)
+
+    def _start(
+        self,
+        request: Request,
+        hits: list[int],
+        fresh: list[int],
+        num_fetched: int,
+        partial: PartialHit | None,
+        *,
+        is_alone: bool,
+    ) -> Admission:
+        """Counts what is on the device, and starts the load of what is below."""
+        num_loaded = num_fetched + (partial is not None and partial.block_id is None)
+        self._count_hits(request, len(hits), partial if not num_loaded else None)
         if hits and self._hierarchy is not None:
             used = list(zip(request.keys, hits, strict=False))
             self._hold(self._hierarchy.note_hits(used), used)
-        if not num_fetched or self._hierarchy is None:
+        if not num_loaded or self._hierarchy is None:
             request.counted = True
             return Admission.RUNNING
-        stop = len(hits) + num_fetched
-        blocks = list(zip(request.keys[len(hits) : stop], fresh[:num_fetched], strict=True))
+        own = request.keys[len(hits) : len(hits) + num_fetched]
+        keys = own if num_loaded == num_fetched or partial is None else [*own, partial.key]
+        blocks = list(zip(keys, fresh, strict=False))
         if request.spans is not None:
             request.spans.enter("fetch", blocks=len(blocks))
-        with _within_stage(request):
+        with within_stage(request):
             request.job_id = self._hierarchy.start_load(blocks, by_layer=self._layerwise_loads and is_alone)
-        self._loads[request.job_id] = _Load(request, len(hits), blocks)
-        self._loading.update(key for key, _ in blocks)
+        self._loads[request.job_id] = _Load(request, len(hits), blocks, partial)
+        self._loading.update(own)
         return Admission.LOADING
 
     def grow(self, request: Request) -> bool:
@@ -151,14 +193,15 @@ class PrefixCache:
         """Blocks that became full get their keys, and are saved by `end_step`."""
         num_full = request.num_computed // self.tokens_per_block
         request.hash_blocks(num_full, self.tokens_per_block)
-        full = range(request.num_published, min(num_full, len(request.keys)))
-        if full:
+        became_full = range(request.num_published, min(num_full, len(request.keys)))
+        if became_full:
             trace = NO_CONTEXT if request.spans is None else request.spans.context
             unsaved = self._unsaved.setdefault(trace, [])
-            for index in full:
+            for index in became_full:
                 block = (request.keys[index], request.block_ids[index])
                 self._block_pool.assign_key(block[1], block[0])
                 unsaved.append(block)
+            self._note_full(request, became_full)
         request.num_published = num_full
 
     def note_computed(self, num_tokens: Sequence[int], seconds: float) -> None:
@@ -203,12 +246,15 @@ class PrefixCache:
         self._block_pool.free(request.block_ids)
         request.block_ids = []
         request.num_computed = request.num_published = 0
+        if self._computing is not None:
+            self._computing.end(request)
 
     def cancel_lookup(self, request: Request) -> None:
         """Forgets what was asked and answered."""
-        if self._hierarchy is not None and request.lookup is not None and request.lookup.ticket is not None:
-            self._hierarchy.cancel_lookup(request.lookup.ticket)
-        request.lookup = None
+        if self._planning is not None:
+            self._planning.cancel(request)
+        if self._partial_reuse is not None:
+            self._partial_reuse.cancel(request)
 
     def cancel_load(self, request: Request) -> None:
         """Asks for the end of a load. `poll` returns the request as soon as its blocks are left alone."""
@@ -226,6 +272,10 @@ class PrefixCache:
             request.keys.clear()
         self._loads = {job_id: replace(load, findable=False) for job_id, load in self._loads.items()}
         self._loading.clear()
+        if self._computing is not None:
+            self._computing.clear()
+        if self._partial_reuse is not None:
+            self._partial_reuse.reset()
         if self._hierarchy is not None:
             self._hierarchy.reset()
         return self._block_pool.reset()
@@ -248,84 +298,61 @@ class PrefixCache:
             self._cleaner.note_waited()
         return blocks
 
-    def _num_to_fetch(self, request: Request, num_hits: int, max_hits: int) -> int | None:
-        """Blocks worth fetching after the first `num_hits`; None while that is not known."""
-        if self._hierarchy is None or num_hits >= max_hits:
-            return 0
-        lookup = request.lookup
-        # Eviction may have taken device hits that were not asked for.
-        if lookup is None or num_hits < lookup.first_block:
-            self.cancel_lookup(request)
-            previous = request.previous_keys(range(num_hits, max_hits), self.tokens_per_block)
-            if request.spans is not None:
-                request.spans.enter("lookup", blocks=max_hits - num_hits)
-            with _within_stage(request):
-                ticket = self._hierarchy.start_lookup(request.keys[num_hits:max_hits], previous)
-            lookup = request.lookup = Lookup(num_hits, self._clock(), ticket)
-        if lookup.ticket is not None:
-            statuses = self._hierarchy.poll_lookup(lookup.ticket)
-            if statuses is None:
-                return None
-            lookup.ticket, lookup.statuses = None, statuses
-            if request.spans is not None:
-                request.spans.note(**_hits_by_tier(statuses))
-                request.spans.enter("queue")
-        statuses = lookup.statuses[num_hits - lookup.first_block :]
-        if self._worth_asking_again(request, [block.status for block in statuses]):
-            if self._clock() - lookup.asked_at >= self._pending.ask_every_s:
-                request.lookup = None
-            return None
-        return self._hierarchy.plan_fetch(statuses)
+    def _is_on_its_way(self, key: BlockKey) -> bool:
+        return key in self._loading or (self._computing is not None and key in self._computing)
 
-    def _worth_asking_again(self, request: Request, statuses: list[Status]) -> bool:
-        """Whether the leading hits end in a block that is being written, and not for too long."""
-        first_other = next((status for status in statuses if status is not Status.HIT), None)
-        if first_other is not Status.PENDING:
-            return False
-        now = self._clock()
-        if request.pending_since is None:
-            request.pending_since = now
-        return now - request.pending_since < self._pending.wait_s
+    def _num_to_fetch(self, request: Request, num_hits: int, max_hits: int) -> int | None:
+        if self._planning is None:
+            return 0
+        return self._planning.num_to_fetch(request, num_hits, max_hits)
+
+    def _partial_hit(self, request: Request, position: int) -> PartialHit | Unknown | None:
+        return self._partial_reuse.find(request, position) if self._partial_reuse is not None else None
+
+    def _note_full(self, request: Request, blocks: range) -> None:
+        if self._computing is not None:
+            self._computing.done(request.keys[blocks.start : blocks.stop])
+        if self._partial_reuse is not None:
+            self._partial_reuse.note_full(request, blocks)
 
     def _end_load(self, result: JobResult) -> Request:
         """Blocks before the first failed one are hits; the rest is computed, what arrived of it too."""
         load = self._loads.pop(result.job_id)
-        request = load.request
+        request, own = load.request, load.own_blocks
         num_good = min(result.failed, default=len(load.blocks))
-        if load.findable:
-            for key, block_id in load.blocks[:num_good]:
-                self._block_pool.assign_key(block_id, key)
-            self._loading.difference_update(key for key, _ in load.blocks)
+        partial = load.partial if num_good == len(load.blocks) else None
+        num_own = min(num_good, len(own))
         request.job_id = None
-        request.num_published = load.first_block + num_good
+        request.num_published = load.first_block + num_own
         request.num_computed = request.num_published * self.tokens_per_block
+        if load.findable:
+            for key, block_id in own[:num_own]:
+                self._block_pool.assign_key(block_id, key)
+            self._loading.difference_update(key for key, _ in own)
+            self._note_full(request, range(load.first_block, request.num_published))
         if not request.counted:
-            if self._tokens is not None:
-                self._tokens.note_load(result.tiers, num_good, self.tokens_per_block)
-            for tier in result.tiers[:num_good]:
-                request.cached_by_tier[tier] = request.cached_by_tier.get(tier, 0) + self.tokens_per_block
-            request.counted = True
+            if self._planning is not None:
+                self._planning.count_loaded(result.tiers[: len(own)], num_own)
+            for tier in result.tiers[:num_own]:
+                _count(request, tier, self.tokens_per_block)
+        if partial is not None:
+            self._count_partial(request, partial, DEVICE if partial.block_id is not None else result.tiers[-1])
+        request.counted = True
         return request
 
-    def _count_asked(self, request: Request, num_hits: int, max_hits: int, num_fetched: int) -> None:
-        """Counts what the tiers below were asked for, once for each request."""
-        if self._tokens is None or request.lookup is None or request.counted:
-            return
-        asked = request.lookup.statuses[num_hits - request.lookup.first_block :]
-        found = [block.tier for block in takewhile(lambda block: block.status is Status.HIT, asked)]
-        self._tokens.note_lookup(max_hits - num_hits, found, num_fetched, self.tokens_per_block)
-
-    def _count_hits(self, request: Request, num_hits: int) -> None:
+    def _count_hits(self, request: Request, num_hits: int, partial: PartialHit | None) -> None:
         request.num_published = num_hits
         request.num_computed = num_hits * self.tokens_per_block
         if num_hits and not request.counted:
-            request.cached_by_tier[DEVICE] = request.num_computed
+            _count(request, DEVICE, request.num_computed)
+        if partial is not None:
+            self._count_partial(request, partial, DEVICE)
+
+    def _count_partial(self, request: Request, partial: PartialHit, tier: str) -> None:
+        request.num_computed += partial.num_tokens
+        if not request.counted:
+            _count(request, tier, partial.num_tokens)
 
 
-def _within_stage(request: Request) -> contextlib.AbstractContextManager[None]:
-    return _NOTHING if request.spans is None else request.spans.within_stage()
-
-
-def _hits_by_tier(statuses: Sequence[BlockStatus]) -> dict[str, int]:
-    tiers = Counter(block.tier for block in statuses if block.status is Status.HIT)
-    return {f"hits.{tier}": count for tier, count in tiers.items()}
+def _count(request: Request, tier: str, num_tokens: int) -> None:
+    request.cached_by_tier[tier] = request.cached_by_tier.get(tier, 0) + num_tokens

@@ -78,6 +78,16 @@ class Lookup:
     statuses: list[BlockStatus] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class SiblingLookup:
+    """What the tiers below the device said of a block of which the first tokens are wanted."""
+
+    key: BlockKey
+    ticket: int | None
+    """None when there is nothing to wait for."""
+    is_worth_fetching: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Tokens, blocks and progress of one request. Scheduler thread only, once it is submitted.
@@ -108,6 +118,7 @@ class Request:
     num_published: int = 0
     """The number of leading blocks that are known under their keys."""
     lookup: Lookup | None = None
+    sibling_lookup: SiblingLookup | None = None
     pending_since: float | None = None
     """When a lookup first ended in a block that is being written."""
     job_id: int | None = None

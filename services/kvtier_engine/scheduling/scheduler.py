@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_engine.scheduling.prefix_cache import Admission, PrefixCache
 from kvtier_engine.scheduling.request import FinishReason, Request, Stage
 from kvtier_engine.scheduling.sampling import sample
+from kvtier_engine.scheduling.waiting_order import LongestPrefixFirst
 
 _WARM_UP_TOKENS = 64
 
@@ -33,14 +34,22 @@ class SchedulerSettings:
     """Tokens per step. Small: prefill in many chunks. Large: decoding requests wait longer for a prefill."""
     max_running: int = 16
     """Requests that have blocks, or are next to get some."""
+    order: Literal["cache_aware", "fcfs"] = "cache_aware"
+    """Which waiting request begins next: see `Scheduler`."""
 
 
 class Scheduler:
     """Scheduler thread only. A step never waits for a tier.
 
-    Requests are served in order of arrival. Decoding ones come first in every step, then prefills in
-    chunks. When blocks run out, the latest running one gives up its own and starts again later; what it
-    had computed stays findable until it is overwritten.
+    Waiting requests begin in order of arrival (`fcfs`), or those with the longest cached prefix first (`cache_aware`):
+    that prefix may be evicted while its request waits, and a request that needs little computing lets the next one
+    begin soon. The model is SGLang's policy `lpm`, under which a request may wait for ever. Here each cached token
+    counts as much as waiting for the time that computing one takes: a request is passed only by requests that came
+    later by no more than computing their cached prefix would take.
+
+    Decoding requests come first in every step, then prefills in chunks, both in order of arrival. When blocks run out,
+    the latest running one gives up its own and starts again later; what it had computed stays findable until it is
+    overwritten.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class Scheduler:
         self._model, self._kv, self._cache, self._metrics = model, kv, cache, metrics
         self._settings, self._clock = settings or SchedulerSettings(), clock
         self._compute_times = ComputeTimes(asynchronous=kv.tensor.device.type != "cpu")
+        self._waiting_order = LongestPrefixFirst(cache, clock) if self._settings.order == "cache_aware" else None
         self._waiting: deque[Request] = deque()
         self._loading: list[Request] = []
         """Ended ones too, until their blocks are left alone."""
@@ -136,6 +146,8 @@ class Scheduler:
         if booked is not None:
             self._metrics.forward_seconds.inc(booked.seconds)
             if booked.is_pure:
+                if self._waiting_order is not None:
+                    self._waiting_order.note_computed(booked.num_tokens, booked.seconds)
                 self._cache.note_computed(booked.num_tokens, booked.seconds)
         return True
 
@@ -157,6 +169,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting requests in order; one that has to wait for a tier is passed by others."""
         later: list[Request] = []
+        has_places = len(self._loading) + len(self._running) < self._settings.max_running
+        if has_places and len(self._waiting) > 1 and self._waiting_order is not None:
+            self._waiting_order.sort(self._waiting)
         while self._waiting and len(self._loading) + len(self._running) + len(later) < self._settings.max_running:
             request = self._waiting.popleft()
             is_alone = not (self._running or self._loading or self._waiting or later)
