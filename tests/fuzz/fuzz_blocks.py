@@ -21,6 +21,7 @@ from kvtier.protocol.groups import group
 from kvtier.protocol.shared_memory import WORD
 from kvtier.store.retention import RetentionLimits
 from kvtier.testing.blocks import make_key, summed
+from kvtier.tiers.pool.carriage import Carriage
 from kvtier.tiers.pool.carried import SealedPayload, sealed_targets
 from kvtier.tiers.pool.connection import PoolConnection
 from kvtier.tiers.pool.socket_transport import SocketTransport
@@ -143,7 +144,7 @@ def _answer(payload: bytes = b"", **fields: object) -> bytes:
 
 
 def _engine_seeds() -> list[bytes]:
-    sealed, _ = SealedPayload(_SUMMED, carriage_keys(1)).sealed()
+    sealed, _ = SealedPayload(_SUMMED, Carriage(carriage_keys(1))).sealed()
     sealed_header = encode_header(KEY, bytes(sealed))
     end = _answer(statuses=b"", headers=b"")
     usage = {"name": "memory", "num_blocks": 1, "used_bytes": 2, "capacity_bytes": 3}
@@ -179,7 +180,7 @@ class _Fed(SocketTransport):
 @contextlib.contextmanager
 def _engine() -> Iterator[Execute]:
     """An engine's call, by the flags. With sealing keys, no pool whatever can make a wrong hit."""
-    keys = carriage_keys(1)
+    keys = Carriage(carriage_keys(1))
 
     def execute(data: bytes) -> None:
         if not data:
