@@ -7,6 +7,7 @@ import tiny_llama
 from engine_lab import Lab
 from vllm_rig import (
     CROWD_TOKENS,
+    HAS_AMX,
     Answer,
     all_hit,
     cached_of,
@@ -66,6 +67,9 @@ def test_tokens_are_equal_and_all_groups_hit(
     assert cached_of(again) == all_hit(turns)
 
 
+@pytest.mark.skipif(
+    HAS_AMX, reason="with AMX, answers of vLLM alone change by preemption, for what it computes at once"
+)
 def test_preemption(lab: Lab, hybrid: Path, answers: tuple[list[Answer], list[Answer]]) -> None:
     with lab.engine(transfer(settings()), model=hybrid, num_gpu_blocks_override=44, max_model_len=512) as engine:
         for _ in range(3):

@@ -57,7 +57,8 @@ def params_of(
     pins = flags["pin"] is True and _is_time(ttl_s) and has_pool
     tenant = table.get("tenant")
     if tenant is not None and not may_be(tenant):
-        ignored["tenant"] = f"{repr(tenant)[:100]} is no tenant of this engine, so the request uses no cache"
+        named = repr(tenant[:100]) if isinstance(tenant, str) else f"a value of type {type(tenant).__name__}"
+        ignored["tenant"] = f"{named} is no tenant of this engine, so the request uses no cache"
     # A request that asks badly not to be stored is not stored.
     return RequestParams(True, bool(flags["no_store"]), float(ttl_s) if pins else 0.0, tenant, ignored)
 
