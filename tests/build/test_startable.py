@@ -1,6 +1,9 @@
 """What an engine cannot start with is refused before it loads a model, and nothing is made or opened meanwhile."""
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.disk.medium.folder import MARKER
 
 ENVIRON = {"SECRET": "a secret of more than sixteen bytes", "TOKEN": "token"}
+AN_OTHER_USER = 1234
 TENANT = {"secret": "env:SECRET", "token": "env:TOKEN"}
 
 
@@ -54,9 +58,24 @@ def test_what_cannot_start_is_refused(tables: dict[str, Any], told: str, tmp_pat
         _require(tmp_path, **tables)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir(mode=0o500)
-    for place in ("kv", "kv/below"):
-        with pytest.raises(ConfigError, match="may write"):
-            _require(tmp_path, disk={"directory": place})
+@contextlib.contextmanager
+def _not_root() -> Iterator[None]:
+    """Another user than root in this process: root may write everywhere, and tests run as root in containers."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setresuid(AN_OTHER_USER, AN_OTHER_USER, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_a_folder_that_this_user_may_not_write_is_refused() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvtier-startable-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # pytest's own cannot be entered by other users
+        (folder / "kv").mkdir(mode=0o555)
+        for place in ("kv", "kv/below"):
+            with _not_root(), pytest.raises(ConfigError, match="may write"):
+                _require(folder, disk={"directory": place})
