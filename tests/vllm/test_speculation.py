@@ -104,7 +104,7 @@ def test_preemption(
             answers = engine.generate(crowd, num_tokens=CROWD_TOKENS)
             assert tokens_of(answers) == tokens_of(crowd_expected)
             assert engine.counter("vllm:num_preemptions") > num_before
-            # Blocks that were saved last are given back in a step, and an engine without requests makes none.
+            # The connector gives blocks back in steps, and an engine without requests makes none.
             engine.generate(PROMPTS[:1], num_tokens=2)
             engine.reset()
         assert sum(cached_of(answers)) > 0

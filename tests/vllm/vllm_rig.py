@@ -4,16 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from cache_pool import TOKENS, WAIT_S
 
 BLOCK = 32
 """Tokens of a block; vLLM on the CPU wants multiples of 32."""
 NUM_TOKENS = 40
 """Generated per request: enough to fill a block."""
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-"""Whether this processor has AMX, for which vLLM has kernels of its own."""
 CROWD_TOKENS = 120
 """Generated per request of the crowd: then it needs more than 30 blocks, into which its prompts fit."""
 VOCABULARY = 2000
