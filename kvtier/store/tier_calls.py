@@ -26,7 +26,7 @@ class TierCalls:
         return self.tier.name
 
     def lookup(self, keys: Sequence[StoreKey]) -> list[Status]:
-        """As `Tier.lookup`."""
+        """Asks the tier for a status per key, in order, and counts the call."""
         return self._calls.lookup(lambda: self.tier.lookup(keys))
 
     def read(self, keys: Sequence[StoreKey], into: Sequence[memoryview], lent: LentMemory) -> list[Status]:
@@ -45,5 +45,5 @@ class TierCalls:
         )
 
     def discard(self, keys: Sequence[StoreKey]) -> int:
-        """As `Tier.discard`."""
+        """Makes the tier forget these keys, counts the call, and returns how many were there."""
         return self._calls.discard(lambda: self.tier.discard(keys))

@@ -130,7 +130,7 @@ class Tracing:
 
 
 tracing = Tracing()
-"""Of this process. A process has one place that its spans go to, as it has one log."""
+"""The tracing of this process, which has one place that its spans go to, as it has one log."""
 
 
 def is_context(text: str) -> bool:

@@ -19,10 +19,10 @@ class Reading(NamedTuple):
     kind: str
     """counter, gauge or histogram."""
     name: str
-    """Of the family, without `_total`."""
+    """The name of the family, without `_total`."""
     help: str
     labels: dict[str, str]
-    """Of a histogram also `le`; without it, the number is the sum of all that was observed."""
+    """A histogram's sample has `le`, too; without it, the number is the sum of all that was observed."""
     value: float
 
     @property

@@ -29,5 +29,5 @@ def replay(observe: Callable[[float], object], bounds: Sequence[float], gains: M
 
 
 def _written(bound: float) -> str:
-    """As `prometheus_client` writes it."""
+    """The kind as `prometheus_client` writes it."""
     return repr(float(bound))

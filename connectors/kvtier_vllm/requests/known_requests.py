@@ -26,7 +26,7 @@ class PrefixLookup:
     tiers: list[str] | None = None
     """The answer to the last lookup: where each block is that is worth loading, from the first one on."""
     found: list[str] = field(default_factory=list)
-    """Likewise, with those that are not worth loading."""
+    """The tiers of all blocks that were found, those that are not worth loading included."""
     ask_at: float = 0.0
     """When the next lookup may be asked for."""
     pending_since: float | None = None

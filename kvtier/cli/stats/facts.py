@@ -34,7 +34,7 @@ class TierFacts:
     looked_up: float | None
     """Blocks that it was asked about."""
     found: float | None
-    """Those of them that it had."""
+    """The blocks among them that were there."""
     read_hits: float | None
     read_misses: float | None
     """Blocks that were to be read and were not there, or not any more."""
@@ -86,7 +86,7 @@ class Facts:
 
     kind: str
     release: str | None
-    """Of kvtier; None where it is a plug-in of an engine."""
+    """The release of kvtier; None where it is a plug-in of an engine."""
     started_s: float | None
     """When the process started, in seconds since 1970."""
     hit_rate: HitRate

@@ -36,9 +36,9 @@ class FirstToken:
 
     all_s: float | None
     cold_s: float | None
-    """Of requests of which nothing was cached."""
+    """Mean seconds to the first token of requests of which nothing was cached; None if there were none."""
     hit_s: float | None
-    """Of the others."""
+    """Mean seconds to the first token of the other requests; None if there were none."""
 
 
 @dataclass(frozen=True, slots=True)

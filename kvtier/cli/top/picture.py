@@ -22,7 +22,7 @@ class TierRates:
 
     lookups_per_s: float | None
     found_share: float | None
-    """Of what it was asked about in the interval; None where that was nothing."""
+    """The share of blocks found among those asked for in the interval; None if none were."""
     read_bytes_per_s: float | None
     written_bytes_per_s: float | None
     evicted_per_s: float | None

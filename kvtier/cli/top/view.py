@@ -133,7 +133,7 @@ def _fill(used_bytes: float | None, capacity_bytes: float | None) -> Text:
 
 
 def _tenant_table(tenants: dict[str, Any]) -> Table:
-    """Those that have most come first; the others are added up."""
+    """The tenants that have most come first; the others are added up."""
     table = Table(box=None, padding=(0, 1, 0, 1), pad_edge=True)
     table.add_column("tenant", overflow="ellipsis", max_width=20)
     for title in ("memory", "of cap", "disk", "of cap", "hit", "refused"):

@@ -77,7 +77,7 @@ class TimedCalls:
         return statuses
 
     def read(self, call: Callable[[], list[Status]], into: Sequence[Sized]) -> list[Status]:
-        """Likewise. `into` are the buffers, one for each block."""
+        """Makes and counts a call that reads. `into` are the buffers, one for each block."""
         with self._seconds["read"].time():
             statuses = call()
         num_hits = statuses.count(Status.HIT)
@@ -85,7 +85,7 @@ class TimedCalls:
         return statuses
 
     def write(self, call: Callable[[], list[WriteStatus]], payloads: Sequence[Sized]) -> list[WriteStatus]:
-        """Likewise, with a payload for each block."""
+        """Makes and counts a call that writes, with a payload for each block."""
         with self._seconds["write"].time():
             statuses = call()
         for status, count in Counter(statuses).items():
@@ -94,7 +94,7 @@ class TimedCalls:
         return statuses
 
     def discard(self, call: Callable[[], int]) -> int:
-        """Likewise."""
+        """Makes and counts a call that discards."""
         with self._seconds["discard"].time():
             num_found = call()
         self._counts.note_discard(num_found)

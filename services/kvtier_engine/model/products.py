@@ -55,7 +55,7 @@ class Tile:
         return torch.mm(weight, rows.t()).t() if self.by_columns else F.linear(rows, weight)
 
     def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Likewise."""
+        """`PlainProducts.gated` of as many rows; a transposed view where tokens are columns."""
         if not self.by_columns:
             return PlainProducts().gated(rows, gate_up, down)
         gate, up = torch.mm(gate_up, rows.t()).chunk(2)

@@ -45,7 +45,7 @@ class _Load:
 
     @property
     def own_blocks(self) -> list[Block]:
-        """Those of the prompt itself."""
+        """The blocks of the prompt itself."""
         is_fetched = self.partial is not None and self.partial.block_id is None
         return self.blocks[:-1] if is_fetched else self.blocks
 

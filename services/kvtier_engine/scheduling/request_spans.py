@@ -27,7 +27,7 @@ class RequestSpans:
 
     @property
     def context(self) -> str:
-        """Of what is done for the request whenever there is time, such as saving its blocks."""
+        """The trace context of what is done for the request whenever there is time, such as saving its blocks."""
         return self._whole.context
 
     def enter(self, stage: str, /, **attributes: Attribute) -> None:

@@ -11,7 +11,7 @@ from kvtier_engine.scheduling.request import Request
 _MOST_SORTED = 64
 """Requests at the head of the queue that are looked at: a look costs about 0.1 us for each block of a prompt."""
 _SPEED_WEIGHT = 0.2
-"""Of the newest step in the mean speed of computing prompts."""
+"""The weight of the newest step in the mean speed of computing prompts."""
 _LEAST_PREFILL_TOKENS = 16
 """A step that computes fewer tokens for a request says little of the speed of prompts."""
 
