@@ -19,7 +19,7 @@ _MOST_WAITING = 4096
 """Spans that wait for the collector; beyond, the oldest are dropped."""
 _BATCH, _EVERY_MS = 512, 1000
 _TIMEOUT_S = 5.0
-"""For one batch, with all attempts."""
+"""Seconds for one batch, with all attempts."""
 _LAST_S = 2.0
 """What the spans of the last second get at the end of the process."""
 _log = logging.getLogger(__name__)

@@ -133,7 +133,7 @@ class SealingKeys:
             key_id: hmac.new(key, purpose.value + tenant + _U32.pack(key_id), hashlib.sha512)
             for key_id, key in keys.items()
         }
-        """By id, what is to be gone on with from a copy: the key and all that is the same for each block are in it.
+        """What is gone on with from a copy, by key id: the key and all that is the same for each block are in it.
         After a block has been moved and the caches are empty, a quarter of the price of beginning anew."""
         self.newest = max(keys)
         """The id of the key that seals."""

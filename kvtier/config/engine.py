@@ -142,7 +142,7 @@ class EngineConfig(Section):
     listen: str = "127.0.0.1:8000"
     """`host:port` of the OpenAI API; port 0 takes a free one."""
     allowed_hosts: list[str] = Field(default=[])
-    """Names, without a port, by which clients may call an engine that listens on a loopback address, and the hosts of
+    """The names without a port by which clients call an engine that listens on a loopback address, and the hosts of
     web pages that may use it, beside `localhost` and loopback addresses: those of a proxy on this machine that hands on
     the `Host` it was asked for. Who calls it by another name is refused, so that no web page reaches it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

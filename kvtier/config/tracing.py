@@ -27,4 +27,4 @@ class TracingConfig(Section):
     service_name: str | None = None
     """The name of this process in traces. Without: `kvtier-engine`, `kvtier-pool`, `kvtier-vllm` or `kvtier-sglang`."""
     tenant_names: bool = False
-    """Whether spans name the tenant. Who reads the traces then sees who asks how much, and when."""
+    """Whether spans name the tenant. A reader of the traces then sees who asks how much, and when."""

@@ -1,4 +1,4 @@
-"""Where a model's files are on this machine, when an engine was given a folder or a name on the Hugging Face Hub."""
+"""Finds a model's files on this machine, when an engine was given a folder or a name on the Hugging Face Hub."""
 
 from pathlib import Path
 

@@ -17,9 +17,9 @@ class Counts:
     num_hits: int = 0
     num_misses: int = 0
     num_full: int = 0
-    """Not written, for want of room that may be freed."""
+    """Blocks that were not written, for want of room that may be freed."""
     num_throttled: int = 0
-    """Not written, because a tier below that keeps what is acknowledged is behind."""
+    """Blocks that were not written, because a tier below that keeps what is acknowledged is behind."""
     num_evicted: int = 0
     """Evicted from memory; tiers below may have them."""
 

@@ -33,7 +33,7 @@ class Span:
     parent: str
     """The context that it is in; `NO_CONTEXT`: it is the first of its trace."""
     start_ns: int
-    """Since 1970, as `end_ns`."""
+    """Nanoseconds since 1970, as `end_ns`."""
     attributes: dict[str, Attribute]
     end_ns: int = 0
     events: list[tuple[str, int]] = field(default_factory=list)
@@ -44,7 +44,8 @@ class Span:
 
 
 class Tracing:
-    """Where the spans of this process go. `start` and `stop` at its start and end; the rest by any thread."""
+    """The place that the spans of this process go to. `start` and `stop` are for its start and end, the rest for any
+    thread."""
 
     def __init__(self) -> None:
         self._export: Callable[[Span], None] | None = None
@@ -59,7 +60,7 @@ class Tracing:
         return self._export is not None
 
     def start(self, export: Callable[[Span], None], *, sample_ratio: float, names_tenants: bool) -> None:
-        """From now on there are spans.
+        """Begins to make spans.
 
         :param export: called with each span at its end, by any thread. Must not block, and must not raise.
         :param sample_ratio: the part of requests without a context of their own that become traces.
@@ -67,7 +68,7 @@ class Tracing:
         self._sample_ratio, self.names_tenants, self._export = sample_ratio, names_tenants, export
 
     def stop(self) -> None:
-        """From now on there are none."""
+        """Ends that: no more spans are made."""
         self._export = None
 
     def context(self) -> str:

@@ -116,7 +116,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         """:param tiers: below host memory, as configured."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        """By name, without the prefix."""
+        """The figures by name, without the prefix."""
         self._bounds: dict[str, list[float]] = {}
         """Upper bounds of the buckets of each histogram."""
         self._levels: Counter[tuple[int, str]] = Counter()

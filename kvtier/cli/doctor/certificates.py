@@ -1,4 +1,4 @@
-"""Until when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
+"""Reads until when certificates hold. The standard library does not tell it: a few bytes of DER are read here."""
 
 import datetime
 import re

@@ -1,4 +1,4 @@
-"""Where `kvtier stats` and `kvtier top` ask, and what they hear there."""
+"""Asks engines and pools for `kvtier stats` and `kvtier top`."""
 
 import time
 from collections.abc import Sequence

@@ -151,7 +151,7 @@ class HostSlots:
     def _lane_for(
         self, key: StoreKey, slot_bytes: int, writer: int, wait_until_s: float
     ) -> tuple[TenantMemory, Lane] | WriteStatus:
-        """Where this thread may look for a slot, or get memory for one. Locked; waits while another thread gets it."""
+        """The place in which a thread may look for a slot or get memory. Locked; waits while another thread gets it."""
         tenant_id = TenantId(key[:TENANT_ID_BYTES])
         while True:
             if (there := self.memory.blocks.get(key)) is not None:

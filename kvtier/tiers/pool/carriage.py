@@ -142,5 +142,5 @@ def _result(future: Future[_T], call: Callable[[], _T]) -> _T:
 
 
 def _settle(futures: Sequence[Future[_T]]) -> None:
-    """From now on the helper does nothing of these any more."""
+    """The helper does nothing of these any more from now on."""
     wait([future for future in futures if not future.cancel()])

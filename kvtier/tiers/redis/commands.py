@@ -23,7 +23,7 @@ _PREFIX = b"kvt1:"
 _TENANT_AT = len(_PREFIX)
 _NAMESPACE_AT = _TENANT_AT + 2 * TENANT_ID_BYTES + 1
 _HASH_AT = _NAMESPACE_AT + 2 * NAMESPACE_ID_BYTES + 1
-"""Where the parts of a name begin."""
+"""The places at which the parts of a name begin."""
 
 
 def key_name(key: StoreKey) -> bytes:

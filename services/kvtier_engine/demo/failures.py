@@ -19,17 +19,17 @@ class Return:
     """A pool that is there again, and what an engine got from it first."""
 
     ready_s: float
-    """From its start until it was ready."""
+    """Seconds from its start until it was ready."""
     found_again_s: float
-    """From then until an engine hit it, without any restart of the engine."""
+    """Seconds from then until an engine hit it, without any restart of the engine."""
     answer: Answer
-    """To a question about a document that the engine itself has forgotten."""
+    """The answer to a question about a document that the engine itself has forgotten."""
     blocks_by_source: dict[str, int]
     """Blocks that the pool read for that answer, by where it had them."""
 
     @property
     def away_s(self) -> float:
-        """From its start until an engine hit it."""
+        """Seconds from its start until an engine hit it."""
         return self.ready_s + self.found_again_s
 
 

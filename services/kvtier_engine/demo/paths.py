@@ -32,7 +32,7 @@ class Path:
 
     name: str
     tier: str
-    """Where the KV was; empty: nowhere."""
+    """The tier that the KV was in; empty: none."""
     answers: list[Answer]
 
     @property

@@ -9,12 +9,12 @@ from kvtier_engine.demo.story import Story
 
 _WIDTH = 940
 _LEFT = 206
-"""Where bars begin."""
+"""The distance of bars from the left, in pixels."""
 _BAR, _STEP = 20, 27
 _LONGEST = 450
 _COLOURS = {"": "#e76f51", "computed": "#e76f51", "pool": "#277da1", "host": "#e9a23b", "device": "#2a9d8f"}
 _CHARACTERS = 102
-"""In a line of facts."""
+"""The most characters in a line of facts."""
 
 
 def draw_story(path: Path, story: Story, caption: str) -> None:

@@ -26,7 +26,7 @@ class Size:
     """How much the demo does of everything."""
 
     num_people: int
-    """In a document, 50 tokens each."""
+    """The people in a document, 50 tokens each."""
     num_documents: int
     num_prompts: int
     """Judged, in each dtype."""

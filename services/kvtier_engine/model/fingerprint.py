@@ -1,4 +1,4 @@
-"""By which bits a model's arithmetic is known."""
+"""The bits by which a model's arithmetic is known."""
 
 import hashlib
 

@@ -43,7 +43,7 @@ class PlainProducts:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Tile:
-    """So many tokens at once, fewer being padded with zeros."""
+    """The number of tokens that are computed at once; fewer are padded with zeros."""
 
     num_tokens: int
     by_columns: bool = False

@@ -32,8 +32,8 @@ class Sibling:
 class ChildIndex:
     """Children of blocks by their tokens. Scheduler thread only.
 
-    Knows nothing of where blocks are: they may have left the device, and every tier. Those that were added or touched
-    longest ago are forgotten first. A block takes about 500 bytes, `add` about 2 us.
+    Knows nothing of where blocks are: they may have left the device, and every tier. Blocks that were added or
+    touched longest ago are forgotten first. A block takes about 500 bytes, `add` about 2 us.
     """
 
     def __init__(self, max_blocks: int) -> None:

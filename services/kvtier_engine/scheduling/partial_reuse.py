@@ -32,7 +32,7 @@ class PartialHit:
     num_tokens: int
     """How many of its tokens are reused, at least one, and fewer than it has unless it is the prompt's own block."""
     block_id: int | None
-    """Where it is on the device; None when it has to be fetched from below."""
+    """The device block that it is in; None when it has to be fetched from below."""
 
 
 class PartialReuse:
