@@ -13,9 +13,14 @@ _WIDTH = 80
 _BAR = 24
 _LEAST_SHARE = 0.85
 _NAMES = {"memory": "its memory", "disk": "its disk", "redis": "Redis"}
-_WHY = (
-    "The KV is the same, bit for bit. bfloat16 rounds, and by how many tokens are computed at once: after a hit those "
-    "are fewer. Where two next tokens are nearly equally likely, the other one may win. float32 flips none of these."
+_SAME = (
+    "The KV that comes back is the same, bit for bit, and engines on the CPU compute bfloat16 in tiles of fixed size "
+    "([engine] batch_invariant), so that an answer does not depend on how much of its prompt was in the cache."
+)
+_DIFFERENT = (
+    "The KV that comes back is the same, bit for bit. How bfloat16 is rounded here depends on how many tokens are "
+    "computed at once, which after a hit are fewer: where two next tokens are nearly equally likely, the other one may "
+    "win. The engines' logs say why [engine] batch_invariant, which prevents that, is off. float32 flips none of these."
 )
 
 
@@ -64,8 +69,13 @@ def report(story: Story, what: str) -> str:
     lines += ["", "What happens when"]
     for name, text in facts(story):
         lines += textwrap.wrap(f"  {name:<21}  {text}", _WIDTH, subsequent_indent=" " * 25)
-    lines += ["", *textwrap.wrap(_WHY, _WIDTH), "", *textwrap.wrap(what, _WIDTH)]
+    lines += ["", *textwrap.wrap(_why(story), _WIDTH), "", *textwrap.wrap(what, _WIDTH)]
     return "\n".join(lines)
+
+
+def _why(story: Story) -> str:
+    """Why cached answers are those that are computed, or are not."""
+    return _DIFFERENT if any(verdict.num_different for verdict in story.verdicts) else _SAME
 
 
 def figures(story: Story) -> dict[str, Any]:
