@@ -143,25 +143,6 @@ def test_a_pool_that_hangs_costs_its_deadline_and_no_request(stage: Stage, pool:
 
 
 @pytest.mark.usefixtures("_patience")
-def test_blocks_survive_a_restart_of_the_pool(stage: Stage) -> None:
-    """What the pool was given is on its disk after SIGTERM, and a new pool process serves it."""
-    prompt = {"prompt": "the quick brown fox " * 40, "max_tokens": 1, "temperature": 0}
-    with stage.pool() as pool, stage.engine("a", tenant="red", pool_address=pool.ready()["block"]) as engine:
-        first = post(f"{engine.ready()['url']}/v1/completions", prompt)
-    with stage.pool() as pool:
-        address = pool.ready()["block"]
-        with stage.engine("b", tenant="red", pool_address=address) as engine:
-            second = post(f"{engine.ready()['url']}/v1/completions", prompt)
-        with stage.engine("c", tenant="blue", pool_address=address) as engine:
-            other = post(f"{engine.ready()['url']}/v1/completions", prompt)
-    details = [answer["usage"]["prompt_tokens_details"] for answer in (first, second, other)]
-    assert details[0]["cached_tokens"] == 0
-    assert details[1]["cached_tokens_by_tier"]["pool"] >= 128
-    assert details[2]["cached_tokens"] == 0, "another tenant meets nothing"
-    assert first["kvtier"]["token_ids"] == second["kvtier"]["token_ids"] == other["kvtier"]["token_ids"]
-
-
-@pytest.mark.usefixtures("_patience")
 def test_the_demo(tmp_path: Path) -> None:
     """`kvtier demo`, with less of everything; its speed is a benchmark's business."""
     plot = tmp_path / "demo.svg"
