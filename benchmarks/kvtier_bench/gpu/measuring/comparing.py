@@ -13,6 +13,7 @@ This is several times what rounding makes.
 _MOST_RELATIVE_DIFFERENCE_OF_LOGITS = {torch.bfloat16: 0.1}
 """The most that two ways to compute logits may differ by, as a share of the largest number, by dtype. Products and sums
 may be split otherwise, and are then rounded otherwise layer after layer."""
+_MOST_BYTES_AT_ONCE = 256 << 20
 
 
 class WrongResultError(KvtierError):
@@ -24,7 +25,7 @@ def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
 
     :raises WrongResultError: a byte differs.
     """
-    mine, theirs = (_bits(tensor.to(got.device)) for tensor in (got, expected))
+    mine, theirs = _bits(got), _bits(_moved(expected, got.device))
     if mine.shape != theirs.shape:
         raise WrongResultError(f"{what}: {list(mine.shape)} instead of {list(theirs.shape)} bytes")
     if torch.equal(mine, theirs):
@@ -58,6 +59,18 @@ def require_close_logits(what: str, got: Tensor, expected: Tensor, dtype: torch.
     :raises WrongResultError: they differ by more than that makes, or there is a NaN.
     """
     return require_close(what, got.to(dtype), expected, most=_MOST_RELATIVE_DIFFERENCE_OF_LOGITS.get(dtype))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. CUDA refuses to copy from memory that was pinned by several calls at once, so memory of
+    the host is copied there before, some rows at a time."""
+    if tensor.device == device or not tensor.dim():
+        return tensor.to(device)
+    moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    rows = max(1, _MOST_BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
+    for start in range(0, len(tensor), rows):
+        moved[start : start + rows] = tensor[start : start + rows].clone()
+    return moved
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class _Documents:
 
     def _num_lent(self) -> float:
         """Blocks so far."""
-        labels = {"tier": "pool", "op": "lend", "status": "hit"}
+        labels = {"tier": "pool", "op": "lease", "status": "hit"}
         return self._registry.get_sample_value("kvtier_tier_blocks_total", labels) or 0.0
 
 

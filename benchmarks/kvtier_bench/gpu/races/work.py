@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtier_bench.gpu.races.chip import Chip
-from kvtier_bench.gpu.races.pages import Pages
+from kvtier_bench.gpu.races.pages import Pages, Places
 
 Queues = Callable[[], None]
 """Queues work of a step on the current stream."""
@@ -51,7 +51,8 @@ class Work:
     def __init__(self, chip: Chip, pages: Pages) -> None:
         self._chip, self._pages = chip, pages
         self._last_content = 0
-        self._graph: tuple[Tensor, Tensor, Queues] | None = None
+        self._graph: tuple[list[Places], Tensor, Queues] | None = None
+        """The places and contents that the captured step reads, which live as long as it does, and its replay."""
 
     def contents(self, blocks: Sequence[int]) -> list[int]:
         """New contents for these blocks."""
@@ -100,12 +101,12 @@ class Work:
         if self._graph is None:
             places, what = self._pages.places(range(len(blocks))), self._pages.index([0] * len(blocks))
             self._chip.cuda.synchronize(self._chip.device)
-            self._graph = places[0].blocks, what, self._chip.capture(lambda: self._pages.write(places, what))
-        into, what, replay = self._graph
+            self._graph = places, what, self._chip.capture(lambda: self._pages.write(places, what))
+        places, what, replay = self._graph
         new_into, new_what = self._pages.index(blocks), self._pages.index(contents)
 
         def update() -> None:
-            into.copy_(new_into)
+            places[0].blocks.copy_(new_into)
             what.copy_(new_what)
 
         def queues() -> None:
