@@ -31,6 +31,17 @@ def test_a_batch_is_one_call(from_host: bool, order: int) -> None:
     assert driver.calls[0].sizes == sizes.tolist()
 
 
+def test_the_first_of_many_transfers_are_copied_while_the_others_are_asked_for() -> None:
+    driver = Driver()
+    dma = BatchedDma.of_driver(driver)
+    assert dma is not None
+    source = torch.randint(0, 256, (2500, 3), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    dma.copy(addresses_of(target), addresses_of(source), np.full(2500, 3), LANE_STREAM, from_host=True)
+    assert torch.equal(target, source)
+    assert [len(call.sizes) for call in driver.calls] == [1024, 1024, 452]
+
+
 def test_bytes_arrive() -> None:
     dma = BatchedDma.of_driver(Driver())
     assert dma is not None

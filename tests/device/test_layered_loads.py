@@ -17,13 +17,13 @@ from kvtier.device.kv import Blocks, Fence
 from kvtier.device.layered_loads import LayeredLoads
 from kvtier.errors import InvalidInputError
 from kvtier.memory.arena import Arena
-from kvtier.offload import OTHER_COPIES, JobResult
+from kvtier.offload import JobResult
 from kvtier.offload.messages import LoadBatch
 from kvtier_engine.model.paged_kv import PagedKV
 
 LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 32 << 10, 6
-NUM_HOST_LOADS = OTHER_COPIES - 1
-"""Loads from host memory at a time: the other copy beside those of tiers is a save."""
+NUM_HOST_LOADS = 2
+"""Loads from host memory at a time."""
 CPU = torch.device("cpu")
 
 make_rig = pytest.fixture(rigs)

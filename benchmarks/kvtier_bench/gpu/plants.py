@@ -178,6 +178,10 @@ def _races() -> None:
     _alter("kvtier_bench.gpu.parts.races", "measure", lambda measure: partial(measure, fault=Fault.NO_FENCE))
 
 
+def _nothing_planted() -> None:
+    _alter("kvtier_bench.gpu.parts.races", "play", lambda play: lambda *of, fault, **options: play(*of, **options))
+
+
 _FAULTS: dict[str, Callable[[], None]] = {
     "smoke": _kernels,
     "checks": _kernels,
@@ -185,6 +189,7 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "pages": lambda: _on_devices("scatter_all", _wrong_block),
     "pinning": lambda: _on_devices("attach", _refused),
     "races": _races,
+    "planted": _nothing_planted,
     "host-copies": lambda: _on_devices("gather", _altered_byte),
     "copies": _copies,
     "ttft": lambda: _on_devices("scatter_all", _wrong_block),

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-_HOST_LOADS = 2
-"""Threads for what is in the arena: one asks for a batch's transfers while those of another are under way."""
-OTHER_COPIES = 1 + _HOST_LOADS
-"""How many copies a mover has under way at a time, beside one per thread that loads from tiers: a save, too."""
+_HOST_LOADS, _SAVES = 2, 2
+"""Threads for copies from and to the arena: one asks for a batch's transfers while those of another are under way."""
+OTHER_COPIES = _HOST_LOADS + _SAVES
+"""How many copies a mover has under way at a time, beside one per thread that loads from tiers."""
 
 
 class Threads:
@@ -21,8 +21,8 @@ class Threads:
         """Reads from tiers, and copies of what was read to the device."""
         self.host_loads = ThreadPoolExecutor(_HOST_LOADS, "kvtier-load-host")
         """Copies of what is in the arena already, which never wait for a tier."""
-        self.copies = ThreadPoolExecutor(1, "kvtier-copy")
-        """Copies from the device to the arena, in order."""
+        self.saves = ThreadPoolExecutor(_SAVES, "kvtier-copy")
+        """Copies from the device to the arena, begun in order."""
         self.sums = ThreadPoolExecutor(1, "kvtier-checksum")
         """Checksums, between copies and writers: blocks for several tiers are summed once."""
         self.writers = {name: ThreadPoolExecutor(1, f"kvtier-write-{name}") for name in tiers}
@@ -31,5 +31,5 @@ class Threads:
     def close(self) -> None:
         """Waits until all work is done, with the work that it queues in turn, and ends the threads. Idempotent."""
         # From the first to the last stage: each may still queue work in the next one.
-        for executor in (self.loads, self.host_loads, self.copies, self.sums, *self.writers.values()):
+        for executor in (self.loads, self.host_loads, self.saves, self.sums, *self.writers.values()):
             executor.shutdown(cancel_futures=False)

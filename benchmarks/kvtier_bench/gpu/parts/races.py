@@ -20,6 +20,7 @@ from kvtier_bench.gpu.races.suite import COSTS, NAMES, Outcome, play
 from kvtier_bench.measuring.report import Case
 
 _ROUNDS, _TINY_ROUNDS = 150, 3
+_PLANTED_ROUNDS = 8
 _BUDGET_S = 40.0
 _SETUP_S = 0.5
 """What it takes about to get memory ready for a scenario, whatever its rounds cost."""
@@ -44,6 +45,43 @@ def measure(setting: Setting, fault: Fault = Fault.NONE) -> Iterator[Case]:
         costs = [COSTS[other] for _, other in plays[number:]]
         cases[f"{name}, {place[0]}"] = partial(_played, setting, place, name, fault, costs)
     yield from each(setting, cases)
+
+
+def planted(setting: Setting) -> Iterator[Case]:
+    """Gives a row for each race that can be planted: the suite has to find it. In tiny size, for one of them."""
+    faults = [fault for fault in Fault if fault is not Fault.NONE]
+    faults = faults[: setting.size(len(faults), 1)]
+    cases: dict[str, Callable[[], Iterator[Case]]] = {}
+    for number, fault in enumerate(faults):
+        cases[fault.value] = partial(_found, setting, fault, len(faults) - number)
+    yield from each(setting, cases)
+
+
+def _found(setting: Setting, fault: Fault, num_left: int) -> Iterator[Case]:
+    """Plays one scenario after the other with the race, until one finds it.
+
+    :param num_left: how many races share the time that is left, this one included.
+    """
+    until_s = setting.clock() + setting.left_s() / num_left
+    num_rounds = 0
+    for name, (way, size, chip_of) in itertools.cycle(itertools.product(NAMES, _places(setting))):
+        outcome = play(
+            name,
+            chip_of(num_rounds),
+            size,
+            rounds=_PLANTED_ROUNDS,
+            fault=fault,
+            is_late=lambda: setting.clock() > until_s,
+        )
+        num_rounds += outcome.rounds
+        if outcome.wrong_blocks:
+            found = f"found after {num_rounds} rounds by {name}, {way}"
+            yield Case(fault.value, "planted races", rounds=num_rounds, unit="round", detail=found)
+            return
+        if setting.clock() > until_s:
+            break
+    missed = f"FAILED: {num_rounds} rounds, all clean"
+    yield Case(fault.value, "planted races", rounds=num_rounds, unit="round", detail=missed)
 
 
 def _compiled(place: _Place) -> Iterator[Case]:

@@ -34,11 +34,11 @@ class Pages:
     ) -> None:
         """:param parts: how many parts a block has, by KV group."""
         self.device, self._num_blocks = device, num_blocks
-        self.groups = [
-            [torch.zeros((num_blocks, part_bytes), dtype=torch.uint8, device=device) for _ in range(count)]
-            for count in parts
-        ]
-        self._words = [[part.view(torch.int64) for part in group] for group in self.groups]
+        bytes_of = [torch.zeros((count, num_blocks, part_bytes), dtype=torch.uint8, device=device) for count in parts]
+        self.groups = [of_group.unbind() for of_group in bytes_of]
+        """The parts of each group, uint8 `[num_blocks, part_bytes]` each."""
+        self._words = [of_group.view(torch.int64) for of_group in bytes_of]
+        """int64 `[parts, num_blocks, part_words]`, by group: all parts are computed and compared at once."""
         self._ramp = torch.arange(part_bytes // 8, dtype=torch.int64, device=device) * _BY_WORD
         self.wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
         """The number of blocks that held something else, by round. int64 on the device."""
@@ -64,14 +64,13 @@ class Pages:
     def write(self, places: Sequence[Places], contents: Tensor) -> None:
         """Writes what computing these contents would write."""
         for where in places:
-            for number, words in enumerate(self._words[where.group]):
-                words[where.blocks] = self._expected(contents[where.indexes], number)
+            words = self._words[where.group]
+            words[:, where.blocks] = self._expected(contents[where.indexes], len(words))
 
     def zero(self, places: Sequence[Places]) -> None:
         """Clears these blocks."""
         for where in places:
-            for words in self._words[where.group]:
-                words[where.blocks] = 0
+            self._words[where.group][:, where.blocks] = 0
 
     def check(self, places: Sequence[Places], contents: Tensor, round_number: int, layer: slice = slice(None)) -> None:
         """Counts the blocks that hold anything else.
@@ -79,23 +78,21 @@ class Pages:
         :param layer: the words of each part that are looked at.
         """
         for where in places:
-            wrong = torch.zeros(where.blocks.numel(), dtype=torch.bool, device=self.device)
-            for number, words in enumerate(self._words[where.group]):
-                expected = self._expected(contents[where.indexes], number)
-                wrong |= (words[where.blocks] != expected)[:, layer].any(dim=1)
-            self.wrong[round_number] += wrong.sum()
+            words = self._words[where.group]
+            differs = words[:, where.blocks] != self._expected(contents[where.indexes], len(words))
+            self.wrong[round_number] += differs[:, :, layer].any(dim=2).any(dim=0).sum()
 
     def payload(self, content: int) -> npt.NDArray[np.uint8]:
         """The bytes of such a block of the first group in host memory, part after part, computed on the CPU."""
         ramp = torch.arange(self._ramp.numel()) * _BY_WORD
-        words = [_expected(torch.tensor([content]), ramp, part) for part in range(len(self.groups[0]))]
-        return torch.cat(words, dim=1).view(torch.uint8).reshape(-1).numpy()
+        words = _expected(torch.tensor([content]), ramp, len(self.groups[0]))
+        return words.view(torch.uint8).reshape(-1).numpy()
 
-    def _expected(self, contents: Tensor, part: int) -> Tensor:
-        return _expected(contents, self._ramp, part)
+    def _expected(self, contents: Tensor, num_parts: int) -> Tensor:
+        return _expected(contents, self._ramp, num_parts)
 
 
-def _expected(contents: Tensor, ramp: Tensor, part: int) -> Tensor:
-    """The words of a part of blocks with these contents, int64 `[num_blocks, words]`. Sums wrap."""
-    by_part = (part * _BY_PART + 2**63) % 2**64 - 2**63
-    return contents[:, None] * _BY_CONTENT + ramp[None] + by_part
+def _expected(contents: Tensor, ramp: Tensor, num_parts: int) -> Tensor:
+    """The words of blocks with these contents, int64 `[num_parts, num_blocks, words]`. Products and sums wrap."""
+    by_part = torch.arange(num_parts, device=ramp.device) * _BY_PART
+    return contents[None, :, None] * _BY_CONTENT + ramp + by_part[:, None, None]

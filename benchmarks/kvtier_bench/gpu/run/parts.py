@@ -37,7 +37,12 @@ PARTS = (
     _CHECKS,
 )
 """The first run. What is right first, then what decides the most; the last has what the others leave."""
-SECOND = (_CHECKS, Part("switches", 90, "parts.ttft", "switches"), Part("sweep", 200, "parts.sweep"))
+SECOND = (
+    _CHECKS,
+    Part("planted", 60, "parts.races", "planted"),
+    Part("switches", 90, "parts.ttft", "switches"),
+    Part("sweep", 160, "parts.sweep"),
+)
 """The second one: more checks, what may be switched off, and tuning."""
 _THIRD_S = {"beside": 105.0, "races": 300.0, "ttft": 105.0}
 THIRD = tuple(replace(part, budget_s=_THIRD_S[part.name]) for part in PARTS if part.name in _THIRD_S)
