@@ -166,7 +166,11 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
 
         direct_reads: dict[str, DirectReads] = {}
         if process is not None and borrows(config):
-            direct_reads[POOL] = DirectReads(POOL, process, device, metrics, most_bytes=int(config.pool.pinned_bytes))
+            on_device = config.cache.verify_loads != "host" and device.begin_verifying()
+            pinned_bytes = int(config.pool.pinned_bytes)
+            direct_reads[POOL] = DirectReads(
+                POOL, process, device, metrics, most_bytes=pinned_bytes, verified=not on_device
+            )
             stack.callback(direct_reads[POOL].close)
         mover = Mover(
             namespace=namespace,

@@ -149,14 +149,14 @@ class Config(Section):
         return self.model_copy(update={"pool": self.pool.model_copy(update={"direct_loads": False})})
 
     def verifies_on_device(self, device_type: str) -> bool:
-        """Whether a sample of what is loaded is verified on the device, too.
+        """Whether a sample of what is loaded from host memory is verified on the device, too.
 
         Raises `ConfigError` where `cache.verify_loads` asks for that and it cannot be had: a setting that did nothing
         would be taken for a check that found nothing.
 
         :param device_type: of the KV, `cuda` or `cpu`.
         """
-        if self.cache.verify_loads == "host":
+        if self.cache.verify_loads != "device":
             return False
         if device_type != "cuda":
             raise self._error("cache.verify_loads", f'"device", but KV is on {device_type}; set it to "host"')

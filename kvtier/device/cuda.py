@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +83,8 @@ class CudaKV:
         self._memory = PinnedMemory(self._device, cuda, on_pinned=self._warm_for)
         self._checks: list[DeviceCheck] = []
         """The check of each group; none where nothing is checked."""
+        self._verifiers: list[DeviceCheck] = []
+        """What looks at blocks of each group for `wrong_blocks`. Set once, before any copy."""
         if self._device.type == "cuda":  # what the lanes have just been given may have been used on other streams
             torch.cuda.synchronize(self._device)
         for _ in range(num_lanes):  # each has its turn
@@ -167,6 +170,38 @@ class CudaKV:
                 self._check(batch, host)
 
         return self._lanes.run(copy, after=after)
+
+    def begin_verifying(self) -> bool:
+        """Compiles the kernels. False: blocks are not the same bytes in host memory, or parts are no whole words."""
+        is_same = all(of.layout is None and of.block_bytes == self.block_bytes for of in self._groups)
+        if not is_same or not all(DeviceCheck.takes(group.parts) for group in self._groups):
+            return False
+        if not self._verifiers:
+            self._lanes.run(
+                lambda _: self._verifiers.extend(DeviceCheck(group.parts) for group in self._groups), after=None
+            )
+        return True
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        """Which blocks are others on the device than their writers summed: places in `device_slots`, in order."""
+        groups, blocks = np.divmod(np.asarray(device_slots, dtype=np.int64), self._groups[0].num_blocks)
+        wrong: list[int] = []
+
+        def look(_: CopyStream) -> None:
+            for number, verifier in enumerate(self._verifiers):
+                places = np.flatnonzero(groups == number).tolist()
+                if places:
+                    found = verifier.mismatches(
+                        blocks[places].tolist(),
+                        [prefixes[place] for place in places],
+                        [checksums[place] for place in places],
+                    )
+                    wrong.extend(places[index] for index in found)
+
+        self._lanes.run(look, after=None)
+        return sorted(wrong)
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvtier.device.kv import Blocks, DeviceKV, Fence, MemoryUse
+from kvtier.errors import InvalidInputError
 from kvtier.memory.arena import Arena
 from kvtier.memory.slot_memory import SlotMemory
 
@@ -52,6 +53,16 @@ class GroupedKV:
             if theirs:
                 waited_s += group.scatter_all(theirs, after=after)
         return waited_s
+
+    def begin_verifying(self) -> bool:
+        """False: blocks of a smaller group end with zeros that are in host memory alone."""
+        return False
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        """Raises `InvalidInputError`: blocks are verified before they come here."""
+        raise InvalidInputError(f"{len(device_slots)} blocks to verify on a device that does not")
 
     @property
     def memory_use(self) -> MemoryUse:

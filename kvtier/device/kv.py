@@ -97,6 +97,20 @@ class DeviceKV(Protocol):
         """Copies blocks of several memories, arenas or attached, to the device at once, as `scatter` does those of
         one."""
 
+    def begin_verifying(self) -> bool:
+        """Gets ready for `wrong_blocks`, before any copy. False: this device cannot, and who reads verifies."""
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        """Which blocks are others on the device than their writers summed: places in `device_slots`, in order.
+
+        Their copies are done, and nobody writes there. Only after `begin_verifying` has said that it can be asked.
+
+        :param prefixes: what each block's checksum begins with: `kvtier.codec.checksums.prefix`.
+        :param checksums: those of the writers.
+        """
+
     @property
     def memory_use(self) -> MemoryUse:
         """The memory that copies take at the moment. Any thread."""
@@ -145,6 +159,16 @@ class HostKV(DeviceKV):
         self, arena: SlotMemory, arena_slots: Sequence[int], device_slots: Sequence[int], *, after: Fence | None
     ) -> float:
         return self.scatter_all([Blocks(arena, arena_slots, device_slots)], after=after)
+
+    def begin_verifying(self) -> bool:
+        """False: a core that looks at blocks here takes as long as where they come from."""
+        return False
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        """Raises `InvalidInputError`: blocks are verified before they come here."""
+        raise InvalidInputError(f"{len(device_slots)} blocks to verify on a device that does not")
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -35,6 +35,8 @@ class SlotRef(NamedTuple):
     """The number of the block's slot in its slab."""
     generation: int
     """The generation of what the slot holds; it changes before anybody may write to the slot."""
+    checksum: int
+    """The checksum that the block's writer gave it: see `kvtier.codec.checksums`."""
 
 
 class Lease(Protocol):
@@ -42,7 +44,7 @@ class Lease(Protocol):
 
     @property
     def places(self) -> Sequence[SlotRef | None]:
-        """The place of each block, in order; None for blocks not lent. Places are verified against their keys."""
+        """The place of each block, in order; None for blocks not lent."""
 
     @property
     def held_until_s(self) -> float:
@@ -60,9 +62,13 @@ class Lease(Protocol):
 class LeasingTier(Protocol):
     """A tier that lends. Any thread."""
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], *, verified: bool = True
+    ) -> Lease | None:
         """Lends what the tier has of these blocks in memory. None: it lends nothing now, for any reason; `read` them.
 
+        :param verified: whether the tier looks at every byte first, and lends what its checksum says is whole. Without,
+            the borrower does that, where the bytes have arrived.
         :param nbytes: of each payload; others are not lent.
         :param ready: serials of slabs that the caller has mapped. With none, it is told what it might map.
         """

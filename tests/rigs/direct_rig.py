@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from prometheus_client import CollectorRegistry
 
 from build_rig import build, result
@@ -29,9 +30,13 @@ Rows = npt.NDArray[np.uint8]
 class Device(HostMemoryKV):
     """Notes where blocks come from. Copies of lent ones wait for `gate`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, *, verifies: bool) -> None:
+        """:param verifies: whether it looks at lent blocks when they have arrived, as a GPU does."""
         super().__init__(rows)
-        self.rows = rows
+        self.rows, self._verifies = rows, verifies
+        self.num_verified = 0
+        self.spoils: int | None = None
+        """A device slot whose next lent block arrives with other bytes."""
         self.num_leased = self.num_by_arena = 0
         self.attached: list[SlotMemory] = []
         self.can_attach = True
@@ -46,7 +51,25 @@ class Device(HostMemoryKV):
             self.entered.set()
             assert self.gate.wait(WAIT_S)
             self.num_leased += sum(len(blocks.slots) for blocks in sources)
+            waited_s = super().scatter_all(sources, after=after)
+            if any(self.spoils in blocks.device_slots for blocks in sources):
+                self.rows[self.spoils, -1] ^= 1
+                self.spoils = None
+            return waited_s
         return super().scatter_all(sources, after=after)
+
+    def begin_verifying(self) -> bool:
+        return self._verifies
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        self.num_verified += len(device_slots)
+        sums = [
+            xxhash.xxh3_64_intdigest(prefix + self.rows[slot].tobytes())
+            for slot, prefix in zip(device_slots, prefixes, strict=True)
+        ]
+        return [i for i, (found, checksum) in enumerate(zip(sums, checksums, strict=True)) if found != checksum]
 
     def attach(self, memory: SlotMemory) -> bool:
         if isinstance(memory, Arena):
@@ -124,10 +147,12 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(folder: Path, address: str, *, seed: int = 0, **pool: Any) -> Iterator[Engine]:
+def engine(
+    folder: Path, address: str, *, seed: int = 0, verifies: bool = False, verify_loads: str = "auto", **pool: Any
+) -> Iterator[Engine]:
     rows = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-    device, registry = Device(rows), CollectorRegistry()
-    cache = {"tokens_per_block": 1, "load_threads": 2, "load_deadline_s": WAIT_S}
+    device, registry = Device(rows, verifies=verifies), CollectorRegistry()
+    cache = {"tokens_per_block": 1, "load_threads": 2, "load_deadline_s": WAIT_S, "verify_loads": verify_loads}
     sections = {"pool": {"address": address, **pool}, "cache": cache}
     with build(folder, device, registry=registry, token=TOKENS["red"], **sections) as built:
         yield Engine(built, device, registry)

@@ -4,7 +4,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -104,10 +104,12 @@ class SomeLent:
         memory.rows[taken_back] = 0xEE
         self.num_leased += len(leased)
         self.num_taken_back += len(taken_back)
-        blocks = [LeasedBlocks(memory, leased[turn::2], leased[turn::2], []) for turn in range(2) if leased[turn::2]]
+        blocks = [
+            LeasedBlocks(memory, leased[turn::2], leased[turn::2], [], []) for turn in range(2) if leased[turn::2]
+        ]
         return DirectRead(blocks, 1, len(keys), nbytes, math.inf, taken_back)
 
-    def end_read(self, direct_read: DirectRead) -> list[bool]:
+    def end_read(self, direct_read: DirectRead, _wrong: Collection[int] = ()) -> list[bool]:
         whole = {i for leased in direct_read.blocks for i in leased.indexes} - set(direct_read.serials)
         return [i in whole for i in range(direct_read.num_blocks)]
 

@@ -3,13 +3,17 @@
 import enum
 import logging
 import threading
+from collections.abc import Sequence
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.checksums import prefix
 from kvtier.device.kv import Blocks, Fence
 from kvtier.device.layered_loads import CopiesByLayer
 from kvtier.errors import InvalidInputError
+from kvtier.identity.keys import StoreKey
 from kvtier.offload.messages import HOST, Cancelled, LoadBatch, Loaded, Queued
 from kvtier.offload.mover.answers import Answers
+from kvtier.offload.mover.lending import Loan
 from kvtier.offload.mover.memory import BlockMemory
 from kvtier.offload.mover.threads import Threads
 from kvtier.offload.mover.tiers import MoverTiers
@@ -133,6 +137,7 @@ class Fetcher:
     def _bring_directly(self, batch: LoadBatch, after: Fence | None) -> tuple[bytes, float]:
         """Copies blocks from where they lie in the memory of their tier. What changed meanwhile is no block."""
         keys, waited_s, loan = self._memory.store_keys(batch.keys), 0.0, None
+        wrong: list[int] = []
         lender = self._tiers.lenders.get(batch.source)
         if lender is not None and not self._is_cancelled(batch):
             with tracing.span(f"borrow {batch.source}", tier=batch.source, blocks=len(keys)):
@@ -148,9 +153,29 @@ class Fetcher:
                 num_blocks = sum(len(lent.slots) for lent in loan.blocks)
                 with tracing.span("copy to device", blocks=num_blocks, bytes=num_blocks * self._memory.block_bytes):
                     waited_s = self._memory.device.scatter_all(sources, after=after)
+                wrong = self._wrong_blocks(batch, keys, loan)
         finally:
-            whole = lender.end_read(loan)
+            whole = lender.end_read(loan, wrong)
         return bytes(whole), waited_s
+
+    def _wrong_blocks(self, batch: LoadBatch, keys: Sequence[StoreKey], loan: Loan) -> list[int]:
+        """Indexes of blocks that the tier has not looked at, and that have not arrived as their writer summed them.
+
+        They are read by way of the arena then: if it is the tier's memory that is wrong, that drops them.
+        """
+        indexes = [index for lent in loan.blocks if lent.checksums for index in lent.indexes]
+        if not indexes:
+            return []
+        checksums = [checksum for lent in loan.blocks for checksum in lent.checksums]
+        slots = [batch.device_slots[index] for index in indexes]
+        prefixes = [prefix(keys[index], self._memory.block_bytes) for index in indexes]
+        places = self._memory.device.wrong_blocks(slots, prefixes, checksums)
+        if places:
+            _log.warning(
+                "of %d blocks that %s lent, %d have arrived with other bytes than their writer's",
+                len(indexes), batch.source, len(places), extra={"tier": batch.source},
+            )  # fmt: skip
+        return [indexes[place] for place in places]
 
     def _read(self, batch: LoadBatch) -> bytes:
         """Fills the batch's arena slots from its tier, and returns which of them hold their blocks."""

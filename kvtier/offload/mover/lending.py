@@ -1,6 +1,6 @@
 """What a mover needs of a tier that lends its memory, so that blocks are copied from where they lie."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
 from kvtier.identity.keys import StoreKey
@@ -20,6 +20,10 @@ class LentBlocks(Protocol):
     @property
     def slots(self) -> Sequence[int]:
         """The slots of the memory that the blocks are in, in the same order."""
+
+    @property
+    def checksums(self) -> Sequence[int]:
+        """The checksum of each, in the same order, for the borrower to compare with. None: the tier has done that."""
 
 
 class Loan(Protocol):
@@ -41,5 +45,8 @@ class Lender(Protocol[LoanT]):
         :param nbytes: the size of each block.
         """
 
-    def end_read(self, loan: LoanT, /) -> Sequence[bool]:
-        """Ends a loan, once. Returns for each block that was asked for whether what was copied is the block."""
+    def end_read(self, loan: LoanT, wrong: Collection[int], /) -> Sequence[bool]:
+        """Ends a loan, once. Returns for each block that was asked for whether what was copied is the block.
+
+        :param wrong: indexes of blocks that have arrived with another checksum.
+        """

@@ -47,11 +47,13 @@ class PerTenant(Generic[PayloadT_contra, TargetT_contra]):
         pairs = list(zip(keys, into, strict=True))
         return self._each(keys, pairs, lambda tier, theirs: tier.read([k for k, _ in theirs], [b for _, b in theirs]))
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], *, verified: bool = True
+    ) -> Lease | None:
         """Lends blocks of the tenant's tier. None where that does not lend, and for a batch of several tenants."""
         tenants = list(self._split(keys))
         tier = self._tiers[tenants[0]] if len(tenants) == 1 else None
-        return tier.lease(keys, nbytes, ready) if isinstance(tier, LeasingTier) else None
+        return tier.lease(keys, nbytes, ready, verified=verified) if isinstance(tier, LeasingTier) else None
 
     def write(self, items: Sequence[Item[PayloadT_contra]]) -> list[WriteStatus]:
         """Writes each block to the tier of its key's tenant; a status per block, in order."""

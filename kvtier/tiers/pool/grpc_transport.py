@@ -107,7 +107,9 @@ class GrpcTransport:
             finally:
                 stream.cancel()
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
+    ) -> None:
         """Lends nothing: the pool's memory cannot be reached from here."""
 
     def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:

@@ -84,12 +84,21 @@ class LocalTransport:
             answers = self._socket.read([keys[i] for i in rest], [into[i] for i in rest], remaining_s)
             yield from ((rest[j], error) for j, error in answers)
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
+    ) -> Lease | None:
         """Lends blocks in the pool's mapped memory; None where that fails, and during the pause after a failure."""
         if not (self._pause.is_over and self._lease_pause.is_over):
             return None
         try:
-            return self._memory.lease(keys, nbytes, ready, MONOTONIC() + timeout_s, self._counts.read_bytes.inc)
+            return self._memory.lease(
+                keys,
+                nbytes,
+                ready,
+                MONOTONIC() + timeout_s,
+                verified=verified,
+                on_end=self._counts.read_bytes.inc,
+            )
         except OSError as error:
             _log.debug("the pool lends nothing: %s", str(error))
             self._lease_pause.begin()

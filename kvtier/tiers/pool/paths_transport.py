@@ -63,9 +63,11 @@ class PathsTransport:
         yield from first
         yield from rest
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
+    ) -> Lease | None:
         """Lends blocks by the first way that lends any. None: no way does."""
-        leases = (path.transport.lease(keys, nbytes, ready, timeout_s) for path in self._usable())
+        leases = (path.transport.lease(keys, nbytes, ready, timeout_s, verified=verified) for path in self._usable())
         return next((lease for lease in leases if lease is not None), None)
 
     def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:

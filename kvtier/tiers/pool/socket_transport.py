@@ -138,7 +138,9 @@ class SocketTransport:
             self._counts.read_bytes.inc(block.nbytes)
             yield partial(_land, block, landings.pop(block.tag), into[block.tag])
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
+    ) -> None:
         """Lends nothing: the pool's memory cannot be reached through the socket."""
 
     def write(self, items: Sequence[Item[Outgoing]], timeout_s: float) -> list[WriteStatus]:

@@ -49,7 +49,9 @@ class PoolTransport(Protocol):
         What was yielded before an exception counts.
         """
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], timeout_s: float, *, verified: bool
+    ) -> Lease | None:
         """Lends blocks in the pool's memory; None: it lends nothing. Does not raise: the read that follows finds out
         what fails."""
 
@@ -170,14 +172,17 @@ class PoolTier:
                 self._discard(unopened, left_s)
         return statuses
 
-    def lease(self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int]) -> Lease | None:
+    def lease(
+        self, keys: Sequence[StoreKey], nbytes: int, ready: Collection[int], *, verified: bool = True
+    ) -> Lease | None:
         """Lends blocks in the pool's memory. None where the pool does not share its memory, while it fails, and of
         blocks that have to be opened."""
         self._require_own(keys)
         if self._carriage is not None:
             return None
         with self._guard:
-            return self._transport.lease(keys, nbytes, ready, _LEND_SHARE * self._call_timeout_s)
+            timeout_s = _LEND_SHARE * self._call_timeout_s
+            return self._transport.lease(keys, nbytes, ready, timeout_s, verified=verified)
 
     def write(self, items: Sequence[Item[Payload]]) -> list[WriteStatus]:
         """Has the pool store payloads; a status per block, in order. FAILED also when the pool stored the block and its

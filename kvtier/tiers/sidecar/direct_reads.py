@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ from kvtier.system.quiet_log import QuietLog
 from kvtier.tiers.base import Status
 from kvtier.tiers.lease import SlotRef
 from kvtier.tiers.sidecar.lease_table import NO_LEASE
-from kvtier.tiers.sidecar.messages import MAX_BLOCKS, Verb, pack_keys, pack_numbers, unpack_numbers
+from kvtier.tiers.sidecar.messages import MAX_BLOCKS, PLACE_FIELDS, Verb, pack_keys, pack_numbers, unpack_numbers
 from kvtier.tiers.sidecar.supervisor import TierProcess
 
 _TICK_S = 0.5
@@ -53,6 +53,8 @@ class LeasedBlocks(NamedTuple):
     """The slots in the memory where the blocks are, in the same order."""
     generations: list[int]
     """The generation of what each of these slots holds, in the same order."""
+    checksums: list[int]
+    """The checksum that each block's writer gave it, in the same order; none where the tier has looked at all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,23 @@ class DirectReads:
     """
 
     def __init__(
-        self, tier: str, process: TierProcess, device: Attaches, metrics: Metrics, *, most_bytes: int = 2**60
+        self,
+        tier: str,
+        process: TierProcess,
+        device: Attaches,
+        metrics: Metrics,
+        *,
+        most_bytes: int = 2**60,
+        verified: bool = True,
     ) -> None:
         """
         :param process: stays the caller's, like `device`; both outlive this.
         :param most_bytes: of slabs that are mapped at a time. Where one more is wanted, those that nobody has borrowed
             from for a minute go, the least recently used first. Blocks of what finds no room are not lent.
+        :param verified: whether the tier looks at all bytes that it lends; see `LeasingTier.lease`.
         """
         self._tier, self._process, self._device, self._most_bytes = tier, process, device, most_bytes
+        self._verified = verified
         self._hits = [metrics.tier_blocks.labels(tier, op, Status.HIT.name.lower()) for op in ("read", "lease")]
         self._bytes = metrics.tier_bytes.labels(tier, "read")
         self._seconds = metrics.tier_batch_seconds.labels(tier, "lease")
@@ -134,7 +145,12 @@ class DirectReads:
         """
         if self._is_over or not 0 < len(keys) <= MAX_BLOCKS:
             return None
-        request = {"tier": self._tier, "keys": pack_keys(keys), "payload_bytes": nbytes}
+        request = {
+            "tier": self._tier,
+            "keys": pack_keys(keys),
+            "payload_bytes": nbytes,
+            "verified": int(self._verified),
+        }
         try:
             with self._seconds.time():
                 answer = self._process.call(Verb.LEASE, request)
@@ -146,21 +162,23 @@ class DirectReads:
         if lease_id == NO_LEASE:
             return None
         direct_read = DirectRead([], lease_id, len(keys), nbytes, answer.number("held_until_ms") / 1000, [])
-        places = (unpack_numbers(answer.data(field)) for field in ("serials", "slots", "generations"))
+        places = (unpack_numbers(answer.data(field)) for field in PLACE_FIELDS)
         self._find(direct_read, starmap(SlotRef, zip(*places, strict=True)))
         return direct_read
 
-    def end_read(self, direct_read: DirectRead) -> list[bool]:
-        """Ends a loan, once. Whether each block that was asked for was lent, and in its place until now.
+    def end_read(self, direct_read: DirectRead, wrong: Collection[int] = ()) -> list[bool]:
+        """Ends a loan, once. Whether each block that was asked for was lent, in its place until now, and not wrong.
 
         Asks nobody, so that a thread of a busy interpreter is not held up: the tier hears of it from another thread.
+
+        :param wrong: indexes of blocks whose bytes were found to be others than their writer's.
         """
         held = MONOTONIC() < direct_read.held_until_s
         whole = {
             i
             for leased in direct_read.blocks
             for i, slot, generation in zip(leased.indexes, leased.slots, leased.generations, strict=True)
-            if held and leased.memory.generation(slot) == generation
+            if held and leased.memory.generation(slot) == generation and i not in wrong
         }
         with self._changed:
             for serial in direct_read.serials:
@@ -191,18 +209,20 @@ class DirectReads:
         by_serial: dict[int, LeasedBlocks] = {}
         now_s = MONOTONIC()
         with self._lock:
-            for i, (serial, slot, generation) in enumerate(places):
+            for i, (serial, slot, generation, checksum) in enumerate(places):
                 slab = self._slabs.get(serial)
                 if slab is None or slot >= slab.memory.num_slots or direct_read.nbytes > slab.memory.slot_bytes:
                     continue
                 leased = by_serial.get(serial)
                 if leased is None:
-                    leased = by_serial[serial] = LeasedBlocks(slab.memory, [], [], [])
+                    leased = by_serial[serial] = LeasedBlocks(slab.memory, [], [], [], [])
                     slab.num_leases += 1
                     slab.direct_read_s = now_s
                 leased.indexes.append(i)
                 leased.slots.append(slot)
                 leased.generations.append(generation)
+                if not self._verified:
+                    leased.checksums.append(checksum)
         direct_read.blocks.extend(by_serial.values())
         direct_read.serials.extend(by_serial)
 

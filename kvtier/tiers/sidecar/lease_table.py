@@ -13,12 +13,12 @@ from kvtier.identity.keys import StoreKey
 from kvtier.memory.slab_layout import SharedSlab
 from kvtier.tiers.base import Tier
 from kvtier.tiers.lease import Lease, LeasingTier, MappableSlab, SlotRef
-from kvtier.tiers.sidecar.messages import NO_SLAB, pack_numbers
+from kvtier.tiers.sidecar.messages import NO_SLAB, PLACE_FIELDS, pack_numbers
 
 NO_LEASE = 0
 """Id of what lends nothing."""
 _NOTHING = {"lease": NO_LEASE, "not_ready": b""}
-_NOWHERE = SlotRef(NO_SLAB, 0, 0)
+_NOWHERE = SlotRef(NO_SLAB, 0, 0, 0)
 _SHARE_S = 1.0
 """Seconds that a descriptor of a slab may take to be had."""
 
@@ -37,9 +37,16 @@ class LeaseTable:
         self._ready: set[int] = set()
         """Serial numbers of the slabs that the engine has mapped. Replaced under _lock, not changed."""
 
-    def lease(self, tier: Tier, keys: Sequence[StoreKey], nbytes: int) -> Mapping[str, object]:
-        """Id of the loan, the place of each block, until when it holds, and slabs that are worth mapping."""
-        lease = tier.lease(keys, nbytes, self._ready) if isinstance(tier, LeasingTier) else None
+    def lease(
+        self, tier: Tier, keys: Sequence[StoreKey], nbytes: int, *, verified: bool = True
+    ) -> Mapping[str, object]:
+        """Id of the loan, the place of each block, until when it holds, and slabs that are worth mapping.
+
+        :param verified: see `LeasingTier.lease`.
+        """
+        if not isinstance(tier, LeasingTier):
+            return _NOTHING
+        lease = tier.lease(keys, nbytes, self._ready, verified=verified)
         if lease is None:
             return _NOTHING
         with self._lock:
@@ -51,13 +58,11 @@ class LeaseTable:
         with self._lock:
             lease_id = next(self._ids)
             self._leases[lease_id] = lease
-        serials, slots, generations = zip(*(place or _NOWHERE for place in lease.places), strict=True)
+        columns = map(pack_numbers, zip(*(place or _NOWHERE for place in lease.places), strict=True))
         return {
             "lease": lease_id,
             "held_until_ms": int(lease.held_until_s * 1000),
-            "serials": pack_numbers(serials),
-            "slots": pack_numbers(slots),
-            "generations": pack_numbers(generations),
+            **dict(zip(PLACE_FIELDS, columns, strict=True)),
             "not_ready": not_ready,
         }
 

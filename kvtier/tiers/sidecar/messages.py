@@ -103,6 +103,10 @@ def unpack_places(packed: bytes, num_blocks: int, memory_bytes: int) -> list[tup
     return found
 
 
+PLACE_FIELDS = ("serials", "slots", "generations", "checksums")
+"""What the answer to `Verb.LEASE` says of each block: the fields of `SlotRef`, numbers each."""
+
+
 def pack_numbers(numbers: Sequence[int]) -> bytes:
     return np.asarray(numbers, dtype="<u8").tobytes()
 

@@ -129,7 +129,8 @@ class TierServer:
         if verb == Verb.DISCARD:
             return {"num_discarded": tier.discard(keys)}
         if verb == Verb.LEASE:
-            return self._lending.lease(tier, keys, request.number("payload_bytes"))
+            verified = bool(request.number("verified"))
+            return self._lending.lease(tier, keys, request.number("payload_bytes"), verified=verified)
         places = unpack_places(request.data("places"), len(keys), len(self._memory))
         views = [self._memory[offset : offset + length] for offset, length in places]
         if verb == Verb.READ:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.checksums import checksum
 from kvtier.errors import InvalidInputError
 from kvtier.identity.keys import StoreKey, tenant_id
 from kvtier.memory import memfd
@@ -171,6 +172,11 @@ def test_a_broken_block_is_not_lent_and_who_reads_it_has_it_dropped(
         slab.slot(place, BLOCK_BYTES)[BLOCK_BYTES - 1] ^= 1
         lease = lease_from(reader, KEYS[:4])
         assert are_leased(lease) == [True, True, False, True]
+        unseen = reader.lease(KEYS[:4], BLOCK_BYTES, ALL, verified=False)
+        assert unseen is not None
+        sums = [checksum(key, payload) for key, payload in zip(KEYS[:4], PAYLOADS, strict=False)]
+        assert [place.checksum for place in unseen.places if place is not None] == sums, "for the borrower to compare"
+        unseen.release()
         assert read_blocks(reader, KEYS[2:3], BLOCK_BYTES) == [None]
         assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": "pool"}) == 1
 

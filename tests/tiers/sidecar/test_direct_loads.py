@@ -56,6 +56,30 @@ def test_blocks_come_from_where_they_lie(address: str, tmp_path: Path) -> None:
         assert reader.count("kvtier_tier_batch_seconds_count", tier="pool", op="lease") > 0
 
 
+def test_a_device_that_verifies_finds_a_block_that_arrived_wrong(
+    address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tier process looks at none of what is lent; the block that differs comes once more, by way of the arena."""
+    with engine(tmp_path, address, verifies=True) as only:
+        saved = only.save()
+        only.get_ready()
+        only.device.num_verified = 0
+        only.device.spoils = 3
+        loaded = only.load_from_pool()
+        assert is_right(only, saved, loaded)
+        assert not loaded.failed
+        assert (only.device.num_verified, only.device.num_by_arena) == (NUM_BLOCKS, 1)
+    assert "1 have arrived with other bytes than their writer's" in caplog.text
+
+
+def test_a_device_that_could_verify_is_not_asked_where_the_host_does(address: str, tmp_path: Path) -> None:
+    with engine(tmp_path, address, verifies=True, verify_loads="host") as only:
+        saved = only.save()
+        only.get_ready()
+        assert is_right(only, saved, only.load_from_pool())
+        assert only.device.num_verified == 0
+
+
 @pytest.mark.parametrize("pool", [{"direct_loads": False}, {"shared_memory": False}])
 def test_it_can_be_switched_off(pool: dict[str, bool], address: str, tmp_path: Path) -> None:
     with engine(tmp_path, address, **pool) as only:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.clock import MONOTONIC
+from kvtier.codec.checksums import checksum
 from kvtier.memory import memfd
 from kvtier.memory.mapped_slab import MappedSlab
 from kvtier.testing.contract import make_key, read_blocks
@@ -62,6 +63,8 @@ def test_slabs_are_ready_once_the_engine_says_so(tier: PoolTier) -> None:
     slots = unpack_numbers(answer["slots"])[:4]
     assert [bytes(slab.rows[slot][:BLOCK_BYTES]) for slot in slots] == PAYLOADS
     assert unpack_numbers(answer["generations"])[:4] == [slab.generation(slot) for slot in slots]
+    checksums = [checksum(key, payload) for key, payload in zip(KEYS, PAYLOADS, strict=True)]
+    assert unpack_numbers(answer["checksums"])[:4] == checksums
     assert 0 < answer["held_until_ms"] / 1000 - MONOTONIC() < PoolLimits().lease_s
     desk.release([answer["lease"]])
     desk.release([answer["lease"], NO_LEASE])

@@ -41,10 +41,19 @@ _LEAST_SHARE = 0.95
 """The share of the cached tokens that must come from where they are meant to."""
 _MOST_COPIES = {"host": 1.3, "pool": 1.6}
 """What a load is held to: one plain copy of its bytes, so many times, beyond a hit on the device."""
-_SWITCHES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "as configured by default": {},
-    "without direct reads": {"pool": {"direct_loads": False}},
-    "without the tier process": {"cache": {"io_process": False}},
+_Changes = Mapping[str, Mapping[str, Any]]
+"""What is set otherwise than by default, by section of the configuration."""
+_SWITCHES: Mapping[str, Mapping[str, _Changes]] = {
+    "pool": {
+        "as configured by default": {},
+        "verified on the host": {"cache": {"verify_loads": "host"}},
+        "without direct reads": {"pool": {"direct_loads": False}},
+        "without the tier process": {"cache": {"io_process": False}},
+    },
+    "host": {
+        "as configured by default": {},
+        "not by layer": {"engine": {"layerwise_loads": False}},
+    },
 }
 _SWITCH_ROUNDS = 5
 
@@ -67,22 +76,30 @@ def measure(setting: Setting) -> Iterator[Case]:
 
 
 def switches(setting: Setting) -> Iterator[Case]:
-    """What comes from the pool, with parts of the way switched off. Engines one after the other, the same model."""
+    """What comes from the pool and from host memory, with parts of the way switched off. Engines one after the other,
+    the same model."""
     model, config = _watched(setting)
-    op, measured = "time to first token from the pool", dict[str, Samples]()
+    measured: dict[str, dict[str, Samples]] = {tier: {} for tier in _SWITCHES}
 
-    def switched(name: str) -> Iterator[Case]:
+    def switched(tier: str, name: str) -> Iterator[Case]:
         samples = Samples()
-        with _documents(setting, model, config, _SWITCHES[name]) as documents:
+        with _documents(setting, model, config, _SWITCHES[tier][name]) as documents:
             for _ in range(setting.size(_SWITCH_ROUNDS, 1)):
-                note(samples, documents.from_pool())
-            measured[name] = samples
-            first, default = next(iter(measured.items()))
+                note(samples, documents.from_pool() if tier == "pool" else documents.from_host())
+            measured[tier][name] = samples
+            first, default = next(iter(measured[tier].items()))
             floor = (first, Samples(default.rounds_s[: len(samples.rounds_s)]))
-            figures = {"lent": median(documents.lent)}
+            figures = {"lent": median(documents.lent)} if documents.lent else {}
+            op = _op_of(tier)
             yield row(name, op, samples, floor=floor, figures=figures, round_bytes=documents.cached_bytes)
 
-    yield from each(setting, {f"{op}, {name}": partial(switched, name) for name in _SWITCHES})
+    plays = [(tier, name) for tier, changes in _SWITCHES.items() for name in changes]
+    yield from each(setting, {f"{_op_of(tier)}, {name}": partial(switched, tier, name) for tier, name in plays})
+
+
+def _op_of(tier: str) -> str:
+    """What rows of a report call a hit in this tier."""
+    return f"time to first token from {'the pool' if tier == 'pool' else 'host memory'}"
 
 
 class _WatchedModel(LlamaModel):
@@ -133,6 +150,15 @@ class _Documents:
         seconds = self._ask(self._prompts[0], "pool")
         self.lent.append((self._num_lent() - before) * _TOKENS_PER_BLOCK / self.cached)
         return seconds
+
+    def from_host(self) -> float:
+        """Seconds to the first token of a follow-up to the second document, computed before another one took its
+        place on the device."""
+        self._ask(self._prompts[1], None)
+        self._computed[self._prompts[1]] = self._sums()
+        self._first_token.settle()
+        self._first_token.ask(self._prompts[0].follow_up())
+        return self._ask(self._prompts[1], "host")
 
     def one_round(self) -> dict[str, float]:
         """Seconds to the first token, by where the document is."""
@@ -202,9 +228,7 @@ def _watched(setting: Setting) -> tuple[_WatchedModel, ModelConfig]:
 
 
 @contextlib.contextmanager
-def _documents(
-    setting: Setting, model: _WatchedModel, config: ModelConfig, changes: Mapping[str, Mapping[str, Any]]
-) -> Iterator[_Documents]:
+def _documents(setting: Setting, model: _WatchedModel, config: ModelConfig, changes: _Changes) -> Iterator[_Documents]:
     """The documents, in an engine and a pool of their own.
 
     :param changes: to the engine's configuration, by section.
@@ -224,7 +248,7 @@ def _documents(
         yield documents
 
 
-def _config(pool: PoolProcess, host_bytes: int, changes: Mapping[str, Mapping[str, Any]]) -> Config:
+def _config(pool: PoolProcess, host_bytes: int, changes: _Changes) -> Config:
     settings: dict[str, Any] = {
         "tenant": TENANT,
         "tenants": {TENANT: {"secret": "env:BENCH_SECRET", "token": "env:BENCH_TOKEN"}},
@@ -233,7 +257,7 @@ def _config(pool: PoolProcess, host_bytes: int, changes: Mapping[str, Mapping[st
         "pool": {"address": pool.unix},
     }
     for section, values in changes.items():
-        settings[section] = {**settings[section], **values}
+        settings[section] = {**settings.get(section, {}), **values}
     environ = {"BENCH_SECRET": "of a benchmark, shared with nobody", "BENCH_TOKEN": pool.token}
     return parse_config(settings, source="make gpu", environ=environ)
 

@@ -58,6 +58,14 @@ class FaultyKV:
     def scatter_all(self, sources: Sequence[Blocks], *, after: Fence | None) -> float:
         return self._inner.scatter_all(sources, after=None if self._fault is Fault.LOADS_UNFENCED else after)
 
+    def begin_verifying(self) -> bool:
+        return self._inner.begin_verifying()
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        return self._inner.wrong_blocks(device_slots, prefixes, checksums)
+
     @property
     def memory_use(self) -> MemoryUse:
         return self._inner.memory_use

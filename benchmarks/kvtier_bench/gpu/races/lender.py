@@ -3,7 +3,7 @@
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -86,13 +86,13 @@ class Lender:
                 if place is None:
                     continue
                 slab = self._slabs[place[0]]
-                blocks = lent.setdefault(place[0], LeasedBlocks(slab.mapped, [], [], []))
+                blocks = lent.setdefault(place[0], LeasedBlocks(slab.mapped, [], [], [], []))
                 blocks.indexes.append(index)
                 blocks.slots.append(place[1])
                 blocks.generations.append(slab.generations[place[1]])
         return DirectRead(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
 
-    def end_read(self, borrowed: DirectRead) -> list[bool]:
+    def end_read(self, borrowed: DirectRead, _wrong: Collection[int] = ()) -> list[bool]:
         """Returns whether each block was lent and kept its place, as `DirectReads.end_read` does."""
         whole = [False] * borrowed.num_blocks
         for serial, lent in zip(borrowed.serials, borrowed.blocks, strict=True):

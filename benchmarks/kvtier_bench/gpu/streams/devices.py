@@ -1,7 +1,7 @@
 """What stands between a mover and its copies in the model: Python's time, and when copies began and ended."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import cast
@@ -58,6 +58,14 @@ class TimedKV:
     @property
     def block_bytes(self) -> int:
         return self._inner.block_bytes
+
+    def begin_verifying(self) -> bool:
+        return False
+
+    def wrong_blocks(
+        self, device_slots: Sequence[int], prefixes: Sequence[bytes], checksums: Sequence[int]
+    ) -> list[int]:
+        return self._inner.wrong_blocks(device_slots, prefixes, checksums)
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -123,10 +131,10 @@ class LendingPool:
         lent: dict[int, LeasedBlocks] = {}
         for index, key in enumerate(keys):
             serial, slot = divmod(int.from_bytes(key[-8:], "big"), self._per_slab)
-            blocks = lent.setdefault(serial, LeasedBlocks(cast(MappedSlab, self._slabs[serial]), [], [], []))
+            blocks = lent.setdefault(serial, LeasedBlocks(cast(MappedSlab, self._slabs[serial]), [], [], [], []))
             blocks.indexes.append(index)
             blocks.slots.append(slot)
         return DirectRead(list(lent.values()), 1, len(keys), nbytes, math.inf, list(lent))
 
-    def end_read(self, borrowed: DirectRead) -> list[bool]:
-        return [True] * borrowed.num_blocks
+    def end_read(self, borrowed: DirectRead, wrong: Collection[int] = ()) -> list[bool]:
+        return [index not in wrong for index in range(borrowed.num_blocks)]

@@ -87,17 +87,22 @@ class PoolMemory:
         nbytes: int,
         ready: Collection[int],
         deadline: float,
+        *,
+        verified: bool,
         on_end: Callable[[int], None],
     ) -> PoolLease:
         """Holds blocks in the pool's memory and says where they lie. A large batch is not lent to its end: others can
         hold blocks, too.
 
+        :param verified: see `LeasingTier.lease`.
         :param on_end: told how many bytes were lent well.
         """
         windows = self._windows([nbytes] * len(keys), self._most_bytes(self._reads, deadline))
         # Where nothing is ready, nothing is held in vain: the pool would count it as read, and order its blocks by it.
         parts = list(islice(windows, _MOST_LENT)) if ready else []
-        return PoolLease(self._reads, keys, nbytes, parts, ready=ready, deadline=deadline, on_end=on_end)
+        return PoolLease(
+            self._reads, keys, nbytes, parts, ready=ready, deadline=deadline, verified=verified, on_end=on_end
+        )
 
     def acquire(self, keys: Sequence[StoreKey], sizes: Sequence[int], deadline: float) -> tuple[int, int]:
         """Holds blocks in place and copies nothing: (lease, how many are there). For measurements."""

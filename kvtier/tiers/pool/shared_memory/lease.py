@@ -8,7 +8,7 @@ from kvtier.codec.checksums import checksum
 from kvtier.identity.keys import StoreKey
 from kvtier.memory.slab_layout import SLAB_STRIDE, SharedSlab
 from kvtier.tiers.lease import MappableSlab, SlotRef
-from kvtier.tiers.pool.shared_memory.hold import PartHold
+from kvtier.tiers.pool.shared_memory.hold import HeldBlock, PartHold
 from kvtier.tiers.pool.shared_memory.link import MemoryLink
 from kvtier.tiers.pool.shared_memory.session import Session
 
@@ -45,14 +45,16 @@ class PoolLease:
         *,
         ready: Container[int],
         deadline: float,
+        verified: bool,
         on_end: Callable[[int], None],
     ) -> None:
         """Blocks until the pool has answered, and all that is to be lent is verified. Errors as of `MemoryLink`.
 
         :param parts: ranges of `keys` that are asked for in one message each. With none, nothing is lent.
+        :param verified: see `LeasingTier.lease`.
         :param on_end: told how many bytes were lent.
         """
-        self._nbytes, self._on_end = nbytes, on_end
+        self._nbytes, self._verified, self._on_end = nbytes, verified, on_end
         self.places: list[SlotRef | None] = [None] * len(keys)
         self.not_ready: dict[int, MappableSlab] = {}
         self.held_until_s = math.inf
@@ -80,16 +82,20 @@ class PoolLease:
     def _lease(
         self, hold: PartHold, first: int, keys: Sequence[StoreKey], ready: Container[int], deadline: float
     ) -> None:
-        """A block that is not whole is not lent: the read that follows finds out, and has it dropped."""
+        """Lends these blocks. One that is looked at and is not whole is not lent: the read that follows finds out, and
+        has it dropped."""
         for block in hold.blocks():
             if MONOTONIC() > deadline:
                 return
             slab = block.slab
             if slab.serial not in ready:
                 continue
-            if checksum(keys[block.position], slab.slot(block.slot, self._nbytes)) == block.checksum:
-                place = SlotRef(slab.serial, block.slot % SLAB_STRIDE, block.generation)
+            if not self._verified or self._is_whole(block, keys[block.position]):
+                place = SlotRef(slab.serial, block.slot % SLAB_STRIDE, block.generation, block.checksum)
                 self.places[first + block.position] = place
+
+    def _is_whole(self, block: HeldBlock, key: StoreKey) -> bool:
+        return checksum(key, block.slab.slot(block.slot, self._nbytes)) == block.checksum
 
     def _offer(self, link: MemoryLink, session: Session, numbers: Iterable[int], ready: Container[int]) -> None:
         slabs = session.slabs
