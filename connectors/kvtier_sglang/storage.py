@@ -63,7 +63,6 @@ class KvtierStorage(HiCacheStorage):
         :param kwargs: nothing that matters here.
         :raises ConfigError: another SGLang, or a configuration that cannot be.
         """
-        compat.require_version()
         settings = load_settings(storage_config.extra_config or {})
         config = settings.config
         set_up_logs_within(config.log.level, config.log.format)

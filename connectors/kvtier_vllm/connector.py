@@ -52,10 +52,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Raises `ConfigError`: another vLLM, another failure policy, a model or a configuration that cannot be."""
+        """Raises `ConfigError`: another failure policy, a model or a configuration that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         compat.log_as_vllm_does()
-        compat.require_version()
         compat.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
