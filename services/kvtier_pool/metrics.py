@@ -55,6 +55,16 @@ class PoolMetrics:
         )
         for reason in LOGIN_REFUSALS:
             self.logins_refused.labels(reason)
+        self.strangers_refused = Counter(
+            "kvtier_pool_strangers_refused",
+            "Connections that ended before a login: the peer spoke another protocol than the port (protocol), or the "
+            "two could not agree on TLS (tls).",
+            ["door", "reason"],
+            registry=registry,
+        )
+        for door in ("block", "http"):
+            for reason in ("protocol", "tls"):
+                self.strangers_refused.labels(door, reason)
         self.audit_lost = Counter(
             "kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.", registry=registry
         )
