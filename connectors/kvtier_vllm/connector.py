@@ -31,7 +31,7 @@ from kvtier_vllm.messages import StepMetadata, WorkerIdentity
 from kvtier_vllm.observe.kv_events import KVEvents
 from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.scheduler import SchedulerSide
-from kvtier_vllm.settings import load_settings, of_rank, tiers_of
+from kvtier_vllm.settings import load_settings, of_rank, shown_config
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         transfer = vllm_config.kv_transfer_config
-        tiers = tiers_of((transfer and transfer.kv_connector_extra_config) or {})
-        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, tiers=tiers)
+        config = shown_config((transfer and transfer.kv_connector_extra_config) or {})
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, config=config)
 
     def has_pending_push_work(self) -> bool:
         return self._on_scheduler().has_work

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from kvtier.protocol.block import Result, Verb
 from kvtier.store.tenant_counts import Counts
 
 LOGIN_REFUSALS = ("no_credentials", "short_token", "long_token", "unknown_token", "expired_token", "conflict", "role")
@@ -30,6 +31,9 @@ class PoolMetrics:
             ["verb", "result"],
             registry=registry,
         )
+        for verb in (verb for verb in Verb if verb is not Verb.HELLO):
+            for result in (*Result, "lost"):
+                self.block_calls.labels(verb, result)
         self.block_connections = Gauge(
             "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
         )
