@@ -145,6 +145,9 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """:param registry: where to register; a new one by default. Two `Metrics` cannot share one."""
         self.registry = registry if registry is not None else CollectorRegistry()
+        self._lock = threading.Lock()
+        self._with_state: set[str] = set()
+        """Tiers that have a state. Guarded by _lock."""
         self.tier_blocks = Counter(
             "kvtier_tier_blocks",
             "Blocks that a tier was asked for, by verb and answer (hit, miss, pending; stored, exists, full, ...). "
@@ -259,12 +262,28 @@ class Metrics:
             for fault in SealFault:
                 self.unopened_blocks.labels(tier, fault.value)
         if tier == "disk":
-            for state in (TierState.READ_ONLY, TierState.OFF):
-                self.degraded.labels(tier, state.value)
+            self._begin_disk(tier)
         for op, error in _KNOWN_ERRORS.get(tier, ()):
             self.io_errors.labels(tier, op, error)
 
     def set_state(self, tier: str, state: TierState) -> None:
         """Sets `tier_state`. A scrape at the same moment may see the one before, or none."""
+        with self._lock:
+            self._set_state(tier, state)
+
+    def _begin_disk(self, tier: str) -> None:
+        for state in (TierState.READ_ONLY, TierState.OFF):
+            self.degraded.labels(tier, state.value)
+        for why in ("new", "moved"):
+            self.disk_bytes.labels(tier, why)
+        self.torn_blocks.labels(tier)
+        self.foreign_files.labels(tier)
+        with self._lock:
+            if tier not in self._with_state:
+                self._set_state(tier, TierState.WRITABLE)
+
+    def _set_state(self, tier: str, state: TierState) -> None:
+        """Caller holds _lock."""
+        self._with_state.add(tier)
         for other in TierState:
             self.tier_state.labels(tier, other.value).set(other is state)

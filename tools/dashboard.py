@@ -131,6 +131,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[Query]]]]] = [
                         "write {{status}}",
                     ),
                     (rate(only("kvtier_pool_logins_refused_total"), "reason"), "login {{reason}}"),
+                    (rate(only("kvtier_pool_strangers_refused_total"), "door, reason"), "{{door}} wrong {{reason}}"),
                     (rate(only("kvtier_pool_block_connections_refused_total"), "job"), "max_connections"),
                     (rate(both("kvtier_tier_declined_blocks_total"), "tier, condition"), "{{tier}} {{condition}}"),
                 ],

@@ -13,6 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvtier.codec.stored_form import Codec
 from kvtier.device.kv import MemoryUse
 from kvtier.metrics import LEVELS_HELP, Metrics
 from kvtier.offload import HierarchyMetrics
@@ -21,6 +22,9 @@ from kvtier.store.tenant_counts import Counts
 from kvtier.system.process_metrics import describe_process
 from kvtier.tiers.common.gauges import MemoryGauges, RankMemory
 from kvtier.tiers.common.metered import TierCounts, TimedCalls
+from kvtier.tiers.common.packer import counted_forms
+from kvtier.tiers.pool.path_counts import PathCounts
+from kvtier.tiers.pool.tier import counted_pins
 from kvtier_engine.scheduling.metrics import EngineMetrics
 from kvtier_pool.metrics import PoolMetrics, UnwrittenBlocks
 
@@ -35,12 +39,7 @@ OPEN = {
     "error": "`BreakerOpen`, `UnavailableError`, `UnauthenticatedError`, `TierProcess`, `ENOSPC`, `EIO`, `ETIMEDOUT`, "
     "other names of errors",
     "tenant": "configured names, for operators only",
-    "path": "`shm`, `unix`, `tcp`, `tls`, `grpc`",
-    "codec": "`raw`, `lz4`, `planes-zstd`",
-    "form": "`raw`, `stored`",
-    "why": "`new`, `moved`",
     "condition": "names of conditions ([policies.md](policies.md))",
-    "reason": "`altered`, `plain`, `unknown_key`, `newer_key`, `changed_before`",
     "limit": "`max_connections`, `num_threads`, `max_calls_in_flight`, `max_event_streams`, `max_requests_per_s`, "
     "`max_bytes_per_s`",
     "verb": "names of verbs",
@@ -48,7 +47,6 @@ OPEN = {
     "result": "`ok`, names of errors, `lost`",
     "version": "of kvtier",
     "python_version": "of Python",
-    "state": "`writable`, `read_only`, `off`",
     "status": "`pinned`, `miss`, `full`, `not_offered`",
 }
 """Values of labels that nothing lists at the start of a process."""
@@ -103,6 +101,11 @@ def _engine() -> list[Row]:
     for tier in ENGINE_TIERS:
         TimedCalls(tier, metrics)
         metrics.begin(tier)
+    counted_pins("pool", metrics)
+    for codec in Codec:
+        counted_forms(codec, "disk", metrics)
+    for path in ("shm", "unix", "tcp", "tls", "grpc"):
+        PathCounts(path, metrics)
     metrics.levels.take({(name, tier): 0.0 for name in LEVELS_HELP for tier in ("host", *ENGINE_TIERS)})
     return _rows(registry, [metrics, hierarchy, hierarchy.prefix, engine])
 
@@ -117,6 +120,7 @@ def _pool() -> list[Row]:
     for tier in POOL_TIERS:
         metrics.begin(tier)
     for tier in POOL_TIERS[1:]:
+        counted_forms(Codec.RAW, tier, metrics)
         TimedCalls(tier, metrics)
         store.prepare_tier(tier)
     metrics.levels.take({(name, tier): 0.0 for name in LEVELS_HELP for tier in POOL_TIERS})

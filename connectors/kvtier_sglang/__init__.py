@@ -15,6 +15,9 @@ __all__ = ["KvtierStorage"]
 def __getattr__(name: str) -> Any:
     """Imports the backend when somebody asks for it: SGLang imports this package in processes that do not use it."""
     if name == "KvtierStorage":
+        from kvtier_sglang.version import require_version
+
+        require_version()  # before what another release may not have
         from kvtier_sglang.storage import KvtierStorage
 
         return KvtierStorage

@@ -14,21 +14,10 @@ from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from kvtier.errors import ConfigError
-
-SUPPORTED = ("0.5.23",)
 _REPLICATED = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool)
 """Host pools of which all tensor-parallel ranks hold the same, where the model's KV is of that kind."""
 _CHANGES_WEIGHTS = frozenset(("model_runner.update_model_fields", "scheduler.weight_version"))
 """What SGLang notes beside its options when it has taken other weights from disk, or been told that they are others."""
-
-
-def require_version() -> None:
-    """Raises `ConfigError` for an SGLang that this backend was not tried with."""
-    if sglang.__version__ not in SUPPORTED:
-        raise ConfigError(
-            f"kvtier works with SGLang {', '.join(SUPPORTED)}, this is {sglang.__version__}: install one of these"
-        )
 
 
 def version() -> str:

@@ -13,6 +13,18 @@ from kvtier.offload import PrefixTokens
 from kvtier.system.process_metrics import build_info
 
 _LOOK_S = 1.0
+_OF_POOLS = {
+    "query": ("hit", "miss"),
+    "read": ("hit", "miss", "previous"),
+    "write": ("stored", "exists", "owed", "dropped"),
+}
+"""What may come of the pages of a pool, by what SGLang asks for."""
+_OF_NO_POOL = [
+    *(("all", "query", status) for status in ("hit", "miss")),
+    *(("any", "write", status) for status in ("retried", "dropped")),
+    *(("any", op, "refused") for op in ("query", "read", "write", "clear")),
+]
+"""What is counted for no single pool: what the name stands for, what SGLang asks for, and what comes of it."""
 _MAX_SAMPLES = 1024
 """Batches between two looks of SGLang, which looks at every step."""
 
@@ -42,6 +54,8 @@ class StorageStats:
         )
         self._prefix = PrefixTokens(self.registry)
         self._prefix.begin([POOL])
+        for pool, op, status in _OF_NO_POOL:
+            self._pages.labels(pool, op, status)
         self._levels, self._look_at_s = metrics.levels, 0.0
         # Not on the registry, which has the same names for those who read it here: SGLang's server reads files.
         self._breakers = Gauge(
@@ -55,6 +69,12 @@ class StorageStats:
             op: deque(maxlen=_MAX_SAMPLES) for op in ("read", "write")
         }
         """Pages and GB/s of batches since the last drain. Guarded by _lock."""
+
+    def begin(self, pool: str) -> None:
+        """Makes the samples of a pool's pages, so that they read 0 before any came."""
+        for op, statuses in _OF_POOLS.items():
+            for status in statuses:
+                self._pages.labels(pool, op, status)
 
     def count(self, pool: str, op: str, status: str, amount: int = 1) -> None:
         """Counts pages."""

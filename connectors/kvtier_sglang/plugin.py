@@ -1,16 +1,29 @@
 """SGLang's general plug-in: what its options say of kvtier is looked at before SGLang loads a model."""
 
+import logging
+import pkgutil
 from typing import Any
+
+from kvtier.system.early_checks import only_refusing
 
 _CHECKED = "sglang.srt.arg_groups.validation_hook.check_server_args"
 """What SGLang calls once, in the process that the user has started, before it starts others."""
+_log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, kvtier used or not: it imports nothing of kvtier's core."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Called by SGLang in each of its processes, kvtier used or not: it imports next to nothing of kvtier."""
+    with only_refusing(_log):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_CHECKED, _require_startable, HookType.BEFORE)
+        pkgutil.resolve_name(_CHECKED)  # SGLang would log a traceback of a hook on something that is not there
+        HookRegistry.register(_CHECKED, _check, HookType.BEFORE)
+
+
+def _check(*args: Any, **kwargs: Any) -> None:
+    """Is called with what SGLang calls its own check with, whose signature may change."""
+    with only_refusing(_log):
+        _require_startable(*args, **kwargs)
 
 
 def _require_startable(server_args: Any) -> None:
@@ -23,10 +36,11 @@ def _require_startable(server_args: Any) -> None:
     extra = HybridCacheController.parse_storage_backend_extra_config(said)[0]
     if extra.get("class_name") != "KvtierStorage":
         return
+    from kvtier_sglang.version import require_version
+
+    require_version()  # before what another release may not have
     from kvtier.config.engine_attempts import engine_attempts
-    from kvtier_sglang.compat import require_version
     from kvtier_sglang.settings import load_settings
 
-    require_version()
     for attempt in engine_attempts(load_settings(extra).config, "cuda"):
         attempt()

@@ -63,7 +63,6 @@ class KvtierStorage(HiCacheStorage):
         :param kwargs: nothing that matters here.
         :raises ConfigError: another SGLang, or a configuration that cannot be.
         """
-        compat.require_version()
         settings = load_settings(storage_config.extra_config or {})
         config = settings.config
         set_up_logs_within(config.log.level, config.log.format)
@@ -103,11 +102,13 @@ class KvtierStorage(HiCacheStorage):
         """:raises ConfigError: pages of this host pool cannot be had."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools.add(str(PoolName.KV), mem_pool_host)
+        self._stats.begin(str(PoolName.KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """One whose pages cannot be had is never there; it is logged."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.add_side_pool(str(host_pool_name), host_pool)
+        self._stats.begin(str(host_pool_name))
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages are there from the first one on without a gap."""

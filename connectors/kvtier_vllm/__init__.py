@@ -15,6 +15,9 @@ __all__ = ["KvtierConnector"]
 def __getattr__(name: str) -> Any:
     """Imports the connector when somebody asks for it: vLLM imports this package in processes that do not use it."""
     if name == "KvtierConnector":
+        from kvtier_vllm.version import require_version
+
+        require_version()  # before what another release may not have
         from kvtier_vllm.connector import KvtierConnector
 
         return KvtierConnector

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import vllm
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -30,7 +29,6 @@ from vllm.v1.request import Request
 from kvtier.errors import ConfigError
 from kvtier.system.logs import Format, Level, set_up_logs_within
 
-SUPPORTED = ("0.32.",)
 _RECOMPUTE = "recompute"
 _ALIGNED = "align"
 """How vLLM says that it keeps states at the ends of blocks."""
@@ -65,13 +63,6 @@ def register(connector: type) -> None:
     """Lets vLLM find the connector by its name alone: so MultiConnector looks for the statistics of its children."""
     if connector.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
-
-
-def require_version() -> None:
-    """Raises `ConfigError` for a vLLM that this connector was not tried with."""
-    if not vllm.__version__.startswith(SUPPORTED):
-        known = ", ".join(f"{prefix}x" for prefix in SUPPORTED)
-        raise ConfigError(f"kvtier works with vLLM {known}, this is {vllm.__version__}: install one of these")
 
 
 def require_recompute(policy: str) -> None:

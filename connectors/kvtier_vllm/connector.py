@@ -31,7 +31,7 @@ from kvtier_vllm.messages import StepMetadata, WorkerIdentity
 from kvtier_vllm.observe.kv_events import KVEvents
 from kvtier_vllm.observe.stats import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.scheduler import SchedulerSide
-from kvtier_vllm.settings import load_settings, of_rank, tiers_of
+from kvtier_vllm.settings import load_settings, of_rank, shown_config
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Raises `ConfigError`: another vLLM, another failure policy, a model or a configuration that cannot be."""
+        """Raises `ConfigError`: another failure policy, a model or a configuration that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
         compat.log_as_vllm_does()
-        compat.require_version()
         compat.require_recompute(self._kv_transfer_config.kv_load_failure_policy)
         tokens_per_block = compat.tokens_per_block(vllm_config, kv_cache_config)
         settings = load_settings(self._kv_transfer_config.kv_connector_extra_config or {}, tokens_per_block)
@@ -193,8 +192,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         transfer = vllm_config.kv_transfer_config
-        tiers = tiers_of((transfer and transfer.kv_connector_extra_config) or {})
-        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, tiers=tiers)
+        config = shown_config((transfer and transfer.kv_connector_extra_config) or {})
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, config=config)
 
     def has_pending_push_work(self) -> bool:
         return self._on_scheduler().has_work

@@ -34,7 +34,6 @@ class _Use(NamedTuple):
 
 def require_settings(transfer: KVTransferConfig) -> None:
     """Raises `ConfigError` for what `--kv-transfer-config` alone shows: policy, keys, files, secrets, folders."""
-    compat.require_version()
     for use in _uses(transfer):
         for policy in use.failure_policies:
             compat.require_recompute(policy)

@@ -21,6 +21,7 @@ from kvtier.identity.keys import BlockKey
 from kvtier.metrics import Metrics
 from kvtier.offload import Block, Directory, JobResult
 from kvtier.offload.messages import decode, encode
+from kvtier.system.logs import log_fields
 from kvtier.system.tracing import tracing
 from kvtier_vllm.compat import boundary_states, frees_late
 from kvtier_vllm.content.contents import Contents
@@ -126,10 +127,11 @@ class SchedulerSide:
 
     def add(self, request: Request) -> None:
         """A new request."""
-        if self._work is None:
-            self._admission.pass_over(request)
-        else:
-            self._admission.add(request, self._work.cache.hashers, self._work.cache.weights.digest)
+        with log_fields(request_id=request.request_id):
+            if self._work is None:
+                self._admission.pass_over(request)
+            else:
+                self._admission.add(request, self._work.cache.hashers, self._work.cache.weights.digest)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that can be loaded, which happens between steps; None: ask again."""

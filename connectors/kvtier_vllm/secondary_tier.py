@@ -37,6 +37,7 @@ from kvtier_vllm.secondary.lookups import Lookups
 from kvtier_vllm.secondary.metrics import DEFINITIONS, TierStats
 from kvtier_vllm.secondary.transfers import Limits, Transfers
 from kvtier_vllm.settings import load_settings
+from kvtier_vllm.version import require_version
 
 _log = logging.getLogger(__name__)
 _PARAMS = "kvtier"
@@ -74,7 +75,7 @@ class KvtierTier(SecondaryTierManager):
         :raises ConfigError: another vLLM, an engine whose hashes say too little, or a configuration that cannot be.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        compat.require_version()
+        require_version()
         compat.log_as_vllm_does()
         engine = scheduler_config(offloading_spec)
         require_usable(engine)

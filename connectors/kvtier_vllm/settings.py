@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm.config import ParallelConfig
 
-from kvtier.build.tiers import DISK, POOL, names_of_tiers
 from kvtier.config import Config, merge_tables, parse_config
 from kvtier.errors import ConfigError
 
@@ -74,10 +73,10 @@ def of_worker(config: Config, name: str) -> Config:
     return config.model_copy(update={"disk": disk})
 
 
-def tiers_of(extra: Mapping[str, Any]) -> list[str]:
-    """The tiers below host memory, for a process that only shows what others count: all there may be where the
-    configuration is no good, which is told where it matters."""
+def shown_config(extra: Mapping[str, Any]) -> Config | None:
+    """The configuration, for a process that only shows what others count; None where it is no good, which is told where
+    it matters."""
     try:
-        return names_of_tiers(load_settings(extra, _ANY_TOKENS))
+        return load_settings(extra, _ANY_TOKENS)
     except ConfigError:
-        return [DISK, POOL]
+        return None

@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from kvtier.build.hashers import tenant_hasher
-from kvtier.build.tiers import DISK, POOL, borrows, has_io_process, names_of_tiers, tiers_below
+from kvtier.build.tiers import DISK, POOL, begin_metrics, borrows, has_io_process, names_of_tiers, tiers_below
 from kvtier.clock import MONOTONIC
 from kvtier.config import Config
 from kvtier.device.kv import DeviceKV
@@ -156,8 +156,7 @@ def mover_half(  # noqa: PLR0913 - the parts that it is put together from
         device.attach(arena)
         opened, process = stack.enter_context(tiers_below(config, namespace, arena, inventory.on_event, metrics))
         below = {tier.name: tier for tier in opened}
-        for name in below:
-            metrics.begin(name)
+        begin_metrics(config, metrics)
 
         def forget_untold(tier: str) -> None:
             if process is not None:

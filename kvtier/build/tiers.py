@@ -15,18 +15,20 @@ from kvtier.memory import memfd
 from kvtier.memory.arena import Arena
 from kvtier.memory.pieces import Payload, Target
 from kvtier.metrics import Metrics
-from kvtier.net.address import UNIX_PREFIX
+from kvtier.net.address import GRPC_PREFIX, UNIX_PREFIX
 from kvtier.net.tls import ClientTls, client_tls
 from kvtier.tiers.base import Tier, TierOf
 from kvtier.tiers.common.breaker import CircuitBreaker
 from kvtier.tiers.common.metered import Metered
+from kvtier.tiers.common.packer import counted_forms
 from kvtier.tiers.common.per_tenant import PerTenant
 from kvtier.tiers.common.traced import traced
 from kvtier.tiers.disk.medium.direct_io import DirectIo
 from kvtier.tiers.disk.state.segment_files import SyncPolicy
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.pool.access import PoolAccess, open_transport
-from kvtier.tiers.pool.tier import PoolTier
+from kvtier.tiers.pool.path_counts import PathCounts
+from kvtier.tiers.pool.tier import PoolTier, counted_pins
 from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, SidecarTier, TierProcess
 
 DISK, POOL = "disk", "pool"
@@ -104,7 +106,7 @@ def shared_tier(config: Config, namespaces: Sequence[NamespaceId], metrics: Metr
     if not config.pool.address:
         yield None
         return
-    metrics.begin(POOL)
+    _begin_pool(config, metrics)
     pool = _open_pool(config, namespaces, metrics)
     with contextlib.closing(pool.tier):
         yield SharedTier(traced(Metered(pool.tier, metrics)), pool.pin)
@@ -160,6 +162,35 @@ def names_of_tiers(config: Config) -> list[str]:
     """The names of the tiers below host memory, from the fastest to the slowest."""
     disk = [DISK] if config.disk.directory is not None else []
     return disk + ([POOL] if config.pool.address else [])
+
+
+def begin_metrics(config: Config, metrics: Metrics) -> None:
+    """Makes the samples of what an engine's tiers below host memory count: they read 0 before anything happened, in
+    whichever process it will."""
+    if config.disk.directory is not None:
+        metrics.begin(DISK)
+        counted_forms(Codec.parse(config.disk.codec), DISK, metrics)
+    if config.pool.address:
+        _begin_pool(config, metrics)
+
+
+def _begin_pool(config: Config, metrics: Metrics) -> None:
+    metrics.begin(POOL)
+    counted_pins(POOL, metrics)
+    for path in _paths(config):
+        PathCounts(path, metrics)
+
+
+def _paths(config: Config) -> set[str]:
+    """The paths that blocks may take to the pool, as metrics call them."""
+    found: set[str] = set()
+    for address in config.pool.address:
+        if address.startswith(UNIX_PREFIX):
+            found |= {"unix", "shm"} if config.pool.shared_memory else {"unix"}
+        else:
+            in_clear = config.pool_tls() is None
+            found.add("grpc" if address.startswith(GRPC_PREFIX) else "tcp" if in_clear else "tls")
+    return found
 
 
 def _open_tiers(config: Config, namespace: NamespaceId, on_event: EventSink, metrics: Metrics) -> list[Tier]:

@@ -13,5 +13,5 @@ class LogConfig(Section):
     engine's level in vLLM and SGLang. With `error`, nothing tells that blocks miss because a tier is left alone."""
     format: Literal["text", "json"] | None = None
     """`json` writes an object a line: `time`, `level`, `logger`, `message`, `pid`, and where they are known `peer`,
-    `tenant`, `request_id` and `tier`. Without it `text` in kvtier's own processes, and the engine's own format in vLLM
-    and SGLang, whose process of slow tiers then logs text."""
+    `tenant`, `request_id` (an engine's), `tier` and `trace_id`. Without it `text` in kvtier's own processes, and the
+    engine's own format in vLLM and SGLang, whose process of slow tiers then logs text."""

@@ -26,6 +26,9 @@ _TABLE: tuple[tuple[type[KvtierError], grpc.StatusCode], ...] = (
     (ClosedError, grpc.StatusCode.UNAVAILABLE),
 )
 
+CODES = (grpc.StatusCode.OK, *dict.fromkeys(code for _, code in _TABLE), grpc.StatusCode.UNKNOWN)
+"""The status codes of calls that a server has answered."""
+
 
 def code_for(error: KvtierError) -> grpc.StatusCode:
     """The status a server answers when `error` ended a call."""

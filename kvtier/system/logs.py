@@ -1,23 +1,29 @@
 """How kvtier's processes write their log: one format for all of them, as text or as JSON lines.
 
-A JSON line has `time` (UTC), `level`, `logger`, `message` and `pid`; `peer`, `tenant`, `request_id` and `tier` where
-they are known, and `traceback` where there is one. Secrets never reach a log record: tokens are named by their ids.
+A JSON line has `time` (UTC), `level`, `logger`, `message` and `pid`; `peer`, `tenant`, `request_id`, `tier` and
+`trace_id` where they are known; and `traceback` where there is one. Secrets never reach a log record: tokens are named
+by their ids.
 """
 
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Literal, TextIO
+
+from kvtier.system.tracing import tracing
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["text", "json"]
 
 OURS = ("kvtier", "kvtier_pool", "kvtier_engine", "kvtier_vllm", "kvtier_sglang", "kvtier_bench")
 """The loggers of our packages."""
-_FIELDS = ("peer", "tenant", "request_id", "tier")
+_FIELDS = ("peer", "tenant", "request_id", "tier", "trace_id")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _NOTHING: Mapping[str, str] = {}
 _bound: ContextVar[Mapping[str, str]] = ContextVar("kvtier_log_fields", default=_NOTHING)
@@ -48,7 +54,7 @@ class TextLines(logging.Formatter):
         super().__init__(_TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        about = " ".join(f"{name}={value}" for name, value in _bound.get().items())
+        about = " ".join(f"{name}={value}" for name, value in _about().items())
         return f"{super().formatMessage(record)} [{about}]" if about else super().formatMessage(record)
 
 
@@ -60,9 +66,23 @@ def bind_log_fields(**fields: str) -> None:
     _bound.set(fields)
 
 
+@contextmanager
+def log_fields(**fields: str) -> Iterator[None]:
+    """Lines that this thread (or task) logs meanwhile have these fields, too; a microsecond.
+
+    :param fields: as those of `bind_log_fields`.
+    """
+    before = _bound.set({**_bound.get(), **fields})
+    try:
+        yield
+    finally:
+        _bound.reset(before)
+
+
 def set_up_logs(level: Level | int | None = None, format: Format | None = None, stream: TextIO | None = None) -> None:
     """Sends all that this process logs to standard error, whatever was set up before. For processes that are ours.
 
+    As JSON, what ends a thread is a line, too; as text, Python writes its traceback as it always does.
     Packages of others log from INFO on, or from `level` where that is higher: their debug lines may hold secrets.
 
     :param level: of kvtier's own lines; None: `info`.
@@ -76,6 +96,8 @@ def set_up_logs(level: Level | int | None = None, format: Format | None = None, 
     for name in OURS:
         logging.getLogger(name).setLevel(own)
     logging.captureWarnings(True)
+    if format == "json":
+        sys.excepthook, threading.excepthook = _log_uncaught, _log_uncaught_of
 
 
 def set_up_logs_within(level: Level | None, format: Format | None, names: Iterable[str] = OURS) -> None:
@@ -109,8 +131,30 @@ def _handler(format: Format, stream: TextIO | None) -> logging.Handler:
     return handler
 
 
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Stands in the place of `sys.excepthook`."""
+    _log_end_of("main", error)
+
+
+def _log_uncaught_of(ended: threading.ExceptHookArgs) -> None:
+    """Stands in the place of `threading.excepthook`."""
+    if ended.exc_type is not SystemExit:  # which ends a thread in silence
+        name = ended.thread.name if ended.thread is not None else "unknown"
+        _log_end_of(name, ended.exc_value)
+
+
+def _log_end_of(thread: str, error: BaseException | None) -> None:
+    logging.getLogger(OURS[0]).critical("an exception that nothing caught ended thread %s", thread, exc_info=error)
+
+
+def _about() -> Mapping[str, str]:
+    """What the lines of the present thread are about: what was bound, and the trace that it works within."""
+    context = tracing.context()
+    return {**_bound.get(), "trace_id": context[3:35]} if context else _bound.get()
+
+
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
     """What is known of the line beside its message: what the record was given wins over what the thread is bound to."""
-    bound = _bound.get()
-    known = {name: getattr(record, name, bound.get(name)) for name in _FIELDS}
+    about = _about()
+    known = {name: getattr(record, name, about.get(name)) for name in _FIELDS}
     return {name: value for name, value in known.items() if value is not None}

@@ -6,15 +6,18 @@ import io
 import json
 import logging
 import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvtier.clock import MONOTONIC
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, InvalidInputError
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ServerTls
+from kvtier.net.tls_errors import explained
 from kvtier_pool.wrong_protocol import http_refusal
 
 _log = logging.getLogger(__name__)
@@ -25,8 +28,12 @@ Answers = Callable[[str, str, str | None, str], tuple[int, dict[str, Any]]]
 """Gives status and JSON for method, path, `Authorization` and peer of a request."""
 Pages = Callable[[str | None, str], tuple[int, str, bytes]]
 """Gives status, content type and text for `Authorization` and peer of a request."""
+Strangers = Callable[[str, Exception], None]
+"""Hears of a peer, and why it was refused."""
 _REQUEST_TIMEOUT_S = 10.0
 """How long a peer may take for its handshake, for its request as a whole, and to take the answer."""
+_TLS = b"\x16"
+"""What a peer begins with that wants TLS."""
 _MAX_REQUEST_BYTES = 16 << 10
 """What is read of a request. `http.server` would read 6 MB of headers, and make objects of them all."""
 _PAUSE_S = 0.1
@@ -39,11 +46,15 @@ def _no_tenants(method: str, path: str, authorization: str | None, peer: str) ->
     return 404, {"error": "there are no tenants here"}
 
 
+def _nothing(peer: str, error: Exception) -> None:
+    """Nobody wants to know."""
+
+
 class StatusServer:
     """Answers `GET /healthz` (200 and `ok`, or 503 with the reason), `GET /metrics`, and what is below `/tenants`, each
     on a thread of its own."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it answers, path by path
         self,
         listen: str,
         metrics: Pages,
@@ -51,6 +62,7 @@ class StatusServer:
         degraded: Callable[[], list[str]],
         files: TlsFiles | None = None,
         tenants: Answers = _no_tenants,
+        on_stranger: Strangers = _nothing,
     ) -> None:
         """
         :param listen: `host:port` or `[v6]:port`; port 0: a free one. Bound at once: `ConfigError` when it cannot be.
@@ -59,6 +71,8 @@ class StatusServer:
         :param degraded: what works less well than it should while it serves: lines below the `ok`; called from any
             thread.
         :param tenants: answers what is below `/tenants`, by method, path, `Authorization` and peer; called from any
+            thread.
+        :param on_stranger: told of a peer, `host:port`, that was refused before it could ask, and why; called from any
             thread.
         :param files: HTTPS instead. Nobody is asked for a certificate: probes have none.
         """
@@ -105,7 +119,7 @@ class StatusServer:
 
         host, _, port = listen.rpartition(":")
         try:
-            self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), Handler, tls)
+            self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), Handler, tls, on_stranger)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen on http {listen!r}: {error}; use host:port with a free port") from error
         self._thread = threading.Thread(target=self._serve, name="kvtier-http", daemon=True)
@@ -134,8 +148,13 @@ def _health(problem: str | None, degraded: Callable[[], list[str]]) -> tuple[int
 
 def _asker(request: BaseHTTPRequestHandler) -> tuple[str | None, str]:
     """The `Authorization` of a request, and who has sent it."""
-    host, port = request.client_address[:2]
-    return request.headers.get("Authorization"), f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return request.headers.get("Authorization"), _peer(request.client_address)
+
+
+def _peer(client_address: Any) -> str:
+    """What the logs call the peer at an address as sockets have it."""
+    host, port = client_address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _received(arriving: io.BufferedIOBase, connection: socket.socket) -> bytes:
@@ -164,10 +183,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ServerTls | None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
+        tls: ServerTls | None,
+        on_stranger: Strangers,
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.stopping = threading.Event()
         self._tls = tls
+        self._on_stranger = on_stranger
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}
         """Open connections by the client's address, oldest first. Guarded by _lock."""
@@ -201,20 +227,36 @@ class _Server(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """`socketserver`'s; on the connection's thread."""
-        if self._tls is None:
-            super().finish_request(request, client_address)
-            return
         request.settimeout(_REQUEST_TIMEOUT_S)
-        if request.recv(1, socket.MSG_PEEK) not in (b"\x16", b""):
-            request.sendall(http_refusal("this port speaks HTTPS"))
-            return
-        with self._tls.wrap(request) as encrypted:
+        first = request.recv(1, socket.MSG_PEEK)
+        if first and (first == _TLS) != (self._tls is not None):
+            spoken, wanted = ("TLS", "HTTP") if self._tls is None else ("no TLS", "HTTPS")
+            self._on_stranger(
+                _peer(client_address), InvalidInputError(f"{spoken} at the pool's HTTP port, which speaks {wanted}")
+            )
+            request.sendall(http_refusal(f"this port speaks {wanted}"))
+        elif self._tls is None:
+            super().finish_request(request, client_address)
+        else:
+            self._finish_encrypted(request, client_address, self._tls)
+
+    def _finish_encrypted(self, request: socket.socket, client_address: Any, tls: ServerTls) -> None:
+        with tls.wrap(request) as encrypted:
             with self._lock:
                 if client_address in self._open:
                     self._open[client_address] = encrypted
-            encrypted.do_handshake()
+            try:
+                encrypted.do_handshake()
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                raise  # a probe that asks no more than whether somebody listens
+            except ssl.SSLError as error:
+                self._on_stranger(_peer(client_address), explained(error, encrypted))
+                return
             super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """`socketserver`'s would print a traceback for every probe that gives up."""
-        _log.debug("an HTTP connection failed", exc_info=True)
+        if isinstance(sys.exc_info()[1], OSError):
+            _log.debug("an HTTP connection failed", exc_info=True)
+        else:
+            _log.exception("an HTTP request failed")

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from urllib.parse import unquote
 
 from kvtier.clock import MONOTONIC, Clock
+from kvtier.net.tls_errors import TlsError
 from kvtier_pool.audit import AuditLog
 from kvtier_pool.auth import Authenticator, Login, LoginRefusedError
 from kvtier_pool.metrics import PoolMetrics
+from kvtier_pool.strangers import StrangerLog
 
 _NOBODY: frozenset[str] = frozenset()
 _FREE_FAILURES = 3
@@ -44,6 +46,7 @@ class Logins:
     ) -> None:
         self.authenticator = authenticator
         self.audit = audit
+        self._strangers = StrangerLog(clock)
         self._metrics = metrics
         self._clock = clock
         self._sleep = sleep
@@ -112,6 +115,15 @@ class Logins:
             if late is not None:
                 late.release()
 
+    def not_understood(self, door: str, peer: str, error: Exception) -> None:
+        """See `Door.not_understood`."""
+        reason = "tls" if isinstance(error, TlsError) else "protocol"
+        self._metrics.strangers_refused.labels(door, reason).inc()
+        self._strangers.note(peer, error)
+        self.audit.note_repeated(
+            "connection_refused", (door, _host(peer), reason), door=door, address=peer, reason=str(error)
+        )
+
     def _delay_s(self, host: str) -> float:
         now_s = self._clock()
         with self._lock:
@@ -171,6 +183,13 @@ class Door:
             limit=limit,
             name=name,
         )
+
+    def not_understood(self, error: Exception) -> None:
+        """Notes, logs and counts that the peer's connection was refused before it could log in.
+
+        :param error: why: it speaks another protocol than the port, or the two cannot agree on TLS.
+        """
+        self._logins.not_understood(self._door, self._peer, error)
 
     def is_current(self, login: Login) -> bool:
         """Whether the credentials would still be accepted."""

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from kvtier.protocol.block import Result, Verb
 from kvtier.store.tenant_counts import Counts
 
 LOGIN_REFUSALS = ("no_credentials", "short_token", "long_token", "unknown_token", "expired_token", "conflict", "role")
@@ -30,6 +31,9 @@ class PoolMetrics:
             ["verb", "result"],
             registry=registry,
         )
+        for verb in (verb for verb in Verb if verb is not Verb.HELLO):
+            for result in (*Result, "lost"):
+                self.block_calls.labels(verb, result)
         self.block_connections = Gauge(
             "kvtier_pool_block_connections", "Open connections of the block protocol.", registry=registry
         )
@@ -55,6 +59,16 @@ class PoolMetrics:
         )
         for reason in LOGIN_REFUSALS:
             self.logins_refused.labels(reason)
+        self.strangers_refused = Counter(
+            "kvtier_pool_strangers_refused",
+            "Connections that ended before a login: the peer spoke another protocol than the port (protocol), or the "
+            "two could not agree on TLS (tls).",
+            ["door", "reason"],
+            registry=registry,
+        )
+        for door in ("block", "http"):
+            for reason in ("protocol", "tls"):
+                self.strangers_refused.labels(door, reason)
         self.audit_lost = Counter(
             "kvtier_pool_audit_lines_lost", "Lines that the audit log had no room for.", registry=registry
         )

@@ -148,6 +148,7 @@ class PoolService:
                 self._core.degraded,
                 tls,
                 HttpTenants(self.administration, logins, in_clear=in_clear).answer,
+                lambda peer, error: logins.at("http", peer).not_understood(error),
             )
             self._http.start()
             undo.callback(self._http.stop)

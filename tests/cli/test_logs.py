@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from kvtier.errors import KvtierError
 from kvtier.identity.keys import tenant_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
-from kvtier.system.logs import OURS, bind_log_fields, set_up_logs, set_up_logs_within
+from kvtier.system.logs import OURS, bind_log_fields, log_fields, set_up_logs, set_up_logs_within
 from kvtier.system.processes import Service
+from kvtier.system.tracing import tracing
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, TierProcess
 
@@ -29,8 +31,9 @@ TOKEN = "of-red-0123456789abcdef"
 def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in map(logging.getLogger, OURS)]
-    of_root = root.handlers[:], root.level
+    of_root, hooks = (root.handlers[:], root.level), (sys.excepthook, threading.excepthook)
     yield
+    sys.excepthook, threading.excepthook = hooks
     logging.captureWarnings(False)
     root.handlers[:], root.level = of_root
     for logger, handlers, level, propagate in before:
@@ -46,30 +49,54 @@ def test_one_format_as_text_and_as_json() -> None:
     set_up_logs("debug", "json", written)
     log = logging.getLogger("kvtier_pool.block")
     bind_log_fields(peer="10.0.0.1:5", tenant="red")
-    log.warning("tier %s:\nleft alone", "pool", extra={"tier": "pool", "request_id": "r1"})
+    with tracing.within(f"00-{'ab' * 16}-{'cd' * 8}-01"), log_fields(request_id="r1"):
+        log.warning("tier %s:\nleft alone", "pool", extra={"tier": "pool"})
     try:
         raise ValueError("of a test")
     except ValueError:
         log.exception("a request failed")
     logging.getLogger("redis").debug("AUTH secret")
     first, second = map(json.loads, written.getvalue().splitlines())
-    assert {name: first[name] for name in ("level", "logger", "message", "peer", "tenant", "tier", "request_id")} == {
+    for of_all in ("time", "pid"):
+        assert of_all in first
+    assert {name: value for name, value in first.items() if name not in ("time", "pid")} == {
         "level": "warning",
         "logger": "kvtier_pool.block",
         "message": "tier pool:\nleft alone",
         "peer": "10.0.0.1:5",
         "tenant": "red",
-        "tier": "pool",
         "request_id": "r1",
+        "tier": "pool",
+        "trace_id": "ab" * 16,
     }
     assert first["time"].endswith("+00:00")
     assert "ValueError: of a test" in second["traceback"]
+    assert second.keys().isdisjoint(("trace_id", "request_id"))
     written.truncate(0)
     set_up_logs(stream=written)
     log.debug("not from info on")
     log.info("something")
     assert written.getvalue().endswith(" INFO kvtier_pool.block: something [peer=10.0.0.1:5 tenant=red]\n")
     assert "not from info on" not in written.getvalue()
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_what_ends_a_thread_is_a_line_of_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: type[BaseException]) -> None:
+        raise error("of a test")
+
+    written = io.StringIO()
+    set_up_logs(format="json", stream=written)
+    for error in (ValueError, SystemExit):
+        thread = threading.Thread(target=fail, args=(error,), name="kvtier-test")
+        thread.start()
+        thread.join()
+    sys.excepthook(KeyError, KeyError("at last"), None)
+    first, last = map(json.loads, written.getvalue().splitlines())
+    assert "ended thread kvtier-test" in first["message"]
+    assert "ValueError: of a test" in first["traceback"]
+    assert (last["level"], "KeyError" in last["traceback"]) == ("critical", True)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("logging_as_before")

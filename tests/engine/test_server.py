@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shlex
 import signal
 import socket
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
-from engine_process import CONFIG, PATIENCE_S, EngineProcess, engine_process, start_engine, until
+from engine_process import CONFIG, PATIENCE_S, EngineProcess, engine_process, official_client, start_engine, until
 from kvtier_engine.demo.demo_model import demo_model_path
 
+MODEL = "SmolLM2-135M-Instruct.Q4_1"
 DOCUMENT = "Our fleet: " + " ".join(f"ship {i} carries {7 * i % 31} crates;" for i in range(20))
 
 
@@ -182,6 +185,23 @@ def test_parameters_that_ask_for_nothing_pass(engine: EngineProcess) -> None:
     assert engine.chat(**nothing)["usage"]["completion_tokens"] == 1
 
 
+def test_each_answer_has_the_id_of_its_request(engine: EngineProcess) -> None:
+    with official_client(str(engine.client.base_url)) as client:
+        named = client.completions.create(
+            model=MODEL, prompt="a", max_tokens=1, extra_headers={"X-Request-Id": "mine.1"}
+        )
+        assert (named.id, named._request_id) == ("cmpl-mine.1", "mine.1")
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.completions.create(model="another", prompt="a", extra_headers={"X-Request-Id": "two\twords"})
+        assert refused.value.request_id is not None
+        assert re.fullmatch("[0-9a-f]{32}", refused.value.request_id)
+    with engine.client.stream(
+        "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True}
+    ) as stream:
+        first = next(line for line in stream.iter_lines() if line)
+    assert json.loads(first.removeprefix("data: "))["id"] == f"cmpl-{stream.headers['X-Request-Id']}"
+
+
 def test_bad_json_says_where(engine: EngineProcess) -> None:
     response = engine.client.post("/v1/completions", content=b'{"prompt": "a",\n "n": }')
     assert response.status_code == 400
@@ -287,7 +307,7 @@ for soft, hard in ((200, 300), (300, 300)):
 
 def test_models_health_and_metrics(engine: EngineProcess) -> None:
     (model,) = engine.client.get("/v1/models").json()["data"]
-    assert model["id"] == "SmolLM2-135M-Instruct.Q4_1"
+    assert model["id"] == MODEL
     assert engine.chat(model=model["id"])["model"] == model["id"]
     assert engine.client.get("/health").json() == {"status": "ok"}
     for name in ("engine_prompt_tokens_total", "engine_step_seconds_total", "engine_cache_seconds_total"):
@@ -314,12 +334,18 @@ def test_a_client_that_goes_away_cancels_its_request(engine: EngineProcess) -> N
 
 
 def test_sigterm_finishes_requests_and_exits_with_0(tmp_path: Path) -> None:
-    with engine_process(tmp_path) as engine, ThreadPoolExecutor(1) as thread:
+    """And the log, in JSON, says of each request what became of it."""
+    as_json = {"KVTIER__LOG__FORMAT": "json", "KVTIER__LOG__LEVEL": "debug"}
+    with engine_process(tmp_path, **as_json) as engine, ThreadPoolExecutor(1) as thread:
         answer = thread.submit(engine.complete, prompt="Once", max_tokens=4)
         until(lambda: engine.metric("kvtier_engine_running") == 1 or answer.done())
         engine.process.send_signal(signal.SIGTERM)
         assert answer.result(PATIENCE_S)["usage"]["completion_tokens"] == 4
         assert engine.process.wait(PATIENCE_S) == 0
+        assert engine.process.stderr is not None
+        logged = map(json.loads, engine.process.stderr)
+        about = [line for line in logged if f"cmpl-{line.get('request_id')}" == answer.result()["id"]]
+        assert any("prompt tokens" in line["message"] and line["tenant"] == "red" for line in about), about
         with pytest.raises(httpx.ConnectError):
             engine.client.get("/health")
 

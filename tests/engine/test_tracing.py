@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from cache_pool import TOKENS, CachePool, until
+from dashboard_rig import check_against_docs
 from engine_process import PATIENCE_S, EngineProcess, engine_process
 from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
+from promtool import check_page
 
 CLIENT = "00f067aa0ba902b7"
 """The span of whoever asks."""
@@ -30,6 +32,7 @@ def engine(receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> 
     traced = {"KVTIER__TRACING__ENDPOINT": receiver.url, "KVTIER__TRACING__SAMPLE_RATIO": "0"}
     table = {"KVTIER__POOL__ADDRESS": f"unix:{folder}/pool.sock", "KVTIER__TENANTS__RED__TOKEN": "env:RED_TOKEN"}
     settings = {"RED_TOKEN": TOKENS["red"], "KVTIER__CACHE__FETCH": "always"} | table
+    settings |= {"KVTIER__DISK__DIRECTORY": f"{folder}/disk"}
     with CachePool(folder, TOKENS, **traced) as pool, engine_process(folder, **traced, **settings) as running:
         for trace in (COLD, WARM):
             ask(running, f"00-{trace}-{CLIENT}-01")
@@ -63,6 +66,11 @@ def parents(spans: list[ReceivedSpan]) -> set[tuple[str, str]]:
 def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
     (found,) = (span for span in spans if span.name == name)
     return found
+
+
+def test_its_metrics_are_those_that_the_docs_tell_of_and_begin_at_0(engine: EngineProcess) -> None:
+    check_against_docs(engine.first_page, silent=["kvtier_tier_declined_blocks_total"])
+    check_page(engine.first_page)
 
 
 @pytest.mark.usefixtures("engine")

@@ -1,8 +1,11 @@
 """What the log says of peers that speak another protocol: where they are, in a line for many."""
 
+import json
 import logging
 import os
 import socket
+import ssl
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,13 @@ import pytest
 from block_rig import receive_rest
 from clock_rig import StillClock
 from kvtier.errors import InvalidInputError
-from kvtier_pool.block.strangers import StrangerLog, name_of
-from pool_rig import WAIT_S, running_pool
+from kvtier_pool.strangers import StrangerLog, name_of
+from pool_rig import WAIT_S, running_pool, until
 from tls_rig import Site
 
-LOGGER = "kvtier_pool.block.strangers"
+COUNTER = "kvtier_pool_strangers_refused_total"
+"""Of its samples: block and protocol, block and TLS, HTTP and protocol, HTTP and TLS."""
+LOGGER = "kvtier_pool.strangers"
 
 
 def test_a_line_for_many(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,6 +54,49 @@ def test_connections_of_strangers_leave_one_line_with_an_address(
                 receive_rest(stranger)
     (line,) = [message for message in caplog.messages if "refused" in message]
     assert line.startswith(f"connection from {names[0]} refused: ")
+
+
+@pytest.mark.parametrize("with_tls", [True, False])
+def test_peers_that_cannot_agree_on_tls_are_in_both_logs_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, with_tls: bool
+) -> None:
+    """At the block port and at the HTTP port: those without TLS, and those that do not trust the certificate."""
+    caplog.set_level(logging.INFO)
+    audit = str(tmp_path / "audit.jsonl")
+    with Site.build(tmp_path).pool(audit_log=audit) if with_tls else running_pool(audit_log=audit) as pool:
+        for address in (pool.block[0], pool.http):
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port)), WAIT_S) as plain:
+                plain.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert receive_rest(plain)
+            with socket.create_connection((host, int(port)), WAIT_S) as distrustful, pytest.raises(ssl.SSLError):
+                ssl.create_default_context().wrap_socket(distrustful, server_hostname=host)
+        with socket.create_connection((host, int(port)), WAIT_S):
+            pass  # a probe that asks no more than whether somebody listens
+        url = f"{'https' if with_tls else 'http'}://{pool.http}/metrics"
+        trusting = ssl._create_unverified_context() if with_tls else None
+
+        def counted() -> list[float]:
+            page = urllib.request.urlopen(url, timeout=WAIT_S, context=trusting).read().decode()
+            return [float(line.split()[1]) for line in page.splitlines() if line.startswith(COUNTER)]
+
+        until(lambda: counted() == ([1, 1, 1, 1] if with_tls else [2, 0, 1, 0]))
+    lines = map(json.loads, Path(audit).read_text().splitlines())
+    refused = [line for line in lines if line["event"] == "connection_refused"]
+    assert all(line["address"].startswith("127.0.0.1:") for line in refused)
+    reasons = [line["reason"] for line in refused]
+    if with_tls:
+        assert [line["door"] for line in refused] == ["block", "block", "http", "http"]
+        assert "HTTPS" in reasons[2]
+        assert all("does not accept this pool's certificate" in reason for reason in reasons[1::2])
+    else:
+        assert [(line["door"], line.get("repeated")) for line in refused] == [
+            ("block", None),
+            ("http", None),
+            ("block", 1),
+        ]
+        assert "TLS at the pool's HTTP port" in reasons[1]
+    assert any("refused: " in message for message in caplog.messages)
 
 
 def test_names_of_peers() -> None:

@@ -16,7 +16,7 @@ CASES: dict[str, list[tuple[str, str]]] = {
     "KvtierUnopenedBlocks": [
         ('kvtier_unopened_blocks_total{job="j",instance="p",tier="redis",reason="unknown_key"}', "0+1x60")
     ],
-    "KvtierTierDegraded": [('kvtier_tier_state{job="j",instance="p",tier="disk",state="writable"}', "1 0x60")],
+    "KvtierTierDegraded": [('kvtier_tier_state{job="j",instance="p",tier="disk",state="read_only"}', "0 1x60")],
     "KvtierTierBehind": [('kvtier_pool_evicted_unwritten_total{job="j",instance="p",tier="disk"}', "0+5x60")],
     "KvtierWritesRefused": [
         ('kvtier_pool_written_blocks_total{job="j",instance="p",status="stored"}', "0+80x60"),

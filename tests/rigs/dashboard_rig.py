@@ -1,7 +1,9 @@
 """What the tests of the dashboard and of Prometheus share."""
 
 import json
+import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import dashboard as tool  # noqa: E402 - from tools/, which is no package
 import metrics_page  # noqa: E402
 
-__all__ = ["DASHBOARD", "FOLDER", "GRAPHS", "ROOT", "known", "metrics_page", "plain", "tool"]
+__all__ = ["DASHBOARD", "FOLDER", "GRAPHS", "ROOT", "check_against_docs", "known", "metrics_page", "plain", "tool"]
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "grafana" / "kvtier.json").read_text())
 GRAPHS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
@@ -19,6 +21,17 @@ GRAPHS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 def known() -> set[str]:
     """The names of all metrics that the page tells of."""
     return {row.name for rows in metrics_page.sections().values() for row in rows}
+
+
+def check_against_docs(page: str, *, silent: Collection[str] = ()) -> None:
+    """Holds a process's page of metrics against docs/metrics.md, and every metric on it has a sample.
+
+    :param silent: metrics that have none before something has happened.
+    """
+    shown = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
+    assert shown - known() == set(), "docs/metrics.md lacks these"
+    sampled = {re.split("[{ ]", line)[0] for line in page.splitlines() if line and not line.startswith("#")}
+    assert {name for name in shown if sampled.isdisjoint({name, f"{name}_count"})} == {*silent}
 
 
 def plain(query: str) -> str:

@@ -44,6 +44,8 @@ _WITH_GRACE = "import kvtier.cli.main, kvtier_engine.cli as cli; cli._SHUTDOWN_G
 class EngineProcess:
     process: subprocess.Popen[str]
     client: httpx.Client
+    first_page: str
+    """The metrics before anybody asked for anything."""
 
     def chat(self, **body: Any) -> dict[str, Any]:
         return self.post("/v1/chat/completions", {"messages": FRANCE, "temperature": 0, **body})
@@ -73,7 +75,7 @@ def engine_process(folder: Path, *, grace_s: int | None = None, **environ: str) 
     try:
         url = _ready_url(process)
         with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=NO_KEEP_ALIVE) as client:
-            yield EngineProcess(process, client)
+            yield EngineProcess(process, client, client.get("/metrics").text)
     finally:
         process.kill()
         process.communicate(timeout=PATIENCE_S)

@@ -14,6 +14,7 @@ from kvtier.metrics import Metrics
 from kvtier_sglang.metrics import StorageStats
 
 stats = StorageStats(Metrics(), collects=True)
+stats.begin("kv")
 stats.count("kv", "read", "hit", 3)
 stats.note_waiting(7)
 shown = CollectorRegistry()
@@ -31,4 +32,5 @@ def test_sglang_shows_our_counters_beside_its_own(tmp_path: Path) -> None:
     )
     assert answer.returncode == 0, answer.stderr
     assert 'kvtier_sglang_pages_total{op="read",pool="kv",status="hit"} 3.0' in answer.stdout
+    assert 'kvtier_sglang_pages_total{op="write",pool="kv",status="owed"} 0.0' in answer.stdout
     assert "kvtier_sglang_waiting_bytes 7.0" in answer.stdout

@@ -13,10 +13,12 @@ import pytest
 from engine_lab import Lab
 from lab_child import EngineError
 from model_classes import found_out_here
+from prometheus_client import generate_latest
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm_rig import ENVIRON, settings, transfer
 
+from dashboard_rig import check_against_docs
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
@@ -211,7 +213,8 @@ def test_what_all_processes_count_is_shown_by_vllm() -> None:
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     types: Any = {kind: functools.partial(kind, registry=shown) for kind in kinds}
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    page = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]}, tiers=["pool"])
+    with_tiers = load_settings(settings(disk={"directory": "/kv"}, pool={"address": ["127.0.0.1:1"]}), 16)
+    page = KvtierPromMetrics(config, types, ["engine"], {0: ["0"]}, config=with_tiers)
 
     def value(name: str, **labels: str) -> float | None:
         return shown.get_sample_value(f"vllm:kvtier_{name}", {"engine": "0"} | labels)
@@ -221,6 +224,11 @@ def test_what_all_processes_count_is_shown_by_vllm() -> None:
     assert value("open_breakers", tier="pool") == 0
     assert value("corrupt_blocks_total", tier="pool") == 0
     assert value("tier_batch_seconds_count", tier="pool", op="read") == 0
+    assert value("path_bytes_total", path="tcp", op="read") == 0
+    assert value("codec_bytes_total", tier="disk", codec="raw", form="stored") == 0
+    check_against_docs(
+        generate_latest(shown).decode().replace("vllm:", ""), silent=["kvtier_tier_declined_blocks_total"]
+    )
     assert value("build_info", version=version("kvtier"), python_version=platform.python_version()) == 1
 
     ranks = [(metrics, Relay(metrics.registry)) for metrics in (Metrics(), Metrics())]

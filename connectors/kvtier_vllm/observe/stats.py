@@ -22,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.build.tiers import begin_metrics, names_of_tiers
+from kvtier.config import Config
 from kvtier.device.kv import MemoryUse
 from kvtier.metrics import LEVELS, Levels, Metrics
 from kvtier.offload import HierarchyMetrics
@@ -80,14 +82,16 @@ class KvtierStats(KVConnectorStats):
         return not self.data
 
 
-def zero_registry(tiers: Iterable[str]) -> CollectorRegistry:
-    """All that the processes of an engine with these tiers count, at 0: what there is before anything has happened."""
-    metrics, tiers = Metrics(), list(tiers)
+def zero_registry(config: Config | None) -> CollectorRegistry:
+    """All that the processes of an engine with this configuration count, at 0: what there is before anything has
+    happened. None: of no tier below host memory."""
+    metrics, tiers = Metrics(), [] if config is None else names_of_tiers(config)
     hierarchy = HierarchyMetrics(metrics)
     hierarchy.begin(tiers)
+    if config is not None:
+        begin_metrics(config, metrics)
     for tier in tiers:
         TimedCalls(tier, metrics)
-        metrics.begin(tier)
     breakers, *usages = LEVELS
     levels: Levels = {(name, tier): 0.0 for name in usages for tier in ("host", "disk") if tier in ("host", *tiers)}
     if "pool" in tiers:
@@ -111,9 +115,9 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
         *,
-        tiers: Iterable[str] = ("disk", "pool"),
+        config: Config | None,
     ) -> None:
-        """:param tiers: below host memory, as configured."""
+        """:param config: of the engine that is shown; None: one without tiers below host memory."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         """The figures by name, without the prefix."""
@@ -122,7 +126,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         self._levels: Counter[tuple[int, str]] = Counter()
         """Values of gauges, by engine and key. They are kept here since a gauge on Ray can only be set."""
         self._help: dict[str, str] = {}
-        zeros = zero_registry(tiers)
+        zeros = zero_registry(config)
         self._help = {family.name: family.documentation for family in zeros.collect()}
         at_zero = list(readings(zeros))
         self._bounds = _bounds_of(at_zero)

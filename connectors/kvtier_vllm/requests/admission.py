@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.identity.keys import BlockHasher
+from kvtier.system.logs import log_fields
 from kvtier_vllm.content.contents import Contents
 from kvtier_vllm.request_hashes import name_adapter
 from kvtier_vllm.requests.keys import RequestKeys
@@ -72,7 +73,8 @@ class Admission:
             return False
         if self._media.is_worth_waiting(request):
             return True
-        named = self._media.take(request.request_id)
+        with log_fields(request_id=request.request_id):
+            named = self._media.take(request.request_id)
         if named is None:
             return False
         self._keep(named)

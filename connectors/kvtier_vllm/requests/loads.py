@@ -1,5 +1,6 @@
 """Loads of requests' prefixes to device blocks: which are under way, and which have ended."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from kvtier.offload import Block, Directory, JobResult
 from kvtier_vllm.kv.device_blocks import DeviceBlocks
 from kvtier_vllm.kv.groups import KVGroups
 from kvtier_vllm.requests.traces import RequestTrace
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,13 @@ class RequestLoads:
         is_wanted = load.epoch == self._device.epoch
         failed = result.failed if is_wanted else range(len(load.device_blocks))
         self.ended[load.request_id] = [load.device_blocks[index] for index in sorted(failed)]
+        _log.debug(
+            "request %s: %d of %d blocks were loaded",
+            load.request_id,
+            len(load.device_blocks) - len(failed),
+            len(load.device_blocks),
+            extra={"request_id": load.request_id},
+        )
         filled = [block for index, block in enumerate(load.device_blocks) if index not in failed]
         self._device.fill(filled, load.epoch)
         return load.request_id

@@ -18,6 +18,7 @@ _TROUBLE = (
     ("kvtier_pool_evicted_unwritten_total", "tier", "blocks that memory lost before {} had them"),
     ("kvtier_pool_unread_blocks_total", "tier", "blocks that {} had, and that were a miss for want of room"),
     ("kvtier_pool_logins_refused_total", "reason", "logins refused: {}"),
+    ("kvtier_pool_strangers_refused_total", "reason", "connections refused before a login: their {} is not the port's"),
     ("kvtier_pool_block_connections_refused_total", "", "connections refused: max_connections were open"),
     ("kvtier_pool_tenant_refusals_total", "limit", "refusals: a tenant had its part of {}"),
     ("kvtier_pool_expired_leases_total", "", "leases that ended by their deadline"),

@@ -85,15 +85,14 @@ class Fetcher:
 
     def _load(self, batch: LoadBatch, after: Fence | None) -> None:
         begun_s, waited_s, ok = MONOTONIC(), 0.0, bytes(len(batch.keys))
-        try:
-            with tracing.within(batch.trace):
+        with tracing.within(batch.trace):
+            try:
                 ok, waited_s = self._bring(batch, after)
-        except Exception:
-            # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
-            _log.exception(
-                "loading %d blocks from %s failed", len(batch.keys), batch.source, extra={"tier": batch.source}
-            )
-            ok = bytes(len(batch.keys))
+            except Exception:
+                # A bug or a broken device must not end the thread and leave the engine waiting: it computes.
+                _log.exception(
+                    "loading %d blocks from %s failed", len(batch.keys), batch.source, extra={"tier": batch.source}
+                )
         with self._lock:
             del self._running[batch.batch_id]
             # Batches of one tier that run side by side share what it can do: no time counts twice. What the engine's

@@ -2,6 +2,8 @@
 
 import logging
 
+from prometheus_client import Counter
+
 from kvtier.codec.sealed_form import NO_SEALS, StorageSeals, open_into, seal
 from kvtier.codec.sealing import SEAL_BYTES
 from kvtier.codec.stored_form import Codec, Header, encode, parse_stored_header, unpack, verify
@@ -12,6 +14,17 @@ from kvtier.metrics import Metrics
 from kvtier.system.quiet_log import QuietLog
 
 _log = logging.getLogger(__name__)
+
+
+def counted_forms(codec: Codec, tier: str, metrics: Metrics) -> dict[Codec, tuple[Counter, Counter]]:
+    """Payload bytes of a tier before and behind the codec, by the form that blocks get: packed, or as they are."""
+    return {
+        form: (
+            metrics.codec_bytes.labels(tier, form.label, "raw"),
+            metrics.codec_bytes.labels(tier, form.label, "stored"),
+        )
+        for form in {Codec.RAW, codec}
+    }
 
 
 class BlockPacker:
@@ -28,13 +41,7 @@ class BlockPacker:
         self._tier = tier
         self._unopened = metrics.unopened_blocks
         self._logs = {fault: QuietLog(_log) for fault in SealFault}
-        self._bytes = {
-            form: (
-                metrics.codec_bytes.labels(tier, form.label, "raw"),
-                metrics.codec_bytes.labels(tier, form.label, "stored"),
-            )
-            for form in {Codec.RAW, codec}
-        }
+        self._bytes = counted_forms(codec, tier, metrics)
 
     def encode(self, key: StoreKey, payload: ReadableBuffer, checksum: int) -> tuple[bytes, ReadableBuffer]:
         """Header and payload as stored: `kvtier.codec.stored_form.encode` with this tier's codec, or

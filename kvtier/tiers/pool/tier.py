@@ -1,9 +1,10 @@
 """The pool tier: the cache pool service seen from an engine. A pool that fails is a pool that misses."""
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
+
+from prometheus_client import Counter
 
 from kvtier.clock import MONOTONIC, Clock
 from kvtier.codec.sealing import SealingKeys
@@ -24,6 +25,8 @@ from kvtier.tiers.pool.carried import Incoming, Outgoing, sealed_items, sealed_t
 _log = logging.getLogger(__name__)
 _MAX_PIN_S = 10.0 * 365 * 86_400
 """The longest time of a pin that is asked for: more is the same to any pool, and has to fit into the message."""
+_NOT_OFFERED = "not_offered"
+_PIN_ANSWERS = (*(status.name.lower() for status in PinStatus), _NOT_OFFERED)
 _LEND_SHARE = 0.5
 """The part of a call's time that `lease` may take: a pool that hangs is waited for again by the read that follows. A
 late answer ends the connection, and with it all maps."""
@@ -72,6 +75,11 @@ class PoolTransport(Protocol):
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""
+
+
+def counted_pins(tier: str, metrics: Metrics) -> dict[str, Counter]:
+    """Blocks that a pool was asked to pin, by its answer."""
+    return {status: metrics.pins.labels(tier, status) for status in _PIN_ANSWERS}
 
 
 class PoolTier:
@@ -126,6 +134,7 @@ class PoolTier:
             max_batch_blocks=max_batch_blocks,
             clock=clock,
         )
+        self._pins = counted_pins(name, metrics)
         self._guard = CallGuard(f"tier {name}")
         self._dropped = QuietLog(_log)
         self._said_without_pins = False
@@ -228,8 +237,8 @@ class PoolTier:
                 self._note_without_pins(batch.stop - batch.start)
                 return
             num_pinned += statuses.count(PinStatus.PINNED)
-            for status, count in Counter(statuses).items():
-                self._metrics.pins.labels(self._name, status.name.lower()).inc(count)
+            for status in PinStatus:
+                self._pins[status.name.lower()].inc(statuses.count(status))
 
         with self._guard:
             self._calls.in_batches("pin", [0] * len(keys), ask)
@@ -287,7 +296,7 @@ class PoolTier:
         return error.fault is not SealFault.NEWER_KEY
 
     def _note_without_pins(self, num_blocks: int) -> None:
-        self._metrics.pins.labels(self._name, "not_offered").inc(num_blocks)
+        self._pins[_NOT_OFFERED].inc(num_blocks)
         if not self._said_without_pins:
             self._said_without_pins = True
             _log.warning(

@@ -13,7 +13,6 @@ Beyond OpenAI's, answers hold
 
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,17 +31,19 @@ class AnswerFormat:
         self,
         *,
         chat: bool,
+        request_id: str,
         model: str,
         prompt_token_ids: Sequence[int] | None = None,
         usage_chunk: bool = False,
     ) -> None:
         """
+        :param request_id: what the answer's `id` ends with.
         :param prompt_token_ids: goes into the answer; None leaves it out.
         :param usage_chunk: a stream then ends with the usage.
         """
         self._chat, self._prompt_token_ids, self._usage_chunk = chat, prompt_token_ids, usage_chunk
         self._common = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),
             "model": model,
         }

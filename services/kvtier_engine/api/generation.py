@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,8 @@ from kvtier_engine.scheduling.request import Completion, Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.scheduling.token_feed import TokenFeed
 from kvtier_engine.text.answer_text import AnswerText
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,16 @@ class Generation:
             text = self._text.feed(tokens) + self._text.finish()
         else:
             text = await run_in_threadpool(lambda: self._text.feed(done.token_ids) + self._text.finish())
-        return text, self._cut(done)
+        completion = self._cut(done)
+        _log.debug(
+            "%d prompt tokens, cached %s, %d answered (%s), the first after %.3f s",
+            completion.num_prompt_tokens,
+            dict(completion.cached_by_tier),
+            len(completion.token_ids),
+            completion.finish_reason,
+            completion.ttft_s,
+        )
+        return text, completion
 
     def close(self) -> None:
         """Ends the request early unless it is over. Idempotent."""

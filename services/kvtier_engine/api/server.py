@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
@@ -18,6 +19,7 @@ from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.event_stream import EventStream
 from kvtier_engine.api.generation import Ask, Generation, stopping
 from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
+from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
 from kvtier_engine.scheduling.engine import Engine
 from kvtier_engine.scheduling.request import Completion, Sampling
@@ -51,14 +53,14 @@ class Server:
         The engine stays the caller's, which starts and closes it.
 
         :param registry: what `/metrics` exports.
-        :param tenant: whose requests these are, for traces that name tenants.
+        :param tenant: whose requests these are, for the log, and for traces that name tenants.
         """
         self._tenant = tenant
         self._engine, self._tokenizer, self._registry = engine, tokenizer, registry
         self._model_name, self._eos_token_ids = model_name, eos_token_ids
         self._most_body_bytes = _BODY_BYTES_PER_TOKEN * engine.limits.max_total_tokens + _BODY_BYTES_BESIDES
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         app = Starlette(
             routes=[
@@ -73,7 +75,7 @@ class Server:
             exception_handlers=HANDLERS,
         )
         app.router.redirect_slashes = False  # a redirect is no answer of OpenAI's; clients that post do not follow it
-        return app
+        return RequestIds(app, self._tenant)
 
     async def _completions(self, http: HttpRequest) -> Response:
         arrived_at, spans = MONOTONIC(), self._spans_of(http)
@@ -126,6 +128,7 @@ class Server:
     async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
         answer = AnswerFormat(
             chat=isinstance(body, ChatBody),
+            request_id=http.state.request_id,
             model=self._model_name,
             prompt_token_ids=ask.tokens if body.return_prompt_token_ids else None,
             usage_chunk=body.wants_usage_chunk,

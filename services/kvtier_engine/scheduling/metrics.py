@@ -30,6 +30,8 @@ class EngineMetrics:
         self.waiting = Gauge("kvtier_engine_waiting", "Requests waiting or loading", registry=registry)
         for reason in get_args(FinishReason):
             self.requests.labels(reason)
+        for tier in ("device", "host", "disk", "pool"):
+            self.cached_tokens.labels(tier)
         self.ttft_seconds = Histogram(
             "kvtier_engine_ttft_seconds",
             "Arrival of a request to its first new token",

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import socket
 import threading
-from functools import partial
 
 from kvtier.config import Config
 from kvtier.errors import LimitExceededError, UnavailableError
@@ -19,13 +18,13 @@ from kvtier_pool.auth import Login
 from kvtier_pool.block.large_requests import LargeRequests
 from kvtier_pool.block.session import BlockSession
 from kvtier_pool.block.shared_memory import SharedClients
-from kvtier_pool.block.strangers import StrangerLog, name_of
 from kvtier_pool.limits import PoolLimits
 from kvtier_pool.listener import Listener, SocketAccess
 from kvtier_pool.logins import Logins
 from kvtier_pool.metrics import PoolMetrics
 from kvtier_pool.places import TenantPlaces
 from kvtier_pool.rates import TenantRates
+from kvtier_pool.strangers import name_of
 from kvtier_pool.turns import FairTurns
 
 _log = logging.getLogger(__name__)
@@ -73,7 +72,6 @@ class BlockServer:
         """Owner only."""
         self._accepting: list[threading.Thread] = []
         """Complete after `start`; changed by the owner only."""
-        self._strangers = StrangerLog()
         self._large = LargeRequests(limits.max_large_bytes)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -160,7 +158,6 @@ class BlockServer:
             self._metrics,
             self._clients if isinstance(stream, PlainStream) and stream.is_local else None,
             stream.certificate_names if isinstance(stream, TlsStream) else frozenset,
-            partial(self._strangers.note, peer),
             self._large,
             self._log_in,
             self._rates,

@@ -53,7 +53,6 @@ class BlockSession:
         metrics: PoolMetrics,
         clients: SharedClients | None = None,
         certificate_names: Callable[[], frozenset[str]] = frozenset,
-        on_stranger: Callable[[Exception], None] = lambda _: None,
         large: LargeRequests | None = None,
         log_in: "Callable[[BlockSession, Login], None]" = lambda session, login: None,
         rates: TenantRates | None = None,
@@ -64,7 +63,6 @@ class BlockSession:
         :param door: where the peer logs in.
         :param clients: where the peer may share memory with the pool.
         :param certificate_names: of the peer's verified certificate; called when it has said hello.
-        :param on_stranger: told why, when the peer does not speak the protocol or its handshake of TLS fails.
         :param large: the large requests of all connections; None: there is no other one.
         :param log_in: told this session, and who its peer is; raises `UnavailableError` where that tenant has enough
             connections. It must not refer to the session: its buffers would wait for the collector of garbage.
@@ -83,7 +81,6 @@ class BlockSession:
         self._told_bytes = 0
         """How much HELLO has told the peer that it should hold of it at most. Own thread only."""
         self._certificate_names = certificate_names
-        self._on_stranger = on_stranger
         self._large = large if large is not None else LargeRequests(limits.max_large_bytes)
         self._large_bytes = 0
         """What the request being served has of `_large`. Own thread only."""
@@ -122,14 +119,14 @@ class BlockSession:
                         if turn is not None:
                             self._turns.end(turn)
         except WrongProtocolError as error:
-            self._on_stranger(error)
+            self.door.not_understood(error)
             self._end_with(
                 Result.INVALID, str(error), stranger=None if self.login is not None else answer_for(error.first)
             )
         except KvtierError as error:
             self._end_with(result_for(error), str(error))
         except TlsError as error:
-            self._on_stranger(error)
+            self.door.not_understood(error)
         except OSError as error:
             _log.debug("connection lost: %s", error)
         except Exception:

@@ -17,7 +17,7 @@ from kvtier.identity.keys import CHAIN_HASH_BYTES, StoreKey, TenantId, split_sto
 from kvtier.protocol import pool_pb2
 from kvtier.protocol.frames import decode_frames, encode_blocks
 from kvtier.protocol.groups import windows
-from kvtier.protocol.status import code_for
+from kvtier.protocol.status import CODES, code_for
 from kvtier.store.cold_reads import Block
 from kvtier.store.event_hub import Subscription
 from kvtier.store.store import Store
@@ -86,6 +86,9 @@ class PoolServicer:
         self._lock = threading.Lock()
         self._streams: dict[Subscription, Login] = {}
         """Streams of events, with whose they are. Guarded by _lock."""
+        for verb in pool_pb2.DESCRIPTOR.services_by_name["Pool"].methods_by_name:
+            for code in (*CODES, grpc.StatusCode.CANCELLED):
+                metrics.calls.labels(verb, code.name)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Handlers without (de)serializers: messages pass as bytes, so that payloads are not copied by protobuf."""

@@ -1,4 +1,4 @@
-"""What the log says of peers that speak another protocol than the block protocol: who, and what, but not too often."""
+"""What the log says of peers that speak another protocol than a port does: who, and what, but not too often."""
 
 import logging
 import socket
@@ -14,10 +14,10 @@ _EVERY_S = 5.0
 
 
 class StrangerLog:
-    """Writes one line of the log for many peers. A server has one for all of its connections. Any thread.
+    """Writes one line of the log for many peers. A pool has one for all of its ports. Any thread.
 
-    A peer that speaks another protocol has shown no credentials and may come back thousands of times a second: a line
-    for each would fill the disk that the log is on.
+    A peer that speaks another protocol, or cannot agree on TLS, has shown no credentials and may come back thousands
+    of times a second: a line for each would fill the disk that the log is on.
     """
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
