@@ -92,6 +92,21 @@ def test_products_fall_back_to_one_size_where_no_other_is_alike(monkeypatch: pyt
     assert (fixed.linear(rows, layer.qkv) - exact).abs().max() < 1e-4
 
 
+def test_a_large_tile_is_used_unless_most_of_it_would_be_padding() -> None:
+    tiles = [BASE, products.Tile(64, by_columns=True), products.Tile(256, by_columns=True), products.Tile(1024)]
+
+    def sizes(num_left: int) -> list[int]:
+        taken = []
+        while num_left > 0:
+            taken.append(products._next_tile(tiles, num_left).num_tokens)
+            num_left -= taken[-1]
+        return taken
+
+    assert [sizes(count) for count in (1, 33, 130, 768, 2000)] == [[32], [64], [256], [1024], [1024, 1024]]
+    assert sizes(700) == [256, 256, 256]
+    assert products._one_of_each_size([products.Tile(64), products.Tile(64, True), BASE]) == [BASE, products.Tile(64)]
+
+
 def test_sizes_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(products.Tile):
         __slots__ = ()
