@@ -21,6 +21,7 @@ from kvtier_engine.model.model_config import ModelConfig
 from kvtier_engine.model.paged_kv import allocate_kv, kv_namespace
 from kvtier_engine.model.products import BASE, InvariantProducts
 from kvtier_kernels import AttentionBatch, Scoring, paged_attention
+from kvtier_kernels.attention import attention_cpu_tiles
 from kvtier_kernels.attention.paged_attention import plan_with_triton
 
 Result = tuple[dict[int, Tensor], Tensor]
@@ -91,6 +92,21 @@ def test_products_fall_back_to_one_size_where_no_other_is_alike(monkeypatch: pyt
     assert (fixed.linear(rows, layer.qkv) - exact).abs().max() < 1e-4
 
 
+def test_a_large_tile_is_used_unless_most_of_it_would_be_padding() -> None:
+    tiles = [BASE, products.Tile(64, by_columns=True), products.Tile(256, by_columns=True), products.Tile(1024)]
+
+    def sizes(num_left: int) -> list[int]:
+        taken = []
+        while num_left > 0:
+            taken.append(products._next_tile(tiles, num_left).num_tokens)
+            num_left -= taken[-1]
+        return taken
+
+    assert [sizes(count) for count in (1, 33, 130, 768, 2000)] == [[32], [64], [256], [1024], [1024, 1024]]
+    assert sizes(700) == [256, 256, 256]
+    assert products._one_of_each_size([products.Tile(64), products.Tile(64, True), BASE]) == [BASE, products.Tile(64)]
+
+
 def test_sizes_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(products.Tile):
         __slots__ = ()
@@ -120,6 +136,36 @@ def test_silu_has_the_same_bits_in_every_lane() -> None:
     alone = torch.nn.functional.silu(every.view(-1, 1).expand(-1, 2)[:, 0])
     few = torch.cat([torch.nn.functional.silu(part.clone()) for part in every.split(3)])
     assert torch.equal(alone, few)
+
+
+@pytest.mark.parametrize("width", [80, 100, 1000])
+def test_float32_has_the_same_bits_whatever_the_width(width: int) -> None:
+    """Widths of which vector instructions leave some elements over, and not the same ones in all sizes of tile."""
+    shape = replace(SHAPE, intermediate_size=width, vocab_size=64)
+    weights = random_weights(shape, torch.float32, torch.device("cpu"))
+    layer, ours = weights.layers[0], InvariantProducts(weights)
+    rows = torch.randn((256, shape.hidden_size), generator=torch.Generator().manual_seed(2))
+    whole = ours.gated(rows, layer.gate_up, layer.down)
+    for few in (1, 5, 17, 32, 65, 129):
+        assert torch.equal(ours.gated(rows[:few], layer.gate_up, layer.down), whole[:few])
+
+
+def test_a_row_that_is_left_over_is_not_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that sums otherwise for one row, as oneDNN does in bfloat16, is seen; a row beside it helps."""
+    fused = attention_cpu_tiles._fused_attention
+    halves = torch.cat((torch.arange(8, 16), torch.arange(8)))
+
+    def summed_otherwise(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        out, lse = fused(query, keys, values, **settings)
+        if query.size(2) % 32 == 1:
+            swapped = fused(query[..., halves], keys[..., halves], values, **settings)
+            out[:, :, -1], lse[:, :, -1] = swapped[0][:, :, -1], swapped[1][:, :, -1]
+        return out, lse
+
+    monkeypatch.setattr(attention_cpu_tiles, "_fused_attention", summed_otherwise)
+    assert attention_cpu_tiles.rows_are_alike(3, 1, 16, torch.bfloat16)
+    monkeypatch.setattr(attention_cpu_tiles, "_padding", lambda rows: 0)
+    assert not attention_cpu_tiles.rows_are_alike(3, 1, 16, torch.bfloat16)
 
 
 def test_namespaces_tell_arithmetics_apart(medium: tuple[ModelConfig, LlamaModel]) -> None:

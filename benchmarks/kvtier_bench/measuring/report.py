@@ -95,8 +95,12 @@ def report(
     as_json: Path | None,
     plot: Path | None = None,
     notes: Sequence[str] = (),
+    columns: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints a table and then, if asked, writes JSON (`-` for standard output: no table) and a picture."""
+    """Prints a table and then, if asked, writes JSON (`-` for standard output: no table) and a picture.
+
+    :param columns: further ones of the table: headings, and the names of the figures below them.
+    """
     data: dict[str, Any] = {
         "hardware": hardware(),
         "commit": commit(),
@@ -108,7 +112,8 @@ def report(
     if to_stdout:
         print(text, end="", flush=True)
     else:
-        _print(title, cases, notes, caption=f"{data['hardware']}\ncommit {data['commit']}")
+        table = _table(title, cases, columns or {}, caption=f"{data['hardware']}\ncommit {data['commit']}")
+        _print(table, cases, notes)
     # After printing: when the disk is full by now, the figures are not lost.
     if as_json is not None and not to_stdout:
         as_json.write_text(text)
@@ -117,19 +122,19 @@ def report(
         write_bars(plot, bars, title=title, caption=f"{data['hardware']}, commit {data['commit']}")
 
 
-def _print(title: str, cases: Sequence[Case], notes: Sequence[str], *, caption: str) -> None:
+def _print(table: Table, cases: Sequence[Case], notes: Sequence[str]) -> None:
     console = Console()
-    console.print(_table(title, cases, caption=caption))
+    console.print(table)
     if any(case.beside for case in cases):
         console.print(_comparisons(cases))
     for note in notes:
         console.print(note)
 
 
-def _table(title: str, cases: Sequence[Case], *, caption: str) -> Table:
+def _table(title: str, cases: Sequence[Case], figures: Mapping[str, str], *, caption: str) -> Table:
     """Makes the table of the cases, without the columns that no case has anything for."""
-    columns = ("case", "GB/s", "median", "p99", "CPU s/GiB", "beside", "lowest .. highest")
-    rows = [_row(case) for case in cases]
+    columns = ("case", "GB/s", "median", "p99", "CPU s/GiB", "beside", "lowest .. highest", *figures)
+    rows = [[*_row(case), *(_figure(case.figures.get(name)) for name in figures.values())] for case in cases]
     used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     table = Table(title=title, caption=caption, caption_justify="left")
     for i in used:
@@ -182,6 +187,12 @@ def _row(case: Case) -> list[str]:
         "" if case.ratio_to_floor is None else f"{case.ratio_to_floor:.2f}x {case.floor}",
         "" if spread is None else f"{spread[0]:.2f} .. {spread[1]:.2f}",
     ]
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"
 
 
 def _bar(case: Case) -> Bar | None:

@@ -4,15 +4,18 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
 from kvtier.errors import KvtierError
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 NUM_ROUNDS = 9
 """The least number of rounds: below it, a median says little."""
@@ -83,7 +86,7 @@ def timed(run: Callable[[], object]) -> Callable[[], list[float]]:
     return round_of_one
 
 
-def in_turn(subjects: Mapping[str, Subject], *, rounds: int = NUM_ROUNDS, label: str) -> dict[str, Samples]:
+def in_turn(subjects: Mapping[_Name, Subject], *, rounds: int = NUM_ROUNDS, label: str) -> dict[_Name, Samples]:
     """Runs the subjects in turn, A B A B ..., after one round that is not counted.
 
     Interleaving keeps a ratio honest on a machine whose speed drifts: pair by pair, both saw the same.

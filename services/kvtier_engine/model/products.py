@@ -6,7 +6,7 @@ depend on how many tokens are beside it (He et al., "Defeating Nondeterminism in
 computes tokens in tiles of few fixed sizes, all of which were seen to give the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,17 +57,38 @@ class Tile:
     def gated(self, rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """`PlainProducts.gated` of as many rows; a transposed view where tokens are columns."""
         if not self.by_columns:
-            return PlainProducts().gated(rows, gate_up, down)
+            gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+            return self.linear(_silu(gate).mul_(up), down)
         gate, up = torch.mm(gate_up, rows.t()).chunk(2)
-        return torch.mm(down, F.silu(gate).mul_(up)).t()
+        return self.linear(_silu(gate).mul_(up).t(), down)
+
+
+def _silu(gate: Tensor) -> Tensor:
+    """Fresh, of `gate`'s shape and dtype, with the same bits wherever an element stands.
+
+    Vector instructions take most elements, plain ones the last few of a run, and where runs end depends on the shape.
+    In bfloat16 both give the same bits. In float32 one element in 25 differs; of what is computed in float64 and then
+    rounded, one in some ten thousand millions.
+    """
+    return F.silu(gate) if gate.dtype == torch.bfloat16 else F.silu(gate.double()).to(gate.dtype)
 
 
 BASE = Tile(32)
 """What all others are compared with, and what is left where none is alike. With AMX in bfloat16, 1 to 32 rows take
 about the same time: that of reading the weight."""
-_CANDIDATES = (*(Tile(1 << exponent) for exponent in range(5)), BASE, *(Tile(64 * n, True) for n in range(1, 5)))
-"""Enough of them that little is padded. 256 columns of a product, and their transposition, stay in a core's cache."""
-_PROBE_TOKENS = 256
+_CANDIDATES = (
+    *(Tile(1 << exponent) for exponent in range(5)),
+    BASE,
+    *(Tile(64 * n, by_columns) for n in range(1, 5) for by_columns in (False, True)),
+    Tile(512),
+    Tile(1024),
+)
+"""Enough of them that little is padded. 256 columns of a product, and their transposition, stay in a core's cache.
+Rows need no transposition; with AMX in bfloat16, 33 to 300 of them have other bits than `BASE`, and 1024 have its."""
+_FEW_TOKENS = 256
+"""Up to so many, one tile takes them all."""
+_MOST_PADDING = 1 / 4
+"""Of a tile of more tokens than that, the part that may be padding: to transpose takes longer."""
 _MAX_DRAWN = 256
 """Rows of a probe that are drawn; more repeat them."""
 
@@ -80,18 +101,20 @@ class InvariantProducts:
     """
 
     def __init__(self, weights: LlamaWeights) -> None:
-        """Tries all shapes of these weights: a tenth of a second for a model of 135 million parameters.
+        """Tries all shapes of these weights: half a second for a model of 135 million parameters.
 
         :raises ConfigError: this machine's products cannot be made invariant in this way.
         """
-        layers = weights.layers
+        layers, head = weights.layers, weights.lm_head
         linear = {_shape(weight): weight for layer in layers for weight in (layer.qkv, layer.attention_output)}
-        linear[_shape(weights.lm_head)] = weights.lm_head
         gated = {_shape(layer.gate_up): (layer.gate_up, layer.down) for layer in layers}
         with torch.inference_mode():
-            self._linear = {shape: _alike(weight) for shape, weight in linear.items()}
+            # Only the last tokens of sequences come to the head: they are few.
+            self._linear = {_shape(head): _one_of_each_size(_alike(head, most_tokens=_FEW_TOKENS))}
+            self._linear |= {shape: _one_of_each_size(_alike(weight)) for shape, weight in linear.items()}
             self._gated = {
-                shape: sorted(set.intersection(*map(set, map(_alike, pair)))) for shape, pair in gated.items()
+                shape: _one_of_each_size({*_alike(gate_up)}.intersection(_alike(down, after_gate=True)))
+                for shape, (gate_up, down) in gated.items()
             }
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -111,27 +134,44 @@ def _shape(weight: Tensor) -> tuple[int, int]:
 def _in_tiles(
     rows: Tensor, num_outputs: int, tiles: Sequence[Tile], compute: Callable[[Tile, Tensor], Tensor]
 ) -> Tensor:
-    """Computes all rows: the largest tiles, and the smallest that holds the rest, padded."""
+    """Computes all rows, tile by tile; the last one is padded."""
     num_rows = rows.size(0)
-    fitting = next((tile for tile in tiles if tile.num_tokens == num_rows), None)
-    if fitting is not None and not fitting.by_columns:
-        return compute(fitting, rows)
-    out = rows.new_empty((num_rows, num_outputs))
-    for start in range(0, num_rows, tiles[-1].num_tokens):
-        some = rows[start : start + tiles[-1].num_tokens]
-        tile = next(tile for tile in tiles if tile.num_tokens >= len(some))
+    tile = _next_tile(tiles, num_rows)
+    if tile.num_tokens == num_rows and not tile.by_columns:
+        return compute(tile, rows)
+    out, start = rows.new_empty((num_rows, num_outputs)), 0
+    while start < num_rows:
+        tile = _next_tile(tiles, num_rows - start)
+        some = rows[start : start + tile.num_tokens]
         missing = tile.num_tokens - len(some)
         padded = F.pad(some, (0, 0, 0, missing)) if missing else some
         out[start : start + len(some)] = compute(tile, padded)[: len(some)]
+        start += len(some)
     return out
 
 
-def _alike(weight: Tensor) -> list[Tile]:
+def _next_tile(tiles: Sequence[Tile], num_left: int) -> Tile:
+    """The smallest tile that holds what is left, unless too much of it would be padding: then the largest full one."""
+    larger = next((tile for tile in tiles if tile.num_tokens >= num_left), None)
+    if larger is not None and num_left < larger.num_tokens * (1 - _MOST_PADDING) and larger.num_tokens > _FEW_TOKENS:
+        larger = next((tile for tile in reversed(tiles) if tile.num_tokens <= num_left), larger)
+    return larger or tiles[-1]
+
+
+def _one_of_each_size(tiles: Iterable[Tile]) -> list[Tile]:
+    """Ascending; rows where there are both."""
+    return sorted({tile.num_tokens: tile for tile in sorted(tiles, reverse=True)}.values())
+
+
+def _alike(weight: Tensor, *, after_gate: bool = False, most_tokens: int | None = None) -> list[Tile]:
     """The candidates that give the bits of `BASE` with a weight of this shape, and `BASE`, ascending.
 
+    :param most_tokens: of a candidate; None tries all.
+    :param after_gate: columns come from a product of columns, so that each of them is spread over memory.
     :raises ConfigError: not even `BASE` does, when rows change places.
     """
-    rows, weight = _telling(weight)
+    candidates = [tile for tile in _CANDIDATES if most_tokens is None or tile.num_tokens <= most_tokens]
+    rows, weight = _telling(weight, max(2 * BASE.num_tokens, *(tile.num_tokens for tile in candidates)))
     parts = (rows[start : start + BASE.num_tokens] for start in range(0, len(rows), BASE.num_tokens))
     expected = torch.cat([BASE.linear(part, weight) for part in parts])
     if not torch.equal(BASE.linear(rows[1 : BASE.num_tokens + 1], weight), expected[1 : BASE.num_tokens + 1]):
@@ -141,14 +181,16 @@ def _alike(weight: Tensor) -> list[Tile]:
         )
 
     def is_alike(tile: Tile) -> bool:
-        num_tokens = tile.num_tokens
-        return torch.equal(tile.linear(rows[:num_tokens], weight), expected[:num_tokens])
+        some = rows[: tile.num_tokens]
+        if after_gate and tile.by_columns:
+            some = some.t().contiguous().t()
+        return torch.equal(tile.linear(some, weight), expected[: tile.num_tokens])
 
-    return sorted(tile for tile in _CANDIDATES if tile == BASE or is_alike(tile))
+    return sorted(tile for tile in candidates if tile == BASE or is_alike(tile))
 
 
-def _telling(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows, and a weight of this shape, whose products show in which order they were summed.
+def _telling(weight: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """So many rows, and a weight of this shape, whose products show in which order they were summed.
 
     The second half of each sum takes back what the first half has added. What is left is the rounding of all
     intermediate sums: with another order, nearly every element differs.
@@ -162,4 +204,4 @@ def _telling(weight: Tensor) -> tuple[Tensor, Tensor]:
         some = torch.cat((half, sign * half, odd), dim=1).to(weight.device, weight.dtype)
         return some[torch.arange(num_rows, device=weight.device) % len(some)]
 
-    return drawn(_PROBE_TOKENS, 1), drawn(num_outputs, -1)
+    return drawn(num_rows, 1), drawn(num_outputs, -1)
