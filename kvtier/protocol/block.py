@@ -42,6 +42,8 @@ _MAX_ITEMS = 256
 """The most items of any list or map in a header, e.g. groups of one namespace and size."""
 _MAX_LISTS_AND_MAPS = 1024
 """The most lists and maps in a header: a few bytes each on the wire, and a hundred in memory."""
+_PACK_BYTES = 4096
+"""What a packer has to begin with; it grows as headers need. By itself, msgpack takes 256 KiB for each connection."""
 _UINT64_MAX = 2**64 - 1
 _NAMELESS: dict[type[Exception], str] = {
     msgpack.FormatError: "it holds a byte that msgpack does not use, 0xc1",
@@ -180,7 +182,7 @@ class HeadEncoder:
     """Encodes heads of frames. One thread at a time: it keeps what packing needs, which is half of its price."""
 
     def __init__(self) -> None:
-        self._packer = msgpack.Packer(use_bin_type=True)
+        self._packer = msgpack.Packer(use_bin_type=True, buf_size=_PACK_BYTES)
 
     def encode(self, header: Mapping[str, object], payload_bytes: int = 0) -> bytes:
         """Prelude and header of a frame whose payload follows. `LimitExceededError`: the header is too long."""
