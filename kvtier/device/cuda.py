@@ -174,7 +174,7 @@ class CudaKV:
     def begin_verifying(self) -> bool:
         """Compiles the kernels. False: blocks are not the same bytes in host memory, or parts are no whole words."""
         is_same = all(of.layout is None and of.block_bytes == self.block_bytes for of in self._groups)
-        if not is_same or not all(DeviceCheck.takes(group.parts) for group in self._groups):
+        if not is_same or not all(DeviceCheck.can_check(of.parts, prefix_bytes=PREFIX_BYTES) for of in self._groups):
             return False
         if not self._verifiers:
             self._lanes.run(
