@@ -22,6 +22,7 @@ from kvtier.memory.pieces import Grid, Payload, Pieces, Target
 MAGIC = b"KVTB"
 
 _FIELDS = struct.Struct("<4sHBB64sQQ")
+PREFIX_BYTES = _FIELDS.size
 _RAW_VERSION, _RAW_CODEC = 1, 0
 _PIECE_BYTES = 512 << 10
 """What is copied and then looked at: half of a core's second-level cache."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.codec.checksums import PREFIX_BYTES
 from kvtier.device.batched_dma import BatchedDma
 from kvtier.device.cuda_lanes import CopyStream, CopyStreams
 from kvtier.device.cuda_routes import LEAST_PART_BYTES, Direct, Route, Staged

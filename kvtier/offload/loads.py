@@ -1,5 +1,6 @@
 """Blocks on their way to the device: each from the nearest tier that has it, by way of the arenas."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ from kvtier.offload.previous import PreviousNames
 from kvtier.offload.speeds import Speeds
 from kvtier.system.tracing import tracing
 from kvtier.tiers.host.entries import Entry
+
+_MANY_LOANS = 16
+"""A load of more loans has larger ones, up to twice as large: the bus is kept busy by a few, and each takes a
+millisecond of the interpreter."""
 
 
 @dataclass(slots=True)
@@ -193,7 +198,8 @@ class Loads:
                     break
                 by_source.setdefault(source, {})[index] = entry
         job.queued = [*waiting, *queued]
-        for indexes in chunks(leased, self._settings.loan_blocks):
+        most = self._settings.loan_blocks
+        for indexes in chunks(leased, min(2 * most, max(most, len(leased) // _MANY_LOANS))):
             self._send(job, indexes, self._shared_tier, [], way="direct")
         for source, entries in by_source.items():
             for indexes in chunks(list(entries), self._settings.batch_of(source)):
@@ -287,8 +293,8 @@ class Loads:
         self._previous.forget(job.blocks[index][0] for index in job.names)
         self._index.touch([key for key, _ in job.blocks])
         self._policy.note_uses(job.blocks[index][0] for index in job.ok)
-        for tier in job.tiers:
-            (self._metrics.loaded_blocks.labels(tier) if tier else self._metrics.failed_blocks).inc()
+        for tier, count in Counter(job.tiers).items():
+            (self._metrics.loaded_blocks.labels(tier) if tier else self._metrics.failed_blocks).inc(count)
         failed = frozenset(range(len(job.blocks))) - job.ok
         if failed:
             self._metrics.degraded_fetches.inc()

@@ -1,6 +1,7 @@
 """Time to first token of the engine over a long cached document: on the device, in pinned host memory, in the pool."""
 
 import contextlib
+import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -245,6 +246,8 @@ def _documents(setting: Setting, model: _WatchedModel, config: ModelConfig, chan
         engine = stack.enter_context(engine_of(settings, model, config, kv, namespace, registry))
         documents = _Documents(setting, model, config, kv, FirstToken(engine, registry, setting.left_s))
         documents.get_ready(registry)
+        gc.freeze()  # as an engine does that has started
+        stack.callback(gc.unfreeze)
         yield documents
 
 
