@@ -14,7 +14,7 @@
 | `block_copy`, `part_copy` | copies between paged KV and staging: whole blocks, or parts of blocks, layer by layer |
 | `row_copy`, `copy_pieces` | the kernel of these copies, and what all copies share |
 | `quantised_copy` | the same in the form of a lossy codec (`records`) |
-| `block_checksum`, `checksums` | checksums of blocks on the device, and the same on the host |
+| `block_checksum`, `xxh3` | xxh3_64 of blocks on the device, as their writers compute it, and the constants of XXH3 |
 | `reference` | every operation in plain torch: the oracle of all faster paths |
 | `quantise_reference` | quantised KV and lossy codecs in plain torch, likewise |
 | `quantising` | what the kernels that quantise share |
@@ -27,7 +27,8 @@ block of all layers is one contiguous range of bytes. Launchers of attention and
 it, `kv[:, layer]`; `block_copy` takes it as rows, `kv.view(num_blocks, -1)`. Copies of parts are for layers that are
 wanted one by one, and for the KV of other engines, whose blocks lie in a page per layer.
 
-The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU.
+The modules with Triton kernels are not imported here: triton is not everywhere to be had, and not needed on CPU. Beside
+torch and triton, the reference of `block_checksum` alone needs `xxhash`, which is a dependency of kvtier's core.
 """
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch

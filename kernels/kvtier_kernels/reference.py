@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvtier_kernels.attention.attention_batch import AttentionBatch
-from kvtier_kernels.checksums import HALF, KEY_FACTOR, KEY_STEP, MIXER, SEED, WORD_BYTES, as_signed
 
 
 def paged_attention_reference(
@@ -103,28 +103,21 @@ def part_copy_reference(
             target.copy_(source)
 
 
-def block_checksum_reference(parts: Sequence[Tensor], block_ids: Tensor) -> Tensor:
-    """Word by word, in integers without end, what `kvtier_kernels.copies.block_checksum.block_checksum` gives.
+def block_checksum_reference(parts: Sequence[Tensor], block_ids: Tensor, prefixes: Tensor) -> Tensor:
+    """xxh3_64 of each prefix and the block behind it, by xxHash itself, as signed integers: int64 `[n]`, on the CPU.
 
     :param parts: uint8 `[num_blocks, part_bytes]` each, of any sizes.
+    :param prefixes: int64 `[n, prefix_words]`.
     """
+    import xxhash  # not everywhere beside torch, and needed for nothing else here
+
     sums = []
-    for block in block_ids.tolist():
-        total, number = SEED, 0
+    for block, prefix in zip(block_ids.tolist(), prefixes.cpu(), strict=True):
+        hasher = xxhash.xxh3_64(prefix.numpy().data)
         for part in parts:
-            content = bytes(part[block].tolist())
-            for start in range(0, len(content), WORD_BYTES):
-                product = int.from_bytes(content[start : start + WORD_BYTES], "little") * MIXER % 2**64
-                total += (product ^ product >> HALF) * _key_reference(number)
-                number += 1
-        sums.append(as_signed(total))
-    return torch.tensor(sums, dtype=torch.int64)
-
-
-def _key_reference(number: int) -> int:
-    key = (number + 1) * KEY_STEP % 2**64
-    key = (key ^ key >> HALF) * KEY_FACTOR % 2**64
-    return (key ^ key >> HALF) | 1
+            hasher.update(part[block].cpu().numpy().data)
+        sums.append(hasher.intdigest())
+    return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
 
 
 def _gather(kv_layer: Tensor, kv_scales: Tensor | None, block_table: Tensor, positions: range) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Whether blocks have arrived on the device as they lie in host memory: checksums of some of them, on both sides.
+"""Whether blocks have arrived on the device as they were: their checksums there beside those of host memory or writers.
 
 A tier's checksum says that the bytes in host memory are right. What happens to them after that, on the bus and in the
-kernels that put them into their places, nothing else looks at.
+kernels that put them into their places, only a look at the device's memory can tell.
 """
 
 import threading
@@ -10,41 +10,87 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kvtier.errors import InvalidInputError
 from kvtier.memory.buffers import Bytes2D
-from kvtier_kernels.checksums import host_checksum
-from kvtier_kernels.copies.block_checksum import block_checksum
+from kvtier_kernels.copies.block_checksum import block_checksum, is_in_words
 from kvtier_kernels.copies.part_copy import Parts
+from kvtier_kernels.xxh3 import LEAST_BYTES, WORD_BYTES
 
 DEFAULT_EVERY = 64
-"""The number of blocks of which one is checked. Host memory is read at 3.6 GB/s for that, by the thread that loads: a
-load of 64 blocks of 2 MiB takes 2.4 ms over a bus of 55 GB/s, and its one checksum takes 0.6 ms."""
+"""The number of blocks of which one is compared with host memory, by the thread that loads: a load of 64 blocks of
+2 MiB takes 2.4 ms over a bus of 55 GB/s, and its one checksum takes 65 us of a core."""
+_ZEROS = bytes(-(-LEAST_BYTES // WORD_BYTES) * WORD_BYTES)
+"""The prefix of blocks that are compared with host memory: with it, none is too short for the device."""
 
+_BYTES_AT_A_TIME = 256 << 20
+"""Of blocks whose checksums are computed together. A sixteenth of it is taken beside an engine's KV meanwhile."""
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
 
 
 class DeviceCheck:
-    """Compares a sample of the blocks that a copy has brought to the device. Any thread, several at a time."""
+    """Compares blocks that a copy has brought to the device: a sample of them with host memory, or all of them with
+    their writers' checksums. Any thread, several at a time."""
 
     def __init__(self, parts: Sequence[Parts], *, every: int = DEFAULT_EVERY) -> None:
-        """Compiles the kernel on the stream that is current: about a second, the first time. Reads no block.
+        """Compiles the kernels on the stream that is current: a few seconds, the first time. Reads no block.
 
         :param parts: of all blocks on the device, as `block_checksum` takes them. In host memory a block is the same
             bytes, part after part; not the records of a lossy codec.
-        :param every: one block in so many is looked at, and at least one of each load. 1 looks at all of them, which
-            costs more than the load; with many, damage of few blocks is found late.
+        :param every: one block in so many is looked at by `wrong`, and at least one of each load. 1 looks at all of
+            them, which may cost more than the load; with many, damage of few blocks is found late.
+        :raises InvalidInputError: blocks that `can_check` says no of, or `every` less than 1.
         """
         if every < 1:
             raise InvalidInputError(f"one block in {every} to be checked: needs at least 1")
+        if not self.can_check(parts, prefix_bytes=len(_ZEROS)):
+            raise InvalidInputError(
+                f"parts of {sorted({group.tensors[0].size(1) for group in parts})} bytes: on the device, only blocks "
+                f'whose parts begin and end at multiples of {WORD_BYTES} bytes can be verified; verify on the "host"'
+            )
         self._parts, self._every = tuple(parts), every
-        self._part_sizes = [part.size(1) for group in parts for part in group.tensors]
-        self._block_bytes = sum(self._part_sizes)
+        self._block_bytes = sum(group.block_bytes for group in parts)
         self._device = parts[0].tensors[0].device
         self._lock = threading.Lock()
         self._num_loaded = 0  # guarded by _lock: blocks of all loads so far
-        block_checksum(self._parts, torch.full((1,), -1, dtype=torch.int64, device=self._device))
+        self._checksums([-1], _ZEROS).cpu()
+
+    @staticmethod
+    def can_check(parts: Sequence[Parts], *, prefix_bytes: int) -> bool:
+        """Whether the device can compute checksums of such blocks behind prefixes of so many bytes.
+
+        It can where parts and prefixes are whole words of 8 bytes, of at least 241 bytes together.
+        """
+        num_bytes = prefix_bytes + sum(group.block_bytes for group in parts)
+        return prefix_bytes % WORD_BYTES == 0 and num_bytes >= LEAST_BYTES and all(map(is_in_words, parts))
+
+    def mismatches(self, device_slots: Slots, prefixes: Sequence[bytes], checksums: Sequence[int]) -> list[int]:
+        """Which blocks on the device have another checksum than their writers gave: places in `device_slots`, in order.
+
+        Call it with the stream current that the copy was launched on. Waits for that stream once, without the GIL.
+        Nobody may write to these blocks before it returns. The host reads no block.
+
+        :param prefixes: of each block, the bytes that its writer summed before it (`kvtier.codec.checksums.prefix`):
+            equally many, which `can_check` takes.
+        :param checksums: of each block, xxh3_64 of both, not negative.
+        :raises InvalidInputError: as many of each are needed, and prefixes as described.
+        """
+        if not len(device_slots) == len(prefixes) == len(checksums):
+            raise InvalidInputError(
+                f"{len(device_slots)} device slots, {len(prefixes)} prefixes and {len(checksums)} checksums: "
+                "must be as many"
+            )
+        if not prefixes:
+            return []
+        lengths = set(map(len, prefixes))
+        if len(lengths) != 1 or not self.can_check(self._parts, prefix_bytes=max(lengths)):
+            raise InvalidInputError(
+                f"prefixes of {sorted(lengths)} bytes before blocks of {self._block_bytes}: need the same multiple of "
+                f"{WORD_BYTES} for all, and {LEAST_BYTES} bytes or more together"
+            )
+        return _differing(self._checksums(device_slots, b"".join(prefixes)), checksums)
 
     def wrong(self, rows: Bytes2D, slots: Slots, device_slots: Slots) -> list[int]:
         """Which of the blocks looked at differ: places in `slots`, in order. Empty when all are alike.
@@ -58,11 +104,23 @@ class DeviceCheck:
         sample = self._sample(len(slots))
         if not sample:
             return []
-        ids = torch.tensor([device_slots[place] for place in sample], dtype=torch.int64)
-        sums = block_checksum(self._parts, ids.to(self._device, non_blocking=True))
-        expected = [host_checksum(rows[slots[place]][: self._block_bytes], self._part_sizes) for place in sample]
-        found = sums.cpu().tolist()
-        return [place for place, here, there in zip(sample, expected, found, strict=True) if here != there]
+        there = self._checksums([device_slots[place] for place in sample], _ZEROS * len(sample))
+        here = []
+        for place in sample:
+            hasher = xxhash.xxh3_64(_ZEROS)
+            hasher.update(rows[slots[place]][: self._block_bytes])
+            here.append(hasher.intdigest())
+        return [sample[place] for place in _differing(there, here)]
+
+    def _checksums(self, device_slots: Slots, prefixes: bytes) -> torch.Tensor:
+        """On the device. One upload, of memory that is not pinned: the driver has copied it when it returns."""
+        ids = np.asarray(device_slots, dtype=np.int64)
+        words = np.concatenate([ids, np.frombuffer(prefixes, dtype=np.int64)])
+        uploaded = torch.from_numpy(words).to(self._device, non_blocking=True)
+        ids_there, prefixes_there = uploaded[: len(ids)], uploaded[len(ids) :].view(len(ids), -1)
+        at_a_time = max(1, _BYTES_AT_A_TIME // self._block_bytes)
+        batches = zip(ids_there.split(at_a_time), prefixes_there.split(at_a_time), strict=True)
+        return torch.cat([block_checksum(self._parts, *batch) for batch in batches])
 
     def _sample(self, num_blocks: int) -> list[int]:
         """Blocks are chosen by count, not by key: the same block of a prompt is not looked at each time, nor never."""
@@ -71,3 +129,9 @@ class DeviceCheck:
         with self._lock:
             before, self._num_loaded = self._num_loaded, self._num_loaded + num_blocks
         return list(range(-before % self._every, num_blocks, self._every)) or [before % num_blocks]
+
+
+def _differing(there: torch.Tensor, here: Sequence[int]) -> list[int]:
+    """Places of checksums that are not the same. Waits for the current stream."""
+    found = there.cpu().numpy().view(np.uint64).tolist()
+    return [place for place, (one, other) in enumerate(zip(found, here, strict=True)) if one != other]

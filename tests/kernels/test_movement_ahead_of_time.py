@@ -17,7 +17,7 @@ from kvtier_kernels.copies import block_checksum as block_checksum_module  # noq
 from kvtier_kernels.copies import quantised_copy, row_copy  # noqa: E402
 from kvtier_kernels.copies.block_checksum import block_checksum  # noqa: E402
 from kvtier_kernels.copies.block_copy import block_copy  # noqa: E402
-from kvtier_kernels.copies.copy_tiles import copy_tile, quantise_tile  # noqa: E402
+from kvtier_kernels.copies.copy_tiles import CHAIN_TILE, copy_tile, quantise_tile  # noqa: E402
 from kvtier_kernels.copies.part_copy import Parts, part_copy  # noqa: E402
 from kvtier_kernels.records import LossyCodec, RecordLayout  # noqa: E402
 from kvtier_kernels.writes import slot_write  # noqa: E402
@@ -149,17 +149,28 @@ def test_block_copy_compiles(row_bytes: int, wide: bool, chip: int, tmp_path: Pa
     assert bool(re.search(WIDE_LOAD, ptx)) == bool(re.search(WIDE_STORE, ptx)) == wide
 
 
-@pytest.mark.parametrize(("part_bytes", "wide"), [(2**16 + 16, True), (2**16 + 8, False)])
-def test_checksums_are_read_in_wide_accesses(part_bytes: int, wide: bool, tmp_path: Path) -> None:
-    """With registers for two thirds of the threads that a multiprocessor can have: their loads hide each other."""
-    kv, index = torch.empty((3, 4, part_bytes), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+def test_checksums_keep_much_in_flight(tmp_path: Path) -> None:
+    """A program of one warp has 4 KiB in flight: 16 of them at a time ask a multiprocessor's share of the bandwidth."""
+    kv, index = torch.empty((3, 4, 2**16), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+    with recorded(block_checksum_module, (9, 0)) as launches:
+        block_checksum([Parts.of(kv.unbind())], index, torch.empty((3, 11), dtype=torch.int64))
+    sums, chain = (compile_launch(launch, 90) for launch in launches)
+    for kernel in (sums, chain):
+        usage = usage_of(kernel, tmp_path)
+        assert (usage.stack_bytes, usage.local_bytes) == (0, 0)
+        assert usage.registers <= 128
+    loop = chain.asm["ptx"].split("$L__BB")
+    assert max(part.count("ld.global") for part in loop) >= CHAIN_TILE.ahead, "loads that wait for no scramble"
 
-    def launch() -> None:
-        block_checksum([Parts.of(kv.unbind())], index)
 
-    ptx = compiled(block_checksum_module, launch, 90, tmp_path, most_registers=48)
-    assert bool(re.search(r"ld\.global\S*\.v2\.b64", ptx)) == wide
-    assert len(re.findall(r"(red|atom)\.global\.gpu\.relaxed\.add", ptx)) == 1, "one addition of a program to a sum"
+def test_checksums_of_all_sizes_share_compiled_kernels() -> None:
+    kernels = set()
+    for num_checked, part_bytes, prefix_words in ((1, 256, 0), (16, 2**16, 16), (3, 248, 1)):
+        kv, index = torch.empty((3, 4, part_bytes), dtype=torch.uint8), torch.zeros(num_checked, dtype=torch.int64)
+        with recorded(block_checksum_module, (9, 0)) as launches:
+            block_checksum([Parts.of(kv.unbind())], index, torch.empty((num_checked, prefix_words), dtype=torch.int64))
+        kernels.update(compile_launch(launch, 90).hash for launch in launches)
+    assert len(kernels) == 2
 
 
 @pytest.mark.parametrize("chip", CHIPS[:2], ids=CHIP_IDS[:2])

@@ -63,7 +63,19 @@ def quantise_tile(head_dim: int, *, host: bool) -> QuantiseTile:
     return QuantiseTile(max(1, num_warps * 1024 // columns), columns, num_warps)
 
 
-def checksum_tile(part_words: int) -> tuple[int, int]:
-    """The words of 8 bytes that a program of `block_checksum` takes, and its warps. They are half as much as of a copy:
-    each word has a key to be made, in registers."""
-    return min(_COPY_BYTES // 16, next_power_of_two(part_words)), _COPY_WARPS
+SUM_GROUPS = 4
+"""The KiB of a block that a program of `block_checksum`'s first kernel takes, in one warp: no sum leaves the warp, and
+each thread has 16 words in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTile:
+    """What a program of `block_checksum`'s second kernel takes, in one warp. Powers of two."""
+
+    blocks: int
+    """With 8 threads each."""
+    ahead: int
+    """Groups of a block whose sums are loaded together."""
+
+
+CHAIN_TILE = ChainTile(4, 32)

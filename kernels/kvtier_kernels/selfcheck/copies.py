@@ -7,16 +7,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtier_kernels.checksums import host_checksum
 from kvtier_kernels.quantise_reference import quantised_copy_reference
 from kvtier_kernels.records import DTYPES, LossyCodec, RecordLayout
-from kvtier_kernels.reference import block_copy_reference, part_copy_reference
+from kvtier_kernels.reference import block_checksum_reference, block_copy_reference, part_copy_reference
 
 Check = Callable[[], str]
 """Returns what is wrong; nothing, when all is right."""
 
 ROW_BYTES = (1, 50, 4096, 2**16 + 16, 2**16 + 4)
-CHECKSUM_BYTES = (51, 2**16 + 8, 2**20)
+CHECKSUM_BYTES, PREFIX_WORDS = (56, 2**16 + 8, 2**20), 11
 NUM_BLOCKS, NUM_ROWS, NUM_PARTS, NUM_PAIRS = 50, 40, 5, 33
 
 
@@ -82,16 +81,16 @@ def _check_layers(part_bytes: int, device: torch.device) -> str:
 
 
 def _check_checksums(part_bytes: int, device: torch.device) -> str:
-    """Compares checksums of blocks, whose parts are in two allocations, with those of the same bytes in host memory."""
+    """Compares checksums of blocks, whose parts are in two allocations, with xxHash's own of the same bytes."""
     from kvtier_kernels.copies.block_checksum import block_checksum
     from kvtier_kernels.copies.part_copy import Parts
 
     kv, more = (random_bits((NUM_BLOCKS, parts, part_bytes), torch.uint8) for parts in (NUM_PARTS, 1))
     block_ids, _ = _pairs()
     groups = [Parts.of(of.to(device).unbind(1)) for of in (kv, more)]
-    blocks = torch.cat([kv, more], dim=1).flatten(1).numpy()
-    expected = [host_checksum(blocks[block], [part_bytes] * (NUM_PARTS + 1)) for block in block_ids.tolist()]
-    found = block_checksum(groups, block_ids.to(device)).tolist()
+    prefixes = random_bits((NUM_PAIRS, PREFIX_WORDS), torch.int64)
+    expected = block_checksum_reference((*kv.unbind(1), *more.unbind(1)), block_ids, prefixes).tolist()
+    found = block_checksum(groups, block_ids.to(device), prefixes.to(device)).tolist()
     return "" if found == expected else f"{sum(map(int.__ne__, found, expected))} of {len(expected)} checksums differ"
 
 

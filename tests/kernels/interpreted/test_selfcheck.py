@@ -61,7 +61,7 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_states, "merge_states", lambda *_args: None)
     monkeypatch.setattr(slot_write, "write_slots", lambda *_args: None)
     monkeypatch.setattr(block_copy, "block_copy", lambda *_args: None)
-    monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids: torch.zeros_like(block_ids))
+    monkeypatch.setattr(block_checksum, "block_checksum", lambda _parts, block_ids, *_args: torch.zeros_like(block_ids))
     monkeypatch.setattr(part_copy, "part_copy", lambda *_args, **_options: None)
     monkeypatch.setattr(quantised_copy, "quantised_copy", lambda *_args, **_options: None)
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32,))

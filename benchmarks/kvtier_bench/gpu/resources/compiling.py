@@ -110,8 +110,8 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
             signature[param.name], constants[(index,)] = "constexpr", value
             continue
         signature[param.name] = mangle_type(value)
-        address = value.data_ptr() if isinstance(value, torch.Tensor) else value if type(value) is int and free else 1
-        if address % 16 == 0:
+        address = value.data_ptr() if isinstance(value, torch.Tensor) else value if type(value) is int else 1
+        if free and address % 16 == 0:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
