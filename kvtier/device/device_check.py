@@ -119,7 +119,7 @@ class DeviceCheck:
         uploaded = torch.from_numpy(words).to(self._device, non_blocking=True)
         ids_there, prefixes_there = uploaded[: len(ids)], uploaded[len(ids) :].view(len(ids), -1)
         at_a_time = max(1, _BYTES_AT_A_TIME // self._block_bytes)
-        batches = zip(ids_there.split(at_a_time), prefixes_there.split(at_a_time), strict=True)
+        batches = zip(torch.split(ids_there, at_a_time), torch.split(prefixes_there, at_a_time), strict=True)
         return torch.cat([block_checksum(self._parts, *batch) for batch in batches])
 
     def _sample(self, num_blocks: int) -> list[int]:

@@ -40,8 +40,8 @@ PARTS = (
 SECOND = (
     _CHECKS,
     Part("planted", 60, "parts.races", "planted"),
-    Part("switches", 90, "parts.ttft", "switches"),
-    Part("sweep", 160, "parts.sweep"),
+    Part("switches", 110, "parts.ttft", "switches"),
+    Part("sweep", 140, "parts.sweep"),
 )
 """The second one: more checks, what may be switched off, and tuning."""
 _THIRD_S = {"beside": 105.0, "races": 300.0, "ttft": 105.0}
