@@ -236,8 +236,8 @@ class CacheConfig(Section):
     memory. `device`: as `auto`, and of what comes from host memory, one block in 64, at least one of each load, once
     more where it has arrived. That finds faults of the bus, the driver or a copy, which no checksum in host memory can
     see. What differs is not used. `device` is recommended for a new kind of machine, and where answers are doubted.
-    CUDA only, not with `engine.lossy_codec`, and only where the parts of a block, such as a layer of it, are whole
-    words of 8 bytes."""
+    CUDA only, not with `engine.lossy_codec`, and only where the parts of a block, such as its layers, are multiples
+    of 8 bytes."""
     load_deadline_s: Seconds = 10.0
     """A fetch that takes longer is computed instead. Below the time of a good fetch, nothing hits."""
     lookup_deadline_s: Seconds = 1.0

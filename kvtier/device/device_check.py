@@ -117,10 +117,10 @@ class DeviceCheck:
         ids = np.asarray(device_slots, dtype=np.int64)
         words = np.concatenate([ids, np.frombuffer(prefixes, dtype=np.int64)])
         uploaded = torch.from_numpy(words).to(self._device, non_blocking=True)
-        ids_there, prefixes_there = uploaded[: len(ids)], uploaded[len(ids) :].view(len(ids), -1)
+        blocks, before = uploaded[: len(ids)], uploaded[len(ids) :].view(len(ids), -1)
         at_a_time = max(1, _BYTES_AT_A_TIME // self._block_bytes)
-        batches = zip(torch.split(ids_there, at_a_time), torch.split(prefixes_there, at_a_time), strict=True)
-        return torch.cat([block_checksum(self._parts, *batch) for batch in batches])
+        batches = [slice(start, start + at_a_time) for start in range(0, len(ids), at_a_time)]
+        return torch.cat([block_checksum(self._parts, blocks[batch], before[batch]) for batch in batches])
 
     def _sample(self, num_blocks: int) -> list[int]:
         """Blocks are chosen by count, not by key: the same block of a prompt is not looked at each time, nor never."""
