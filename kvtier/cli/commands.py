@@ -55,7 +55,7 @@ class LazyGroup(TyperGroup):
         if entry is None or name is None:
             return name, command, rest
         loaded = _loaded(entry)
-        _end_help(loaded, self._last_words(name))
+        _complete_help(loaded, self._last_words(name))
         return name, loaded, rest
 
 
@@ -83,11 +83,13 @@ def _loaded(entry: EntryPoint) -> TyperCommand | TyperGroup:
     return command
 
 
-def _end_help(command: Any, words: str | None) -> None:
-    """Ends the help of a command, and of those below it, with these words."""
+def _complete_help(command: Any, words: str | None) -> None:
+    """Ends the help of a command, and of those below it, with these words, and lists each by its whole first
+    paragraph."""
     command.epilog = command.epilog or words
+    command.short_help = command.short_help or " ".join((command.help or "").split("\n\n")[0].split())
     for below in getattr(command, "commands", {}).values():
-        _end_help(below, words)
+        _complete_help(below, words)
 
 
 def help_line(entry: EntryPoint) -> str:

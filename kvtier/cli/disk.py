@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from kvtier.cli.amounts import bytes_text
 from kvtier.cli.columns import aligned
-from kvtier.cli.options import print_json
+from kvtier.cli.options import print_json, telling_in_json
 from kvtier.config import load_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity.keys import tenant_id
@@ -27,7 +27,7 @@ Names = Annotated[
     Path | None, typer.Option("--config", help="TOML file of the pool or engine: tenants are shown by their names.")
 ]
 Segments = Annotated[bool, typer.Option("--segments", help="Print a line for each segment, too.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all segments.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all segments; on failure too.")]
 
 _TOTALS = ("num_live", "live_bytes", "num_dead", "num_tombstones", "num_torn", "num_corrupt", "orphaned_bytes")
 _ID_DIGITS = 8
@@ -36,6 +36,7 @@ _NO_TENANT = "-"
 """What stands where nothing can be said of a segment's tenant."""
 
 
+@telling_in_json
 def inspect(directory: Directory, config: Names = None, segments: Segments = False, json: Json = False) -> None:
     """What is in a disk tier's folder: segments, tenants, blocks. Changes nothing; the folder may be in use.
 
@@ -46,6 +47,7 @@ def inspect(directory: Directory, config: Names = None, segments: Segments = Fal
     _print(directory, _surveyed(directory, verify=False), name_of, with_segments=segments, as_json=json)
 
 
+@telling_in_json
 def fsck(
     directory: Directory,
     repair: Annotated[

@@ -1,23 +1,41 @@
 """Options that commands have in common, and the check that what they name can be written."""
 
+import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from kvtier.cli.canvas import require_drawable
 from kvtier.config import Config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.system.logs import Format, Level
 
+_P = ParamSpec("_P")
 STANDARD_OUTPUT = Path("-")
 
 
 def print_json(value: Any) -> None:
     """Prints `value` to standard output, indented."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def telling_in_json(command: Callable[_P, None]) -> Callable[_P, None]:
+    """The command, which prints `{"error": ...}` before it fails where its parameter `json` is set."""
+
+    @functools.wraps(command)
+    def telling(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KvtierError as error:
+            if kwargs.get("json"):
+                print_json({"error": str(error)})
+            raise
+
+    return telling
 
 
 def require_writable(option: str, path: Path) -> None:

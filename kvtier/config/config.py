@@ -194,7 +194,11 @@ class Config(Section):
     def require_clients(self) -> None:
         """Raises `ConfigError` where the pool service would accept the credentials of no tenant."""
         if not any(tenant.token_sha256 or tenant.certificate_names for tenant in self.tenants.values()):
-            raise self._error("tenants", "no token_sha256 anywhere: nobody could use the pool; add a tenant's")
+            raise self._error(
+                "tenants",
+                "no token_sha256 anywhere: nobody could use the pool; give a [tenants.NAME] one, or "
+                "`kvtier pool serve` --tenant NAME=SHA256",
+            )
 
     def token_digest(self, name: str, token: TokenConfig) -> str:
         """Returns the digest of one of a tenant's tokens, wherever the entry says that it is."""

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 from kvtier.config.config import Config
+from kvtier.config.findings import size_words
+from kvtier.errors import ConfigError
 from kvtier.net.tls import client_tls
+from kvtier.system.memory import total_bytes
 
 
 def engine_attempts(config: Config, device_type: str) -> list[Callable[[], object]]:
@@ -17,6 +20,7 @@ def engine_attempts(config: Config, device_type: str) -> list[Callable[[], objec
     attempts: list[Callable[[], object]] = [
         partial(config.verifies_on_device, device_type),
         lambda: client_tls(config.pool_tls(), config.pool.tls_server_name),
+        lambda: _require_memory(config.host_bytes(), total_bytes()),
     ]
     for name in config.engine_tenants():
         attempts += [partial(config.previous_secrets, name), partial(config.carriage_keys, name)]
@@ -24,3 +28,12 @@ def engine_attempts(config: Config, device_type: str) -> list[Callable[[], objec
         if config.pool.address:
             attempts.append(partial(config.pool_token, name))
     return attempts
+
+
+def _require_memory(wanted_bytes: int, total: int | None) -> None:
+    """Engines touch all of it at their start: where there is less, the kernel ends a process, maybe another one."""
+    if total is not None and wanted_bytes > total:
+        raise ConfigError(
+            f"host.capacity_bytes: {size_words(wanted_bytes)}, and this machine or its control group has "
+            f"{size_words(total)} in all; lower it"
+        )

@@ -1,5 +1,6 @@
 """What a look at a configuration finds, before anything is started with it."""
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,6 +39,13 @@ class Finding:
 
 Checks = Callable[[Config], Iterable[Finding]]
 """What looks at a configuration for one kind of process. It changes nothing, opens no connection and loads no model."""
+
+
+def log_warnings(log: logging.Logger, found: Iterable[Finding]) -> None:
+    """Logs what is wasted, useless or contradictory, for a process that starts all the same."""
+    for finding in found:
+        if finding.severity is Severity.WARNING:
+            log.warning("configuration: %s: %s", finding.key, finding.text)
 
 
 def errors_of(*attempts: Callable[[], object]) -> Iterable[Finding]:

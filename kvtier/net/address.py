@@ -1,6 +1,7 @@
 """Addresses of the block protocol, `host:port` or `unix:/path`, and connections to them within a deadline."""
 
 import ipaddress
+import os
 import queue
 import socket
 import threading
@@ -114,3 +115,8 @@ def _look_up_in_time(address: Address, deadline: float) -> list[_SocketAddress]:
     if isinstance(answer, OSError):
         raise answer
     return answer
+
+
+def reason_of(error: Exception) -> str:
+    """What the operating system says of an address, without the address, which `socket.create_server` adds."""
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno is not None else str(error)

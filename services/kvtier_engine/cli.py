@@ -1,5 +1,6 @@
 """`kvtier engine`: commands of the engine."""
 
+import logging
 import signal
 import socket
 import threading
@@ -10,17 +11,21 @@ from typing import Annotated
 import typer
 
 from kvtier.build.span_export import exporting_spans
+from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config
+from kvtier.config.findings import log_warnings
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
-from kvtier.net.address import is_loopback
+from kvtier.net.address import is_loopback, reason_of
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.process_metrics import leave_out_creation_times
 
 _SHUTDOWN_GRACE_S = 5
 """What requests that are running at a stop get to finish; then they are cancelled."""
+
+_log = logging.getLogger(__name__)
 
 app = typer.Typer(
     help="A small OpenAI-compatible engine that shares its KV cache.",
@@ -58,7 +63,9 @@ def serve(
     leave_out_creation_times()
     loaded = with_log_options(load_config(config), log_level, log_format)
     set_up_logs(loaded.log.level, loaded.log.format)
-    run(_with_options(loaded, model, host, port))
+    final = _with_options(loaded, model, host, port)
+    log_warnings(_log, findings_of(final))
+    run(final)
 
 
 def run(config: Config) -> None:
@@ -131,7 +138,8 @@ def _listening(address: str) -> socket.socket:
         return socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=128)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"engine.listen: cannot listen on {address}: {error}; choose another port (--port) or address (--host)"
+            f"engine.listen: cannot listen on {address}: {reason_of(error)}; choose another port (--port) or address "
+            "(--host)"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """`kvtier pool`: commands of the cache pool service."""
 
 import gc
+import logging
 import os
 import select
 import signal
@@ -15,12 +16,14 @@ import typer
 from kvtier.build.span_export import exporting_spans
 from kvtier.cli.options import LogFormat, LogLevel, with_log_options
 from kvtier.config import Config, load_config, parse_config
+from kvtier.config.findings import log_warnings
 from kvtier.errors import ConfigError
 from kvtier.memory.malloc import keep_freed_memory
 from kvtier.system.logs import set_up_logs
 from kvtier.system.open_files import raise_open_files_limit
 from kvtier.system.private_process import make_process_private
 from kvtier.system.process_metrics import leave_out_creation_times
+from kvtier_pool.checks import pool_findings
 from kvtier_pool.operator_server import OperatorServer
 from kvtier_pool.operator_verbs import OperatorVerbs
 from kvtier_pool.reloading import Reloader
@@ -32,6 +35,7 @@ _GC_THRESHOLDS = (50_000, 20, 1_000)
 """Garbage is looked for among what is young. A look at everything takes a quarter of a second per million blocks, with
 all requests waiting, and the books of a tier have no cycles."""
 
+_log = logging.getLogger(__name__)
 app = typer.Typer(help="The cache pool service.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -107,6 +111,7 @@ def serve(
     given = {name: value for name, value in flags.items() if value is not None}
     merged = with_log_options(configured(config, given, tenant or []), log_level, log_format)
     set_up_logs(merged.log.level, merged.log.format)
+    log_warnings(_log, pool_findings(merged))
     with exporting_spans(merged, "kvtier-pool"):
         run(merged, lambda: configured(config, given, tenant or []))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtier.clock import MONOTONIC
 from kvtier.errors import ConfigError, InvalidInputError
+from kvtier.net.address import reason_of
 from kvtier.net.certificates import TlsFiles
 from kvtier.net.tls import ServerTls
 from kvtier.net.tls_errors import explained
@@ -121,7 +122,10 @@ class StatusServer:
         try:
             self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), Handler, tls, on_stranger)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on http {listen!r}: {error}; use host:port with a free port") from error
+            raise ConfigError(
+                f"pool_service.http_listen: cannot listen on {listen!r}: {reason_of(error)}; use host:port with a free "
+                "port (--http-listen)"
+            ) from error
         self._thread = threading.Thread(target=self._serve, name="kvtier-http", daemon=True)
         self.address = f"{host}:{self._server.server_address[1]}"
 

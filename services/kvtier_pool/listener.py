@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.net.address import Address
+from kvtier.net.address import Address, reason_of
 
 _BACKLOG = 128
 _NEW_SUFFIX = ".new"
@@ -51,7 +51,10 @@ class Listener:
             self._socket = _listen_unix(address.path, access) if address.path else _listen_tcp(address)
             self._inode = os.stat(address.path).st_ino if address.path else 0
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {address}: {error}; is it in use, or not of this machine?") from error
+            raise ConfigError(
+                f"pool_service.listen: cannot listen on {address}: {reason_of(error)}; stop what is there, or choose "
+                "another address (--listen)"
+            ) from error
         self._path = address.path
         self.address = str(address if address.path else Address("", address.host, self._socket.getsockname()[1]))
         """The address that is listened on, with the real port."""

@@ -1,13 +1,14 @@
 """The tiers below the pool's memory, as configured."""
 
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from kvtier.codec.sealed_form import StorageSeals
 from kvtier.codec.stored_form import Codec
 from kvtier.config import Config
 from kvtier.config.pool_service import PoolServiceConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.metrics import Metrics
 from kvtier.policies.admission import Admission
 from kvtier.policies.admission_text import parse_admission
@@ -67,8 +68,17 @@ def open_lower_tiers(config: Config, seals: StorageSeals, hub: EventHub, metrics
             settings = _settings(WritePolicy(table.redis_write_policy), table, keeps_acknowledged=False)
             admission = _admission("redis_admission", table.redis_admission, None)
             below.append(LowerTier(redis, settings, admission, redis.set_caps, redis.purge))
+            threading.Thread(target=_ask_ahead, args=(redis,), name="kvtier-redis-ahead", daemon=True).start()
         undo.pop_all()
     return below
+
+
+def _ask_ahead(redis: "RedisTier") -> None:
+    """Has the log tell of a Redis that does not answer when the pool starts, not when the first block comes."""
+    with suppress(ClosedError):
+        for _ in range(_REDIS_FAILURES):
+            if redis.answers():
+                return
 
 
 def _redis_tier(url: str, config: Config, seals: StorageSeals, metrics: Metrics) -> "RedisTier":

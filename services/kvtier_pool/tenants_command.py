@@ -1,7 +1,6 @@
 """`kvtier tenants`: commands for the tenants of a cache pool."""
 
 import hashlib
-import json
 import secrets
 import sys
 from datetime import UTC, datetime, timedelta
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.options import print_json, telling_in_json
 from kvtier.errors import ConfigError, InvalidInputError, KvtierError, UnavailableError
 from kvtier.identity.keys import tenant_id
 from kvtier_pool.credential_file import CredentialFile
@@ -28,7 +28,11 @@ _Name = Annotated[str, typer.Argument(help="The tenant.")]
 
 
 @app.command("list")
-def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+@telling_in_json
+def list_(
+    pid: _Pid = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
+) -> None:
     """What each tenant has of a running pool on this host, and how often it hits.
 
     For root and the user that the pool runs as, where the pool runs: in its container if it is in one. From elsewhere,
@@ -37,8 +41,8 @@ def list_(pid: _Pid = None, as_json: Annotated[bool, typer.Option("--json", help
     Example: kvtier tenants list --json | jq '.tenants.red'
     """
     report = asked(pid, {"verb": "tenants"})
-    if as_json:
-        print(json.dumps(report, indent=2))
+    if json:
+        print_json(report)
         return
     table = Table(box=None)
     for column in ("tenant", "memory", "disk", "blocks", "hits", "misses", "evicted", "unwritten", "refused", "tokens"):

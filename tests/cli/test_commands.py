@@ -1,5 +1,6 @@
 """The command line: what is listed, what help looks like, and what it says about what is not installed."""
 
+import json
 import re
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_help_prints_what_was_written() -> None:
     assert with_brackets, "nothing was tested: no help has square brackets any more"
 
 
+def test_lists_of_commands_are_not_cut_short() -> None:
+    top: Any = command_line.make_app()
+    ctx = top.context_class(top, info_name=top.name)
+    groups = [
+        top,
+        *(command for name in top.list_commands(ctx) for _, command, _ in [top.resolve_command(ctx, [name])]),
+    ]
+    lists = [help_of(group).split("Commands:")[1] for group in groups if hasattr(group, "list_commands")]
+    assert len(lists) > 3
+    assert all("..." not in listed for listed in lists)
+
+
 def test_every_command_has_an_example_and_ends_with_a_page() -> None:
     for command in commands_below(command_line.make_app()):
         shown = " ".join(help_of(command).split())
@@ -91,3 +104,18 @@ def test_without_the_benchmarks_bench_says_how_to_get_them(
     with pytest.raises(KvtierError, match=r"pip install \./benchmarks"):
         command_line.make_app()(["bench", *arguments])
     assert "pip install ./benchmarks" in help_of(command_line.make_app())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["inspect /nowhere", "fsck /nowhere", "size /nowhere", "config keys nosuch", "config show /nowhere",
+     "config check /nowhere", "tenants list --pid 1", "stats --url 127.0.0.1:1", "doctor --config /nowhere"],
+)  # fmt: skip
+def test_failures_are_told_in_json(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvtier", *arguments.split(), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == 1
+    assert isinstance(json.loads(capsys.readouterr().out), dict)

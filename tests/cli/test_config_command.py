@@ -72,7 +72,7 @@ def test_a_commented_line_of_a_file_to_begin_with_can_be_taken_in(tmp_path: Path
         ("tenant = 'a'\n[tenants.a]\nsecret = 'env:NOPE'", "error", ["tenants.a.secret", "NOPE is missing"]),
         (f"{ENGINE}[disk]\nsync = 'batch'", "warning", ["disk.sync", "disk.directory"]),
         (ENGINE, "warning", ["pool.address", "nothing is shared"]),
-        (f"{ENGINE}[host]\ncapacity_bytes = '1000TiB'", "warning", ["host.capacity_bytes"]),
+        (f"{ENGINE}[host]\ncapacity_bytes = '1000TiB'", "error", ["host.capacity_bytes", "lower it"]),
         (f"{ENGINE}[pool]\naddress = 'pool.site:7600'", "error", ["pool.address", "pool.site:7600 in the clear"]),
         (f"{ENGINE}[pool]\ninsecure = true\naddress = 'pool.site:7600'", "warning", ["pool.insecure", "in the clear"]),
         (f"{ENGINE}[engine]\nmodel = 'nowhere'", "error", ["engine.model", "is not there"]),

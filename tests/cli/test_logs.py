@@ -23,6 +23,7 @@ from kvtier.system.processes import Service
 from kvtier.system.tracing import tracing
 from kvtier.tiers.pool.socket_transport import SocketTransport
 from kvtier.tiers.sidecar import ProcessSettings, SharedMemory, TierProcess
+from pool_rig import until
 
 TOKEN = "of-red-0123456789abcdef"
 
@@ -110,7 +111,8 @@ def test_within_an_engine_only_what_is_asked_for_changes(capsys: pytest.CaptureF
 
 
 def test_a_pool_says_in_json_whom_it_refuses(tmp_path: Path) -> None:
-    """With everything logged there is: each line is an object, and none has a token."""
+    """And that its Redis is away, and which setting does nothing. With everything logged there is: each line is an
+    object, and none has a token."""
     log, port = tmp_path / "pool.log", _free_port()
     arguments = ["pool", "serve", "--listen", f"127.0.0.1:{port}", "--http-listen", "127.0.0.1:0"]
     environ = {
@@ -121,6 +123,8 @@ def test_a_pool_says_in_json_whom_it_refuses(tmp_path: Path) -> None:
         "KVTIER__POOL_SERVICE__GRPC_LISTEN": "[]",
         "KVTIER__POOL_SERVICE__MEMORY_BYTES": "16MiB",
     }
+    environ["KVTIER__POOL_SERVICE__REDIS_URL"] = f"redis://127.0.0.1:{_free_port()}"
+    environ["KVTIER__POOL_SERVICE__DISK_SYNC"] = "batch"
     with Service(arguments, log=log, environ=environ) as pool:
         address = pool.ready()["block"]
         with pytest.raises(KvtierError, match="not known to this pool"):
@@ -134,12 +138,14 @@ def test_a_pool_says_in_json_whom_it_refuses(tmp_path: Path) -> None:
                 _connect(address, TOKEN)
         finally:
             first.close()
+        until(lambda: "left alone for now" in log.read_text())  # the Redis, which nobody has asked for a block
     text = log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     assert TOKEN not in text
     assert "of-nobody" not in text
     assert _digest(TOKEN) not in text
+    assert any(line["message"].startswith("configuration: pool_service.disk_sync: ") for line in lines)
     by_event = {line.get("event"): line for line in lines}
     assert by_event["login_refused"]["address"].startswith("127.0.0.1:")
     assert by_event["login_refused"]["reason"] == "unknown_token"

@@ -1,5 +1,6 @@
 """vLLM's OpenAI server with the connector: salts of clients and tenants that a gateway names part their KV."""
 
+import json
 from itertools import count
 from typing import Any
 
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_rig import NUM_TOKENS, Answer, all_hit, cached_of, make_prompts, none_hit, settings, tokens_of, transfer
 
 from cache_pool import CachePool, until
+from dashboard_rig import check_against_docs, ours_in_vllm
 from otlp_receiver import OtlpReceiver, otlp_receiver
 
 PROMPTS = make_prompts(2)
@@ -58,11 +60,12 @@ def test_salts_tenants_traces_and_figures(
     """One server, since it takes long to start."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     with otlp_receiver() as receiver:
-        tables = {"pool": {"address": [pool.address]}, "tracing": {"endpoint": receiver.url}}
+        tables = {"pool": {"address": [pool.address]}, "tracing": {"endpoint": receiver.url}, "log": {"format": "json"}}
         options = {"enable_prompt_tokens_details": True, "otlp_traces_endpoint": f"{receiver.url}/v1/traces"}
         with lab.server(transfer(settings(gateway=["blue"], **tables)), **options) as client:
             _begins_at_zero(client)
             _never_meet(client, expected)
+            _logs_whose_request_it_was(lab)
             _tells_what_was_found(client)
             _is_traced(client, receiver)
             pool.kill()
@@ -70,6 +73,7 @@ def test_salts_tenants_traces_and_figures(
 
 
 def _begins_at_zero(client: httpx.Client) -> None:
+    check_against_docs(ours_in_vllm(client.get("/metrics").text))
     errors = {"tier": "pool", "error": "UnavailableError"}
     for name, labels in (("io_errors_total", errors), ("open_breakers", {}), ("corrupt_blocks_total", {})):
         assert _value(client, name, **labels) == 0, f"nothing has happened yet, and {name} has to say so"
@@ -86,6 +90,13 @@ def _never_meet(client: httpx.Client, expected: list[Answer]) -> None:
         answers = [_complete(client, prompt, tenant, salt) for prompt in PROMPTS]
         assert tokens_of(answers) == tokens_of(expected[:2])
         assert cached_of(answers) == all_hit(PROMPTS)
+
+
+def _logs_whose_request_it_was(lab: Lab) -> None:
+    log = max(lab.home.glob("server-*.log"), key=lambda path: path.stat().st_mtime).read_text()
+    logged = [json.loads(line) for line in log.splitlines() if line.startswith('{"time"')]
+    (warning,) = [line for line in logged if "a request uses no cache" in line["message"]]
+    assert warning["request_id"].startswith("cmpl-")
 
 
 def _tells_what_was_found(client: httpx.Client) -> None:

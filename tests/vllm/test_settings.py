@@ -18,7 +18,7 @@ from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm_rig import ENVIRON, settings, transfer
 
-from dashboard_rig import check_against_docs
+from dashboard_rig import check_against_docs, of_engines, ours_in_vllm
 from kvtier.device.kv import MemoryUse
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
@@ -226,9 +226,9 @@ def test_what_all_processes_count_is_shown_by_vllm() -> None:
     assert value("tier_batch_seconds_count", tier="pool", op="read") == 0
     assert value("path_bytes_total", path="tcp", op="read") == 0
     assert value("codec_bytes_total", tier="disk", codec="raw", form="stored") == 0
-    check_against_docs(
-        generate_latest(shown).decode().replace("vllm:", ""), silent=["kvtier_tier_declined_blocks_total"]
-    )
+    as_ours = ours_in_vllm(generate_latest(shown).decode())
+    check_against_docs(as_ours)
+    assert {name for name in of_engines() if f"# TYPE {name} " not in as_ours} == {"kvtier_tier_declined_blocks_total"}
     assert value("build_info", version=version("kvtier"), python_version=platform.python_version()) == 1
 
     ranks = [(metrics, Relay(metrics.registry)) for metrics in (Metrics(), Metrics())]

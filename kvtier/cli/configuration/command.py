@@ -12,7 +12,7 @@ import typer
 from kvtier.cli.configuration.all_checks import findings_of
 from kvtier.cli.configuration.effective import Setting, settings_of
 from kvtier.cli.configuration.starting_files import Role, starting_file
-from kvtier.cli.options import print_json
+from kvtier.cli.options import print_json, telling_in_json
 from kvtier.config import load_config
 from kvtier.config.findings import Finding, Severity
 from kvtier.config.reference import Key, json_schema, keys
@@ -30,9 +30,10 @@ File = Annotated[Path, typer.Argument(help="TOML file of an engine, of a pool, o
 
 
 @app.command("keys")
+@telling_in_json
 def list_keys(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin so, such as pool_service.redis.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md.")] = False,
 ) -> None:
     """Every key that a file may have.
@@ -65,10 +66,11 @@ def schema() -> None:
 
 
 @app.command()
+@telling_in_json
 def show(
     file: File,
     all_keys: Annotated[bool, typer.Option("--all", help="Keys that have their defaults, too.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, on failure too.")] = False,
 ) -> None:
     """What a file and the environment come to.
 

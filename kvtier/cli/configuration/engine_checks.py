@@ -13,6 +13,7 @@ from kvtier.config.findings import (
     room_on_disk,
     without_effect,
 )
+from kvtier.system.memory import total_bytes
 
 _FEW_BLOCKS = 200
 
@@ -34,7 +35,9 @@ def engine_findings(config: Config) -> Iterable[Finding]:
 
 def _memory(config: Config) -> Iterable[Finding]:
     effect = "all of it is touched at the start, and the kernel may end the engine"
-    yield from room_in_memory("host.capacity_bytes", config.host_bytes(), effect)
+    wanted, total = config.host_bytes(), total_bytes()
+    if total is None or wanted <= total:  # more is an error already
+        yield from room_in_memory("host.capacity_bytes", wanted, effect)
 
 
 def _disk(config: Config) -> Iterable[Finding]:

@@ -59,7 +59,8 @@ def stats(
         sources = [{"url": place, **plain(facts)} for place, facts in answers.items()]
         print_json({"sources": sources, "problems": problems})
     if not answers or (url and problems):
-        raise KvtierError("; ".join(problems))
+        remedy = "" if url or config else "; name the file by --config, or addresses by --url"
+        raise KvtierError("; ".join(problems) + remedy)
     if not json:
         console = Console()
         for place, facts in answers.items():

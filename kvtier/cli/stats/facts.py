@@ -209,7 +209,7 @@ def _tier(samples: Samples, tier: str) -> TierFacts:
 
     def bytes_per_s(op: str) -> float | None:
         seconds = samples.total("kvtier_tier_batch_seconds_sum", tier=tier, op=op)
-        return _quotient(moved(op) or 0.0, seconds)
+        return _quotient(moved(op) or 0.0, seconds) or None  # nothing has gone that way
 
     states = [state for state, on in samples.by("kvtier_tier_state", "state", tier=tier).items() if on]
     # Pools of earlier releases count what memory and disk do by other names, or not at all.

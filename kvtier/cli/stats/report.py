@@ -58,7 +58,7 @@ def tier_notes(tier: str, facts: TierFacts) -> list[str]:
     if facts.state not in (None, TierState.WRITABLE.value):
         notes.append(f"[red]{tier} is {facts.state}: its medium fails[/red]")
     if facts.open_breakers:
-        notes.append(f"[red]{tier} is left alone by {facts.open_breakers:,.0f} open breakers: its blocks miss[/red]")
+        notes.append(f"[red]{tier} is left alone, its blocks miss (open breakers: {facts.open_breakers:,.0f})[/red]")
     if facts.codecs.keys() - {"raw"}:
         notes.append(f"{tier} packs: {_packed(facts.codecs)}")
     if facts.errors:

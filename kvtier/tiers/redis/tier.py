@@ -216,6 +216,11 @@ class RedisTier:
             servers = self._memory("usage")
         return total(servers) if servers else Usage(0, 0, 0)
 
+    def answers(self) -> bool:
+        """Whether all servers answer now. One that does not often enough is left alone, which is logged."""
+        with self._guard:
+            return bool(self._memory("usage"))
+
     def policy_warning(self) -> str | None:
         """What will go wrong with how the server makes room, and what to set there; None when nothing will.
 

@@ -90,11 +90,14 @@ class PoolServer:
             else:
                 port = self._server.add_secure_port(address, _credentials(tls))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: {error}") from error
+            raise ConfigError(f"pool_service.grpc_listen: cannot listen on {address}: {error}") from error
         except RuntimeError as error:
             if tls is not None and not _usable(tls):
                 raise ConfigError(f"cannot serve gRPC on {address} with this key: {_KEYS}") from error
-            raise ConfigError(f"cannot listen on {address}: is it in use, or not of this machine?") from error
+            raise ConfigError(
+                f"pool_service.grpc_listen: cannot listen on {address}: is it in use, or not of this machine? Choose "
+                "another one (--grpc-listen)"
+            ) from error
         return address if address.startswith(UNIX_PREFIX) else f"{address.rpartition(':')[0]}:{port}"
 
 

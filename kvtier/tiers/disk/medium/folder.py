@@ -84,7 +84,9 @@ def require_format(path: Path) -> None:
     try:
         text = (path / MARKER).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} is no disk tier folder: {error}") from error
+        raise ConfigError(
+            f"{path} is no disk tier folder: {error}; name the one of disk.directory or pool_service.disk_dir"
+        ) from error
     _check(path, text)
 
 
