@@ -54,6 +54,28 @@ def test_a_streamed_chat(official: openai.OpenAI) -> None:
     assert len(extra["kvtier"]["token_ids"]) == 8
 
 
+def test_choices_of_a_chat_with_log_probabilities(official: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL_NAME, "messages": FRANCE, "seed": 1, "n": 3, "max_tokens": 12}
+    whole = official.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
+    chunks = [
+        chunk.choices[0]
+        for chunk in official.chat.completions.create(**ask, logprobs=True, top_logprobs=2, stream=True)
+    ]
+    assert len({choice.message.content for choice in whole.choices}) > 1
+    for choice in whole.choices:
+        mine = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.delta.content or "" for chunk in mine) == choice.message.content
+        assert mine[0].delta.role == "assistant"
+        assert mine[-1].finish_reason == choice.finish_reason
+        assert choice.logprobs is not None
+        entries = choice.logprobs.content
+        assert entries is not None
+        assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == choice.message.content
+        assert all(len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob for entry in entries)
+        told = [chunk.logprobs for chunk in mine if chunk.logprobs is not None]
+        assert [entry.token for each in told for entry in each.content or []] == [entry.token for entry in entries]
+
+
 def test_a_streamed_completion(official: openai.OpenAI, engine: EngineProcess) -> None:
     ask: dict[str, Any] = {"model": MODEL_NAME, "prompt": COUNT, "temperature": 0, "max_tokens": 20}
     whole = engine.complete(**ask)
@@ -128,8 +150,8 @@ def test_errors_are_openai_s(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="1 prompt tokens and max_tokens 100000") as too_long:
         official.completions.create(**ask | {"max_tokens": 100_000}, stream=True)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="this engine supports false only") as unsupported:
-        official.completions.create(**ask, logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="less than or equal to 5") as unsupported:
+        official.completions.create(**ask, logprobs=6)
     assert unsupported.value.param == "logprobs"
     assert official.models.retrieve(MODEL_NAME).id == official.models.list().data[0].id == MODEL_NAME
     with pytest.raises(openai.NotFoundError):

@@ -8,8 +8,6 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from kvtier_engine.api.answers import error_body
-
 Body = TypeVar("Body", bound=BaseModel)
 
 _CLIENT_CLOSED = 499
@@ -19,6 +17,11 @@ _UNIONS = {
     "stop": "must be text or a list of at most 4 texts, each of 1 to 1024 characters",
 }
 """What parameters of several types are. Errors of such name the types' places too, which no client has heard of."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ApiError(Exception):

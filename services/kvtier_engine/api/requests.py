@@ -17,10 +17,16 @@ _MOST_STOP_SEQUENCES = 4
 _LONGEST_STOP_SEQUENCE = 1024
 """Characters. What is held back while it may be the beginning of a stop sequence is no longer."""
 
+_MOST_ANSWERS = 128
+"""OpenAI's limits, as those below."""
+_MOST_TOP_OF_COMPLETIONS = 5
+_MOST_TOP_OF_CHATS = 20
+
 TokenLimit = Annotated[int, Field(ge=1)]
 # Only the first error is told: without `fail_fast`, a long list of wrong items costs seconds of the event loop.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+NumAnswers = Annotated[int, Field(ge=1, le=_MOST_ANSWERS)]
 StopSequence = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP_SEQUENCE)]
 StopSequences = Annotated[list[StopSequence], Field(max_length=_MOST_STOP_SEQUENCES)]
 
@@ -72,7 +78,7 @@ class SamplingBody(BaseModel):
     prompt_cache_key: Any = None
     service_tier: Any = None
 
-    n: Annotated[Any, AfterValidator(_Only(1))] = None
+    n: NumAnswers | None = None
     frequency_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
     presence_penalty: Annotated[Any, AfterValidator(_Only(0))] = None
     logit_bias: Annotated[Any, AfterValidator(_Only({}))] = None
@@ -80,6 +86,26 @@ class SamplingBody(BaseModel):
     @property
     def stop_sequences(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_branches(self) -> int:
+        """How many answers are computed."""
+        return self.num_choices
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens come with each token; None: no log probabilities at all."""
+        return None
+
+    def conflict(self) -> tuple[str, str] | None:
+        """The parameter that does not go with another one, and why; None: all do."""
+        if self.stream_options is not None and not self.stream:
+            return "stream_options", "only with stream = true"
+        return None
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -92,10 +118,27 @@ class CompletionBody(SamplingBody):
     prompt: str | TokenIds
     """Text, or token ids."""
 
-    best_of: Annotated[Any, AfterValidator(_Only(1))] = None
+    best_of: NumAnswers | None = None
+    """So many answers are computed, of which the `n` likeliest per token are told."""
     echo: Annotated[Any, AfterValidator(_Only(False))] = None
-    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_COMPLETIONS)] | None = None
+    """So many of the likeliest tokens are told with each token."""
     suffix: Annotated[Any, AfterValidator(_Only(""))] = None
+
+    @property
+    def num_branches(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    def conflict(self) -> tuple[str, str] | None:
+        if self.num_branches < self.num_choices:
+            return "best_of", "must be at least n, since the n answers are chosen from so many"
+        if self.num_branches > self.num_choices and self.stream:
+            return "best_of", "which answers are best is known at the end: leave out stream"
+        return SamplingBody.conflict(self)
 
 
 def _as_text(content: Any) -> Any:
@@ -137,8 +180,8 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: Any = None
     """Ignored: there are no tools."""
 
-    logprobs: Annotated[Any, AfterValidator(_Only(False))] = None
-    top_logprobs: Annotated[Any, AfterValidator(_Only(0))] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_OF_CHATS)] | None = None
     tools: Annotated[Any, AfterValidator(_Only([]))] = None
     tool_choice: Annotated[Any, AfterValidator(_Only("none", "auto"))] = None
     functions: Annotated[Any, AfterValidator(_Only([]))] = None
@@ -150,6 +193,15 @@ class ChatBody(SamplingBody):
     reasoning_effort: Annotated[Any, AfterValidator(_Only("none"))] = None
     verbosity: Annotated[Any, AfterValidator(_Only())] = None
     web_search_options: Annotated[Any, AfterValidator(_Only())] = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def conflict(self) -> tuple[str, str] | None:
+        if self.top_logprobs is not None and self.top_logprobs > 0 and not self.logprobs:
+            return "top_logprobs", "only with logprobs = true"
+        return SamplingBody.conflict(self)
 
 
 class ResetBody(BaseModel):

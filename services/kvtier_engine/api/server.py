@@ -17,12 +17,12 @@ from kvtier.errors import ClosedError, InvalidInputError, LimitExceededError
 from kvtier.system.tracing import tracing
 from kvtier_engine.api.answers import AnswerFormat
 from kvtier_engine.api.event_stream import EventStream
-from kvtier_engine.api.generation import Ask, Generation, stopping
+from kvtier_engine.api.generation import Ask, Generation, Piece, stopping
 from kvtier_engine.api.http_requests import HANDLERS, ApiError, parse_body
 from kvtier_engine.api.request_ids import RequestIds
 from kvtier_engine.api.requests import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, ResetBody, SamplingBody
 from kvtier_engine.scheduling.engine import Engine
-from kvtier_engine.scheduling.request import Completion, Sampling
+from kvtier_engine.scheduling.request import Sampling
 from kvtier_engine.scheduling.request_spans import RequestSpans
 from kvtier_engine.text.answer_text import AnswerText
 from kvtier_engine.text.tokenizer import ChatTokenizer
@@ -108,8 +108,16 @@ class Server:
     def _check(self, body: SamplingBody) -> None:
         """What can be refused before anything is tokenised."""
         self._check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
+        conflict = body.conflict()
+        most = self._engine.max_branches
+        if conflict is None and body.num_branches > most:
+            param = "n" if body.num_choices == body.num_branches else "best_of"
+            conflict = (
+                param,
+                f"this engine computes up to {most} answers at once; ask for fewer, or raise engine.max_running",
+            )
+        if conflict is not None:
+            raise ApiError(400, ": ".join(conflict), param=conflict[0])
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model_name):
@@ -123,6 +131,8 @@ class Server:
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
             eos_token_ids=self._eos_token_ids,
+            num_branches=body.num_branches,
+            num_top=0 if body.num_top is None and body.num_branches > body.num_choices else body.num_top,
         )
 
     async def _answer(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Response:
@@ -132,18 +142,22 @@ class Server:
             model=self._model_name,
             prompt_token_ids=ask.tokens if body.return_prompt_token_ids else None,
             usage_chunk=body.wants_usage_chunk,
+            num_choices=body.num_choices,
+            spelling=None if body.num_top is None else self._tokenizer,
         )
         generation = self._generate(http, body, ask)
         if body.stream:
             return EventStream(generation, answer)
-        return JSONResponse(answer.whole(*await _read_all(generation)))
+        answers = await _read_all(generation)
+        completions = [piece.done for piece in answers if piece.done is not None]
+        return JSONResponse(answer.whole(_likeliest(answers, body.num_choices), completions))
 
     def _generate(self, http: HttpRequest, body: ChatBody | CompletionBody, ask: Ask) -> Generation:
         stop = body.stop_sequences
-        text = AnswerText(self._tokenizer.detokenizer(), stop)
+        texts = [AnswerText(self._tokenizer.detokenizer(), stop) for _ in range(ask.sampling.num_branches)]
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         try:
-            return Generation(self._engine, http, ask, text, read_along=bool(body.stream or stop))
+            return Generation(self._engine, http, ask, texts, read_along=bool(body.stream or stop))
         except LimitExceededError as error:
             raise ApiError(400, str(error), param=prompt, code="context_length_exceeded") from error
         except InvalidInputError as error:
@@ -185,14 +199,31 @@ class Server:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _read_all(generation: Generation) -> tuple[str, Completion]:
-    texts = []
+async def _read_all(generation: Generation) -> list[Piece]:
+    """The answers, whole, by index."""
+    pieces: list[Piece] = []
     with contextlib.closing(generation):
-        while True:
-            text, done = await generation.read()
-            texts.append(text)
-            if done is not None:
-                return "".join(texts), done
+        while generation.num_open:
+            pieces += await generation.read()
+    whole = []
+    for branch in sorted({piece.branch for piece in pieces}):
+        of_branch = [piece for piece in pieces if piece.branch == branch]
+        text = "".join(piece.text for piece in of_branch)
+        logprobs = [each for piece in of_branch for each in piece.logprobs]
+        whole.append(Piece(branch, text, logprobs, of_branch[-1].done))
+    return whole
+
+
+def _likeliest(answers: list[Piece], num_choices: int) -> list[Piece]:
+    """The answers of the highest log probability per token, the likeliest first; all in order if none is left out."""
+    if len(answers) == num_choices:
+        return answers
+
+    def mean(piece: Piece) -> float:
+        of_tokens = [logprobs.of_token for _, logprobs in piece.logprobs]
+        return sum(of_tokens) / len(of_tokens)
+
+    return sorted(answers, key=mean, reverse=True)[:num_choices]
 
 
 def _unavailable(error: ClosedError) -> ApiError:

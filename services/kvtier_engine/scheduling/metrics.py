@@ -45,11 +45,11 @@ class EngineMetrics:
             registry=registry,
         )
 
-    def count(self, completion: Completion) -> None:
-        """One ended request."""
+    def count(self, completion: Completion, num_answer_tokens: int) -> None:
+        """One ended request: the end of its last branch, and the tokens of all."""
         self.requests.labels(completion.finish_reason).inc()
         self.prompt_tokens.inc(completion.num_prompt_tokens)
-        self.answer_tokens.inc(len(completion.token_ids))
+        self.answer_tokens.inc(num_answer_tokens)
         for tier, num_tokens in completion.cached_by_tier.items():
             self.cached_tokens.labels(tier).inc(num_tokens)
         if completion.ttft_s is not None:

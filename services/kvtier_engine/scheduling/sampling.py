@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvtier_engine.scheduling.request import Request
+from kvtier_engine.scheduling.request import Logprobs, Request
 
 _FIRST_LOOK = 256
 """This many of the likeliest tokens nearly always hold a nucleus; finding them costs a fortieth of sorting all."""
@@ -26,6 +26,14 @@ def sample(logits: Tensor, request: Request) -> int:
         return _draw(probabilities.cumsum(0), request.generator)
     ids, mass = _nucleus(probabilities, sampling.top_p)
     return int(ids[_draw(mass, request.generator)])
+
+
+def logprobs_of(logits: Tensor, token_id: int, num_top: int) -> Logprobs:
+    """What the model itself says of a token, and of the `num_top` likeliest ones. `logits`: float32 `[vocab_size]`."""
+    wide = logits.double().cpu()
+    normed = wide - wide.logsumexp(0)
+    values, ids = normed.topk(min(num_top, normed.numel()))
+    return Logprobs(float(normed[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _draw(mass: Tensor, generator: torch.Generator) -> int:
